@@ -1,0 +1,11 @@
+"""Flash checkpointing for Megatron-LM: save without collectives, restart from memory.
+
+Importing this package imports neither torch nor megatron: the agent process lives on that.
+The doors for training code are `megatron_flashckpt.checkpointing` and
+`megatron_flashckpt.async_utils` (swapped imports) and `megatron_flashckpt.launch` (no edit).
+"""
+
+__version__ = "0.1.0"
+
+#: Version of the on-disk format (manifest and shard headers). Readers refuse newer ones.
+FORMAT_VERSION = 1

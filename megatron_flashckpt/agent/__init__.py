@@ -1,0 +1,1 @@
+"""One process per node that owns the slots, persists and commits. Never imports torch."""

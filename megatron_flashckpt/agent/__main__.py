@@ -1,0 +1,76 @@
+"""`python -m megatron_flashckpt.agent`: started by the first rank of a node, never by hand."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
+from megatron_flashckpt.agent.server import Agent, AgentOptions, listen
+
+
+class _ErrorSeen(logging.Handler):
+    """Remembers whether the log holds something that somebody should read."""
+
+    seen = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen = True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="megatron_flashckpt.agent")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--root", required=True)
+    parser.add_argument("--grace-s", type=float, required=True)
+    parser.add_argument("--persist-threads", type=int, required=True)
+    parser.add_argument("--commit-timeout-s", type=float, required=True)
+    arguments = parser.parse_args()
+
+    lock = os.open(arguments.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return 0  # another agent serves this directory
+
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    errors = _ErrorSeen(logging.ERROR)
+    logging.getLogger().addHandler(errors)
+    # Ctrl-C in the training terminal and a SIGHUP of its shell are not for us: we outlive them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    listener = listen(arguments.directory, SOCKET)
+    # From here on trainers can connect. The parent returns, so that whoever started it can reap it
+    # and the agent is nobody's child; no thread has been started yet, so forking is safe.
+    if os.fork():
+        os._exit(0)
+    options = AgentOptions(
+        root=arguments.root,
+        grace_s=arguments.grace_s,
+        persist_threads=arguments.persist_threads,
+        commit_timeout_s=arguments.commit_timeout_s,
+    )
+    logging.info("agent %d serves %s", os.getpid(), arguments.root)
+    Agent(listener, options).serve()
+    # Socket first: from here on a trainer that comes finds nobody and starts a new agent.
+    (arguments.directory / SOCKET).unlink(missing_ok=True)
+    if not errors.seen:
+        (arguments.directory / LOG).unlink(missing_ok=True)
+        (arguments.directory / LOCK).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            arguments.directory.rmdir()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

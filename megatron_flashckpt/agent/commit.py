@@ -1,0 +1,186 @@
+"""Turn durable shards into a checkpoint, or say why that did not happen.
+
+The agent on the node of global rank 0 commits: it waits until the *names* of all expected commit
+records are there (names, not a count: a record of an earlier attempt must not stand in for one of
+this attempt), merges them, and puts the manifest. Only then does the tracker move. The other agents
+wait for that manifest.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import re
+import time
+
+import msgspec
+import xxhash
+
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.memory.slot import SlotMeta
+from megatron_flashckpt.storage.base import Storage
+
+logger = logging.getLogger(__name__)
+
+_OURS = re.compile(r"rank_\d{5,}-(?P<save_id>[0-9a-f]{8,32})\.(safetensors|commit|failed)")
+_READERS = 16
+
+
+@dataclasses.dataclass
+class PendingSave:
+    """A save that this node has a part in and whose outcome is open."""
+
+    storage: Storage
+    iteration: int
+    save_id: str
+    staged_at: float
+    metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
+    persisted: set[int] = dataclasses.field(default_factory=set)
+    error: str | None = None
+
+    @property
+    def directory(self) -> str:
+        return names.iteration_dir(self.iteration)
+
+
+def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
+    """Return `(finished, error)` for `save`, committing it if that is now possible and ours to do.
+
+    Called repeatedly by the agent's commit thread. Never raises: what goes wrong is the outcome.
+    """
+    try:
+        if save.error is not None:
+            _tell_others(save)
+            return True, save.error
+        present = set(save.storage.list(save.directory))
+        failure = _failure_elsewhere(save, present)
+        if failure is not None:
+            return True, failure
+        if save.persisted < set(save.metas):
+            return False, None
+        if _is_committed(save, present):
+            return True, None
+        if 0 in save.metas:
+            world_size = save.metas[0].world_size
+            expected = {names.record_name(rank, save.save_id) for rank in range(world_size)}
+            if expected <= present:
+                commit(save)
+                return True, None
+            missing = sorted(expected - present)
+            awaited = f"{len(missing)} of {world_size} commit records ({', '.join(missing[:8])})"
+        else:
+            awaited = f"{names.MANIFEST} from the node of rank 0"
+        if time.monotonic() - save.staged_at > timeout_s:
+            return True, (
+                f"{save.storage.place}/{save.directory}: gave up after {timeout_s:.0f} s without "
+                f"{awaited}; look at the agent logs of the nodes of these ranks, or raise "
+                "'agent.commit_timeout_s'"
+            )
+    except (FlashCkptError, OSError, msgspec.MsgspecError) as error:
+        return True, str(error)
+    return False, None
+
+
+def commit(save: PendingSave) -> None:
+    """Merge the records and put the manifest, then move the tracker, then tidy up.
+
+    Raises:
+        CorruptCheckpointError: the records contradict each other.
+        StorageError: the tracker still names the previous checkpoint.
+    """
+    storage, meta = save.storage, save.metas[0]
+
+    def read(rank: int) -> names.CommitRecord:
+        name = f"{save.directory}/{names.record_name(rank, save.save_id)}"
+        try:
+            return msgspec.msgpack.decode(storage.read(name), type=names.CommitRecord)
+        except msgspec.DecodeError as error:
+            raise CorruptCheckpointError(
+                f"{storage.place}/{name}: is not a commit record ({error})"
+            ) from error
+
+    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+        records = list(pool.map(read, range(meta.world_size)))
+    merged = names.merge(
+        records,
+        world_size=meta.world_size,
+        description=meta.description,
+        common_digest=xxhash.xxh3_64_hexdigest(meta.common),
+    )
+    storage.put(f"{save.directory}/{names.COMMON}", meta.common)
+    storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
+    previous = tracked_iteration(storage)
+    storage.put(names.TRACKER, str(save.iteration).encode())
+    try:
+        _remove_leftovers(save, {shard.file for shard in merged.shards})
+        _retire(storage, previous, save.iteration, meta.retain_interval)
+    except (FlashCkptError, OSError) as error:
+        # The checkpoint is committed; untidiness must not make it look failed.
+        logger.warning("committed iteration %d, but: %s", save.iteration, error)
+
+
+def tracked_iteration(storage: Storage) -> int | None:
+    """Return the iteration that the tracker names; None if there is none (or a release)."""
+    try:
+        text = storage.read(names.TRACKER).decode().strip()
+    except FileNotFoundError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def forget(save: PendingSave) -> None:
+    """Free the space that this node's ranks took for a save that failed."""
+    for rank in save.metas:
+        for name in (
+            names.record_name(rank, save.save_id),
+            names.shard_name(rank, save.save_id),
+        ):
+            try:
+                save.storage.delete(f"{save.directory}/{name}")
+            except OSError as error:
+                logger.warning("left behind after a failed save: %s", error)
+
+
+def _is_committed(save: PendingSave, present: set[str]) -> bool:
+    if names.MANIFEST not in present:
+        return False
+    name = f"{save.directory}/{names.MANIFEST}"
+    found = names.decode_manifest(save.storage.read(name), f"{save.storage.place}/{name}")
+    return found.save_id == save.save_id
+
+
+def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
+    suffix = f"-{save.save_id}.failed"
+    for name in sorted(present):
+        if name.endswith(suffix):
+            return save.storage.read(f"{save.directory}/{name}").decode(errors="replace")
+    return None
+
+
+def _tell_others(save: PendingSave) -> None:
+    """Leave a note for the agents of other nodes; on a full or dead disk they will time out."""
+    rank = min(save.metas)
+    try:
+        save.storage.put(
+            f"{save.directory}/{names.failure_name(rank, save.save_id)}",
+            (save.error or "").encode(),
+        )
+    except (FlashCkptError, OSError) as error:
+        logger.error("cannot tell other nodes of the failure: %s", error)
+
+
+def _remove_leftovers(save: PendingSave, kept: set[str]) -> None:
+    """Delete this save's records and the files of earlier attempts; nothing that is not ours."""
+    for name in save.storage.list(save.directory):
+        if _OURS.fullmatch(name) and name not in kept:
+            save.storage.delete(f"{save.directory}/{name}")
+
+
+def _retire(storage: Storage, previous: int | None, current: int, interval: int | None) -> None:
+    """Delete the previous checkpoint as Megatron's `--save-retain-interval` would."""
+    if interval is None or previous in (None, 0, current) or previous % interval == 0:
+        return
+    storage.delete_tree(names.iteration_dir(previous))
+    logger.info("deleted checkpoint of iteration %d (retain interval %d)", previous, interval)

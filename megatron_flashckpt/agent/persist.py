@@ -1,0 +1,82 @@
+"""Write one slot's bytes as one shard file, as they lie."""
+
+from __future__ import annotations
+
+import msgspec
+import xxhash
+
+from megatron_flashckpt.layout.manifest import (
+    CommitRecord,
+    iteration_dir,
+    record_name,
+    shard_name,
+)
+from megatron_flashckpt.layout.shard_file import (
+    CHUNK_NBYTES,
+    chunk_count,
+    chunk_digest,
+    encode_header,
+)
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
+from megatron_flashckpt.storage.base import Storage
+
+
+def persist_slot(
+    storage: Storage, slot: Slot, header: SlotHeader, meta: SlotMeta
+) -> tuple[str, ...]:
+    """Make the slot's shard durable, then its commit record; return the chunk digests.
+
+    Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
+
+    Raises:
+        StorageError: nothing of the attempt is left behind.
+    """
+    directory = iteration_dir(header.iteration)
+    name = f"{directory}/{shard_name(meta.rank, header.save_id)}"
+
+    def shard_header(digests: list[str]) -> bytes:
+        return encode_header(
+            meta.template,
+            meta.placement,
+            iteration=header.iteration,
+            save_id=header.save_id,
+            rank=meta.rank,
+            world_size=meta.world_size,
+            digests=digests,
+        )
+
+    data_offset = len(shard_header(["0" * 16] * chunk_count(header.data_nbytes)))
+    nbytes = data_offset + header.data_nbytes
+    writer = storage.create(name, nbytes)
+    digests = []
+    try:
+        with slot.data() as data:
+            for start in range(0, header.data_nbytes, CHUNK_NBYTES):
+                with data[start : start + CHUNK_NBYTES] as chunk:
+                    digests.append(chunk_digest(chunk))
+                    writer.write_at(data_offset + start, chunk)
+        encoded = shard_header(digests)
+        # Header after data: a file cut short by a crash has no header and cannot pass for a shard.
+        writer.write_at(0, encoded)
+        writer.finish()
+    except BaseException:
+        writer.abandon()
+        raise
+    record = CommitRecord(
+        iteration=header.iteration,
+        save_id=header.save_id,
+        rank=meta.rank,
+        coordinates=meta.coordinates,
+        file=shard_name(meta.rank, header.save_id),
+        nbytes=nbytes,
+        header_digest=xxhash.xxh3_64_hexdigest(encoded),
+        template_fingerprint=meta.template_fingerprint,
+        template=meta.template.items,
+        template_nbytes=meta.template.nbytes,
+        placement=meta.placement,
+    )
+    # Commit record last: its presence means that every byte above is durable.
+    storage.put(
+        f"{directory}/{record_name(meta.rank, header.save_id)}", msgspec.msgpack.encode(record)
+    )
+    return tuple(digests)

@@ -1,0 +1,220 @@
+"""Messages between a trainer and its node's agent, and how they travel.
+
+A frame is a 4-byte little-endian length and a msgpack-encoded message on a Unix stream socket; a
+slab's file descriptor rides on the first byte of its frame (SCM_RIGHTS). The trainer asks, the
+agent answers: one reply per request, in order. No pickle.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+
+import msgspec
+
+from megatron_flashckpt.errors import AgentError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_NBYTES = 256 * 1024 * 1024
+
+_LENGTH = struct.Struct("<I")
+_UCRED = struct.Struct("iII")
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A complete checkpoint in one slot of one rank."""
+
+    slot: int
+    iteration: int
+    save_id: str
+    durable: bool
+    digests: tuple[str, ...] | None
+    """Chunk digests, once the slot has been persisted."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a save."""
+
+    iteration: int
+    save_id: str
+    error: str | None
+    """None: committed. Else why not, with place and remedy."""
+    seconds: float
+    """From staged on this node to committed (or given up)."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message of a connection. Reply: Welcome."""
+
+    rank: int
+    protocol: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    pid: int
+    root: str
+
+
+class AttachSlab(msgspec.Struct, frozen=True, tag=True):
+    """Carries a slab's descriptor; replaces the rank's former slab. Reply: Done."""
+
+
+class TakeSlab(msgspec.Struct, frozen=True, tag=True):
+    """After a restart. Reply: SlabOffer, with the slab's descriptor if there is one."""
+
+
+class SlabOffer(msgspec.Struct, frozen=True, tag=True):
+    present: bool
+    offers: tuple[Offer, ...]
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """Training goes on from this save (None: from no slot). Reply: Done.
+
+    Slots of other saves that are newer belong to a past that did not happen: they are emptied, so
+    that a later restart cannot pick them.
+    """
+
+    save_id: str | None
+    iteration: int
+
+
+class Acquire(msgspec.Struct, frozen=True, tag=True):
+    """Wants a slot to stage into; waits up to `wait_s` for one. Reply: Granted."""
+
+    iteration: int
+    save_id: str
+    wait_s: float = 0.0
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    slot: int
+    """-1: all are busy."""
+
+
+class Staged(msgspec.Struct, frozen=True, tag=True):
+    """The slot is complete: persist it. Reply: Done."""
+
+    slot: int
+
+
+class GetTemplate(msgspec.Struct, frozen=True, tag=True):
+    """Reply: TemplateReply."""
+
+    fingerprint: str
+
+
+class TemplateReply(msgspec.Struct, frozen=True, tag=True):
+    encoded: bytes | None
+
+
+class PutTemplate(msgspec.Struct, frozen=True, tag=True):
+    """Reply: Done."""
+
+    fingerprint: str
+    encoded: bytes
+
+
+class Poll(msgspec.Struct, frozen=True, tag=True):
+    """Asks for outcomes not told yet; waits up to `wait_s` while saves are pending.
+
+    Reply: Outcomes.
+    """
+
+    wait_s: float = 0.0
+
+
+class Outcomes(msgspec.Struct, frozen=True, tag=True):
+    finished: tuple[Outcome, ...]
+    pending: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """The rank ends as planned and will not be back. Reply: Done."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The request could not be served."""
+
+    reason: str
+
+
+Request = (
+    Hello
+    | AttachSlab
+    | TakeSlab
+    | Adopt
+    | Acquire
+    | Staged
+    | GetTemplate
+    | PutTemplate
+    | Poll
+    | Leave
+)
+Reply = Welcome | SlabOffer | Granted | TemplateReply | Outcomes | Done | Refused
+
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) -> None:
+    """Send one frame, with a descriptor if given."""
+    body = msgspec.msgpack.encode(message)
+    frame = _LENGTH.pack(len(body)) + body
+    rights = []
+    if fd is not None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+    sent = sock.sendmsg([frame], rights)
+    sock.sendall(memoryview(frame)[sent:])
+
+
+def receive(sock: socket.socket) -> tuple[bytes, int | None]:
+    """Return one frame's body and the descriptor that came with it (the caller owns it).
+
+    Raises:
+        EOFError: the other side closed the connection.
+        AgentError: the frame is larger than any that this protocol has.
+    """
+    fds: list[int] = []
+    try:
+        prefix = _receive_exactly(sock, _LENGTH.size, fds)
+        (length,) = _LENGTH.unpack(prefix)
+        if length > MAX_FRAME_NBYTES:
+            raise AgentError(f"a frame of {length} bytes is not of this protocol")
+        body = _receive_exactly(sock, length, fds)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    for fd in fds[1:]:
+        os.close(fd)
+    return body, fds[0] if fds else None
+
+
+def _receive_exactly(sock: socket.socket, nbytes: int, fds: list[int]) -> bytes:
+    parts = bytearray()
+    while len(parts) < nbytes:
+        chunk, ancillary, _, _ = sock.recvmsg(
+            min(nbytes - len(parts), 1 << 20), socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) // received.itemsize * received.itemsize])
+                fds += received
+        if not chunk:
+            raise EOFError
+        parts += chunk
+    return bytes(parts)
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the user id of the process at the other end, as the kernel vouches for it."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return int(_UCRED.unpack(credentials)[1])

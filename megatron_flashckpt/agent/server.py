@@ -1,0 +1,339 @@
+"""The agent: serves the node's trainers, persists what they stage, commits, and outlives them.
+
+Threads: one accepts, one per trainer answers, a pool persists, one commits. All shared state is
+behind one lock, whose condition is notified on every change; nothing slow happens while it is held.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.commit import PendingSave, forget, outcome_of
+from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.errors import AgentError, FlashCkptError
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import Slot, SlotState
+from megatron_flashckpt.storage.posix import PosixStorage
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+_COMMIT_POLL_S = (0.02, 1.0)
+#: Seconds for which an agent that nobody has talked to yet stays.
+_UNCLAIMED_S = 60.0
+
+
+@dataclasses.dataclass
+class AgentOptions:
+    """What the agent is started with."""
+
+    root: str
+    grace_s: float
+    persist_threads: int
+    commit_timeout_s: float
+
+
+class _Rank:
+    """What the agent keeps for one trainer, across its restarts."""
+
+    def __init__(self) -> None:
+        self.slots: RankSlots | None = None
+        self.retired: list[RankSlots] = []
+        self.untold: list[p.Outcome] = []
+        self.left = False
+        self.connection: socket.socket | None = None
+
+
+class Agent:
+    """One per node and save directory. `serve` runs until the agent is not needed any more."""
+
+    def __init__(self, listener: socket.socket, options: AgentOptions) -> None:
+        self._listener = listener
+        self._options = options
+        self._changed = threading.Condition()
+        self._ranks: dict[int, _Rank] = {}
+        self._pending: dict[str, PendingSave] = {}
+        self._templates: dict[str, bytes] = {}
+        self._connections = 0
+        self._last_seen = time.monotonic()
+        self._pool = concurrent.futures.ThreadPoolExecutor(options.persist_threads, "persist")
+        self._closing = False
+
+    # ------------------------------------------------------------------ life
+
+    def serve(self) -> None:
+        """Accept trainers until all have left, or none has come back for the grace time."""
+        committer = threading.Thread(target=self._commit_loop, name="commit", daemon=True)
+        committer.start()
+        self._listener.settimeout(_TICK_S)
+        while not self._may_leave():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._listener.accept()
+                with self._changed:
+                    self._connections += 1
+                threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        committer.join()
+        self._pool.shutdown()
+        for rank in self._ranks.values():
+            if rank.slots is not None:
+                rank.slots.slab.close()
+
+    def _may_leave(self) -> bool:
+        with self._changed:
+            if self._connections or self._pending:
+                self._last_seen = time.monotonic()
+                return False
+            if self._ranks and all(rank.left for rank in self._ranks.values()):
+                return True
+            patience = self._options.grace_s if self._ranks else _UNCLAIMED_S
+            return time.monotonic() - self._last_seen > patience
+
+    # ------------------------------------------------------------------ conversation
+
+    def _converse(self, connection: socket.socket) -> None:
+        number: int | None = None
+        try:
+            if p.peer_uid(connection) != os.getuid():
+                logger.warning("refused a connection of user %d", p.peer_uid(connection))
+                return
+            number = self._greet(connection)
+            while number is not None:
+                body, fd = p.receive(connection)
+                request = p.decode_request(body)
+                try:
+                    answer = self._answer(number, request, fd)
+                except FlashCkptError as error:
+                    answer = (p.Refused(str(error)),)
+                p.send(connection, *answer)
+        except (EOFError, OSError, msgspec.MsgspecError, FlashCkptError) as error:
+            if not isinstance(error, EOFError):
+                logger.warning("rank %s: connection ended (%s)", number, error)
+        finally:
+            connection.close()
+            self._farewell(number, connection)
+
+    def _greet(self, connection: socket.socket) -> int | None:
+        body, fd = p.receive(connection)
+        if fd is not None:
+            os.close(fd)
+        hello = p.decode_request(body)
+        if not isinstance(hello, p.Hello) or hello.protocol != p.PROTOCOL_VERSION:
+            reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"
+            p.send(connection, p.Refused(reason))
+            return None
+        with self._changed:
+            rank = self._ranks.setdefault(hello.rank, _Rank())
+            rank.left = False
+            rank.connection = connection
+            rank.untold.clear()
+            if rank.slots is not None:
+                rank.slots.discard_torn()
+        p.send(connection, p.Welcome(os.getpid(), self._options.root))
+        return hello.rank
+
+    def _farewell(self, number: int | None, connection: socket.socket) -> None:
+        with self._changed:
+            self._connections -= 1
+            self._last_seen = time.monotonic()
+            rank = self._ranks.get(-1 if number is None else number)
+            # A successor of the same rank may have connected already: its slots are not ours.
+            if rank is not None and rank.connection is connection:
+                rank.connection = None
+                if rank.slots is not None:
+                    rank.slots.discard_torn()
+            self._changed.notify_all()
+
+    def _answer(
+        self, number: int, request: p.Request, fd: int | None
+    ) -> tuple[p.Reply] | tuple[p.Reply, int]:
+        """Return the reply, with the descriptor to send along if any."""
+        if isinstance(request, p.AttachSlab) and fd is not None:
+            self._attach(number, Slab.attach(fd))
+            return (p.Done(),)
+        if fd is not None:
+            os.close(fd)
+        with self._changed:
+            rank = self._ranks[number]
+            match request:
+                case p.TakeSlab():
+                    if rank.slots is None:
+                        return (p.SlabOffer(False, ()),)
+                    offers = tuple(rank.slots.offers())
+                    return p.SlabOffer(True, offers), rank.slots.slab.fd
+                case p.Adopt():
+                    if rank.slots is not None:
+                        rank.slots.adopt(request.save_id, request.iteration)
+                    return (p.Done(),)
+                case p.Acquire():
+                    return (p.Granted(self._acquire(rank, request.wait_s)),)
+                case p.Staged():
+                    self._enqueue(number, request.slot)
+                    return (p.Done(),)
+                case p.GetTemplate():
+                    return (p.TemplateReply(self._templates.get(request.fingerprint)),)
+                case p.PutTemplate():
+                    self._templates[request.fingerprint] = request.encoded
+                    return (p.Done(),)
+                case p.Poll():
+                    return (self._poll(number, rank, request.wait_s),)
+                case p.Leave():
+                    rank.left = True
+                    self._changed.notify_all()
+                    return (p.Done(),)
+                case _:
+                    return (p.Refused(f"unexpected {type(request).__name__}"),)
+
+    def _attach(self, number: int, slab: Slab) -> None:
+        with self._changed:
+            rank = self._ranks[number]
+            if rank.slots is not None:
+                rank.retired.append(rank.slots)
+            rank.slots = RankSlots(slab)
+            self._drop_retired(rank)
+
+    def _drop_retired(self, rank: _Rank) -> None:
+        """Free replaced slabs once nothing reads them."""
+        for slots in [slots for slots in rank.retired if not slots.busy]:
+            rank.retired.remove(slots)
+            slots.slab.close()
+
+    def _acquire(self, rank: _Rank, wait_s: float) -> int:
+        if rank.slots is None:
+            raise AgentError("a slot was asked for before a slab was attached")
+        deadline = time.monotonic() + wait_s
+        while (index := rank.slots.acquire()) < 0:
+            if not self._changed.wait(deadline - time.monotonic()):
+                return -1
+        return index
+
+    def _poll(self, number: int, rank: _Rank, wait_s: float) -> p.Outcomes:
+        deadline = time.monotonic() + wait_s
+        while not rank.untold and self._pending_of(number):
+            if not self._changed.wait(deadline - time.monotonic()):
+                break
+        told, rank.untold = tuple(rank.untold), []
+        return p.Outcomes(told, self._pending_of(number))
+
+    def _pending_of(self, number: int) -> int:
+        return sum(number in save.metas for save in self._pending.values())
+
+    # ------------------------------------------------------------------ persist and commit
+
+    def _enqueue(self, number: int, index: int) -> None:
+        rank_slots = self._ranks[number].slots
+        if rank_slots is None or not 0 <= index < len(rank_slots.infos):
+            raise AgentError(f"rank {number} has no slot {index}")
+        slot = rank_slots.slab.slots[index]
+        header = slot.header
+        if header.state != SlotState.STAGED:
+            raise AgentError(f"slot {index} of rank {number} is {header.state.name}, not STAGED")
+        meta = slot.meta
+        save = self._pending.setdefault(
+            header.save_id,
+            PendingSave(
+                PosixStorage(meta.root), header.iteration, header.save_id, time.monotonic()
+            ),
+        )
+        save.metas[number] = meta
+        rank_slots.infos[index].persisting = True
+        self._pool.submit(self._persist, number, rank_slots, slot, save)
+        self._changed.notify_all()
+
+    def _persist(self, number: int, slots: RankSlots, slot: Slot, save: PendingSave) -> None:
+        error: str | None = None
+        digests: tuple[str, ...] | None = None
+        started = time.monotonic()
+        header = slot.header
+        try:
+            digests = persist_slot(save.storage, slot, header, save.metas[number])
+        except Exception as failure:  # whatever it is, the trainers must learn of it
+            error = str(failure)
+            logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
+        seconds = time.monotonic() - started
+        with self._changed:
+            info = slots.infos[slot.index]
+            info.persisting, info.digests = False, digests
+            save.persisted.add(number)
+            if error is not None:
+                save.error = save.error or error
+            else:
+                logger.info(
+                    "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",
+                    number,
+                    save.iteration,
+                    header.data_nbytes,
+                    seconds,
+                    header.data_nbytes / 1e9 / max(seconds, 1e-9),
+                )
+            self._drop_retired(self._ranks[number])
+            self._changed.notify_all()
+
+    def _commit_loop(self) -> None:
+        shortest, longest = _COMMIT_POLL_S
+        pause = shortest
+        while True:
+            with self._changed:
+                if self._closing:
+                    return
+                saves = list(self._pending.values())
+                if not saves:
+                    self._changed.wait(_TICK_S)
+                    pause = shortest
+                    continue
+            # Oldest first, so that the tracker never steps back.
+            concluded = [self._try_conclude(save) for save in saves]
+            with self._changed:
+                if any(concluded):
+                    pause = shortest
+                elif not self._changed.wait(pause):
+                    pause = min(2 * pause, longest)
+                else:
+                    pause = shortest
+
+    def _try_conclude(self, save: PendingSave) -> bool:
+        finished, error = outcome_of(save, self._options.commit_timeout_s)
+        if not finished:
+            return False
+        if error is not None:
+            logger.error("iteration %d was not saved: %s", save.iteration, error)
+            forget(save)
+        with self._changed:
+            seconds = time.monotonic() - save.staged_at
+            if error is None:
+                logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
+            del self._pending[save.save_id]
+            outcome = p.Outcome(save.iteration, save.save_id, error, seconds)
+            state = SlotState.DURABLE if error is None else SlotState.FAILED
+            for number in save.metas:
+                rank = self._ranks[number]
+                rank.untold.append(outcome)
+                if rank.slots is not None:
+                    rank.slots.mark(save.save_id, state)
+            self._changed.notify_all()
+        return True
+
+
+def listen(directory: Path, name: str) -> socket.socket:
+    """Return a listening socket in `directory`; replaces the one of a dead agent."""
+    path = directory / name
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(128)
+    return listener

@@ -1,0 +1,89 @@
+"""The agent's book of slots: which rank has what in memory, and which slot may be overwritten.
+
+Not thread-safe by itself: the server holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, SlotState
+
+
+@dataclasses.dataclass
+class SlotInfo:
+    """What the agent knows of a slot beyond its header."""
+
+    sequence: int = -1
+    """Order of acquisition; higher is newer."""
+    persisting: bool = False
+    """Its bytes are being read: must not be overwritten."""
+    digests: tuple[str, ...] | None = None
+
+
+class RankSlots:
+    """One rank's slab and the state of its slots."""
+
+    _sequence = itertools.count()
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        self.infos = [SlotInfo() for _ in slab.slots]
+
+    @property
+    def busy(self) -> bool:
+        """Whether any slot is still being persisted."""
+        return any(info.persisting for info in self.infos)
+
+    def acquire(self) -> int:
+        """Return the slot to overwrite: an empty one, else the oldest; -1 if all are busy.
+
+        With two slots the newest complete checkpoint is never the one handed out, unless it is
+        the only one that is not being read.
+        """
+        free = [i for i, info in enumerate(self.infos) if not info.persisting]
+        if not free:
+            return -1
+        slots = self.slab.slots
+        index = min(
+            free,
+            key=lambda i: (slots[i].header.state != SlotState.EMPTY, self.infos[i].sequence),
+        )
+        slots[index].set_header(EMPTY_HEADER)
+        self.infos[index] = SlotInfo(sequence=next(self._sequence))
+        return index
+
+    def offers(self) -> list[Offer]:
+        """Return every complete checkpoint, newest first."""
+        found = []
+        for slot, info in zip(self.slab.slots, self.infos, strict=True):
+            header = slot.header
+            if header.state in COMPLETE:
+                durable = header.state == SlotState.DURABLE
+                offer = Offer(slot.index, header.iteration, header.save_id, durable, info.digests)
+                found.append((info.sequence, offer))
+        return [offer for _, offer in sorted(found, key=lambda pair: -pair[0])]
+
+    def discard_torn(self) -> None:
+        """Empty what a dead trainer was still copying."""
+        for slot in self.slab.slots:
+            if slot.header.state == SlotState.STAGING:
+                slot.set_header(EMPTY_HEADER)
+
+    def adopt(self, save_id: str | None, iteration: int) -> None:
+        """Empty all slots that hold another save of `iteration` or a later one."""
+        for slot, info in zip(self.slab.slots, self.infos, strict=True):
+            header = slot.header
+            dead = header.save_id != save_id and header.iteration >= iteration
+            if dead and not info.persisting:
+                slot.set_header(EMPTY_HEADER)
+
+    def mark(self, save_id: str, state: SlotState) -> None:
+        """Set the state of the complete slot that holds `save_id`, if it still does."""
+        for slot in self.slab.slots:
+            header = slot.header
+            if header.save_id == save_id and header.state in COMPLETE:
+                slot.set_state(state)

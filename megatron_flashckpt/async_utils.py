@@ -1,0 +1,36 @@
+"""SHIM: the names of `megatron.training.async_utils`.
+
+Swap the import in `megatron/training/training.py`:
+
+    from megatron_flashckpt.async_utils import maybe_finalize_async_save
+
+Everything else is passed through to Megatron's own module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_flashckpt.megatron_lm.stock import bind, original, stock_module
+from megatron_flashckpt.session import session
+
+
+def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
+    """Report committed and failed saves; all ranks call it once per iteration and at the end.
+
+    `blocking=True` waits for all saves. `terminate=True` also gives the agent's memory back: the
+    job ends here. Stock's own asynchronous saves are finalized as well.
+
+    Raises:
+        SaveFailedError: a save failed and `on_failure` is `raise`.
+    """
+    stock = original("async_utils", "maybe_finalize_async_save")
+    named = bind(stock, args, kwargs)
+    session.finalize(blocking=bool(named["blocking"]))
+    if named.get("terminate", False):
+        session.close(leave=True)
+    stock(*args, **kwargs)
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(stock_module("async_utils"), name)

@@ -1,0 +1,130 @@
+"""SHIM: the names of `megatron.training.checkpointing`.
+
+Swap the imports in `megatron/training/training.py`:
+
+    from megatron_flashckpt.checkpointing import load_checkpoint
+    from megatron_flashckpt.checkpointing import save_checkpoint
+
+Every other name is passed through to Megatron's own module, so `from
+megatron_flashckpt.checkpointing import checkpoint_exists` and the like work too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_flashckpt import resume
+from megatron_flashckpt.checkpointer import SaveRequest
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm import around, side_state
+from megatron_flashckpt.megatron_lm.stock import (
+    LoadCall,
+    SaveCall,
+    checkpointing,
+    original,
+    unwrap,
+)
+from megatron_flashckpt.session import describe, session
+
+
+def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+    """Stage a checkpoint of this rank; takes what Megatron's own `save_checkpoint` takes.
+
+    All ranks call it; none waits for another, and nothing is communicated. The agent makes the
+    checkpoint durable; `maybe_finalize_async_save` reports that.
+
+    Raises:
+        UnsupportedError: the job uses something that this release does not save.
+        TypeError: an argument that this Megatron's own function does not have.
+    """
+    call = SaveCall.of(args, kwargs)
+    stock = checkpointing()
+    margs = stock.get_args()
+    if call.release:
+        # A release checkpoint is made once, by hand: Megatron's own format serves it best.
+        original("checkpointing", "save_checkpoint")(*args, **kwargs)
+        return
+    if call.non_persistent:
+        raise UnsupportedError(
+            "non-persistent checkpoints are not saved by this release: start without "
+            "--non-persistent-save-interval (every save is kept in host memory anyway)"
+        )
+    with around.save_hooks():
+        announced = around.announce_save(margs, call.iteration, margs.save)
+        checkpointer = session.checkpointer(margs.save)
+        chunks = unwrap(call.model)
+        optimizer = None if getattr(margs, "no_save_optim", False) else call.optimizer
+        dataloader = getattr(stock, "maybe_save_dataloader_state", None)
+        if dataloader is not None:
+            dataloader(call.data_iterator, call.iteration, getattr(margs, "dataloader_save", None))
+        report = checkpointer.save(
+            SaveRequest(
+                iteration=call.iteration,
+                chunks=chunks,
+                optimizer=optimizer,
+                rank_state=lambda: side_state.rank_state(
+                    chunks,
+                    checkpointer.model_state.geometry(chunks),
+                    optimizer,
+                    _rerun_state(call),
+                    save_rng=not getattr(margs, "no_save_rng", False),
+                ),
+                common_state=lambda: side_state.common_state(
+                    margs,
+                    call.iteration,
+                    call.scheduler if optimizer is not None else None,
+                    call.floating_point_operations,
+                ),
+                description=describe(margs),
+                retain_interval=getattr(margs, "save_retain_interval", None),
+            )
+        )
+        if not report.skipped:
+            session.announced(margs.save, announced)
+            stock.print_rank_0(
+                f"  flashckpt: iteration {call.iteration} staged, "
+                f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked "
+                f"{1000 * report.blocked_s:.1f} ms"
+            )
+
+
+def _rerun_state(call: SaveCall) -> Any:
+    """Return the rerun state machine's state (None unless a step is being rerun)."""
+    get_machine = getattr(checkpointing(), "get_rerun_state_machine", None)
+    if get_machine is None:
+        return None
+    state = get_machine().state_dict(data_iterator=call.data_iterator, ckpt_format="torch_dist")
+    if state is not None and hasattr(state.get("sharded"), "data"):
+        state["sharded"] = state["sharded"].data
+    return state
+
+
+def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
+    """Fill model, optimizer and side state; takes what Megatron's own `load_checkpoint` takes.
+
+    All ranks call it together. The newest checkpoint that all ranks still have in host memory is
+    used, else the one in storage that Megatron's tracker (or `--ckpt-step`) names. A directory in
+    one of Megatron's own formats goes to Megatron's own loader.
+
+    Returns:
+        `(iteration, floating point operations so far)`; `(0, 0)` if there is nothing to load.
+
+    Raises:
+        FlashCkptError: on every rank alike; on disk nothing was changed.
+    """
+    call = LoadCall.of(args, kwargs)
+    stock = checkpointing()
+    margs = stock.get_args()
+    optimizer = call.optimizer
+    loaded = resume.load(call, margs)
+    if loaded is None:
+        loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
+    if margs.save:
+        session.checkpointer(margs.save).prepare(
+            unwrap(call.model), None if getattr(margs, "no_save_optim", False) else optimizer
+        )
+    return loaded
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(checkpointing(), name)

@@ -1,0 +1,196 @@
+"""Settings: defaults, then a YAML file, then `FLASHCKPT_*` variables; unknown names are refused.
+
+`load_config` is the only place that reads the environment. A nested field is named with a double
+underscore: `FLASHCKPT_AGENT__GRACE_S=60` sets `agent.grace_s`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from megatron_flashckpt.errors import ConfigError
+
+PREFIX = "FLASHCKPT_"
+FILE_VARIABLE = "FLASHCKPT_CONFIG"
+
+ShareOut = Literal["share", "first"]
+
+
+class Replicated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who writes state that several data-parallel replicas hold alike.
+
+    `share`: every replica an equal byte share; `first`: the first replica all of it.
+    """
+
+    weight: ShareOut = "share"
+    """Model weights that no distributed optimizer shards."""
+
+    optimizer: ShareOut = "share"
+    """fp32 masters and moments of a plain (not distributed) optimizer."""
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The background process of a node."""
+
+    grace_s: float = 600.0
+    """Seconds that an agent without trainers keeps its slots for a restart, then leaves."""
+
+    start_timeout_s: float = 30.0
+    """Seconds that a rank waits for the agent to answer for the first time."""
+
+    persist_threads: int = 2
+    """Slots written at the same time per node."""
+
+    commit_timeout_s: float = 1800.0
+    """Seconds from the first persisted shard until a save that lacks others counts as failed."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings. Every field has a default that is sound for a single node or a cluster."""
+
+    runtime_dir: str | None = None
+    """Where agents keep their sockets (mode 0700); `None`: `/tmp/flashckpt-<uid>`."""
+
+    slots: int = 2
+    """Checkpoints that a rank keeps in host memory. Two keep the last one while staging the next."""
+
+    staging: Literal["deferred", "blocking"] = "deferred"
+    """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next
+    optimizer step waits for it. `blocking`: `save` returns when all is copied."""
+
+    busy: Literal["wait", "skip"] = "wait"
+    """No free slot: `wait` for one, or `skip` this save on all ranks alike (costs one tiny
+    all-reduce per save, the only collective that a save can make)."""
+
+    on_failure: Literal["warn", "raise"] = "warn"
+    """A save that failed in the background: log an error on every rank, or stop training."""
+
+    drain_timeout_s: float = 1800.0
+    """Longest wait at exit for the last save to be committed."""
+
+    restore_from_memory: bool = True
+    """Use the slots of a living agent when all ranks still have the newest checkpoint there."""
+
+    read_threads: int = 2
+    """Chunks read and verified at the same time by one rank."""
+
+    replicated: Replicated = Replicated()
+    agent: AgentConfig = AgentConfig()
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("slots", self.slots, 2),
+            ("read_threads", self.read_threads, 1),
+            ("agent.persist_threads", self.agent.persist_threads, 1),
+            ("agent.grace_s", self.agent.grace_s, 0),
+            ("agent.start_timeout_s", self.agent.start_timeout_s, 0.1),
+            ("agent.commit_timeout_s", self.agent.commit_timeout_s, 1),
+            ("drain_timeout_s", self.drain_timeout_s, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None
+) -> Config:
+    """Return the settings of this process.
+
+    Args:
+        path: YAML file; default: the file that `FLASHCKPT_CONFIG` names, if any.
+        environ: the environment to read; default: this process's.
+
+    Raises:
+        ConfigError: naming every unknown key, or the first value of a wrong type.
+    """
+    environ = os.environ if environ is None else environ
+    path = path or environ.get(FILE_VARIABLE) or None
+    settings = _read_file(Path(path)) if path else {}
+    origin = f"{path}" if path else "the defaults"
+    variables = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(PREFIX) and name != FILE_VARIABLE
+    }
+    unknown = [key for key in _leaves(settings) if key not in _FIELDS]
+    if unknown:
+        raise ConfigError(_unknown_message(str(path), unknown))
+    wanted = {name: name[len(PREFIX) :].lower().replace("__", ".") for name in variables}
+    unknown = [name for name, key in wanted.items() if key not in _FIELDS]
+    if unknown:
+        raise ConfigError(_unknown_message("environment", unknown))
+    for name, key in wanted.items():
+        _assign(settings, key, _parse_scalar(variables[name]))
+        origin = f"{origin} and {name}"
+    try:
+        return msgspec.convert(settings, Config)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{origin}: {error}; see configs/ for every field") from error
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        loaded = msgspec.yaml.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); unset {FILE_VARIABLE} or correct the path"
+        ) from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: is not valid YAML ({error})") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: must hold 'field: value' lines, holds {type(loaded).__name__}")
+    return loaded
+
+
+def _parse_scalar(text: str) -> Any:
+    try:
+        return msgspec.yaml.decode(text.encode())
+    except msgspec.DecodeError:
+        return text
+
+
+def _assign(settings: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for parent in parents:
+        settings = settings.setdefault(parent, {})
+    settings[last] = value
+
+
+def _leaves(settings: Any, prefix: str = "") -> list[str]:
+    keys = []
+    for name, value in settings.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and (key in _SECTIONS):
+            keys += _leaves(value, key + ".")
+        else:
+            keys.append(key)
+    return keys
+
+
+def _field_names(struct: type[msgspec.Struct], prefix: str = "") -> list[str]:
+    names = []
+    for field in msgspec.structs.fields(struct):
+        key = prefix + field.name
+        if isinstance(field.default, msgspec.Struct):
+            names += _field_names(type(field.default), key + ".")
+        else:
+            names.append(key)
+    return names
+
+
+_FIELDS = _field_names(Config)
+_SECTIONS = {name.rsplit(".", 1)[0] for name in _FIELDS if "." in name}
+
+
+def _unknown_message(where: str, names: list[str]) -> str:
+    return (
+        f"{where}: unknown setting{'s' if len(names) > 1 else ''} {', '.join(sorted(names))}; "
+        f"known ones: {', '.join(_FIELDS)}"
+    )

@@ -1,0 +1,54 @@
+"""Everything that can go wrong, as one small tree.
+
+Each message states the fact, the place and the remedy, and lists all offenders at once. An
+error that is also a standard one inherits it, so that `except FileNotFoundError` keeps working.
+"""
+
+from __future__ import annotations
+
+
+class FlashCkptError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ConfigError(FlashCkptError, ValueError):
+    """A setting (file, environment variable, argument) is unknown or does not make sense."""
+
+
+class UnsupportedError(FlashCkptError, NotImplementedError):
+    """The training job uses something that this package cannot checkpoint (yet)."""
+
+
+class LayoutError(FlashCkptError, ValueError):
+    """Pieces contradict each other: overlapping, out of bounds, or of unknown type."""
+
+
+class MissingStateError(FlashCkptError, KeyError):
+    """A checkpoint does not hold what the model needs; the message names every key."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class StorageError(FlashCkptError, OSError):
+    """Storage refused an operation: full, read-only, permission, I/O error."""
+
+
+class NotCommittedError(FlashCkptError, FileNotFoundError):
+    """The wanted checkpoint does not exist or was never committed."""
+
+
+class CorruptCheckpointError(FlashCkptError, ValueError):
+    """Stored bytes are not what was written: truncated, flipped, swapped or not ours."""
+
+
+class FormatVersionError(FlashCkptError, ValueError):
+    """The checkpoint was written by a newer release than this one can read."""
+
+
+class AgentError(FlashCkptError, ConnectionError):
+    """The node's agent is gone, cannot be started, or does not answer."""
+
+
+class SaveFailedError(FlashCkptError):
+    """A checkpoint that was staged could not be made durable."""

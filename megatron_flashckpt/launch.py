@@ -1,0 +1,53 @@
+"""Run an unedited training script with the shims in place.
+
+    torchrun ... -m megatron_flashckpt.launch pretrain_gpt.py ARGS
+    python -m megatron_flashckpt.launch pretrain_gpt.py ARGS
+    flashckpt-launch pretrain_gpt.py ARGS
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from megatron_flashckpt.errors import FlashCkptError
+
+
+def install() -> None:
+    """Put our functions in the place of Megatron's, in every module that has imported them."""
+    from megatron_flashckpt import checkpointing
+    from megatron_flashckpt.megatron_lm import stock
+
+    stock.replace("checkpointing", "save_checkpoint", checkpointing.save_checkpoint)
+    stock.replace("checkpointing", "load_checkpoint", checkpointing.load_checkpoint)
+    if stock.has_async_utils():
+        from megatron_flashckpt import async_utils
+
+        stock.replace(
+            "async_utils", "maybe_finalize_async_save", async_utils.maybe_finalize_async_save
+        )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run `argv[0]` (a script) with the remaining arguments, as `python SCRIPT ARGS` would."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__, file=sys.stderr)
+        raise SystemExit(0 if argv else 2)
+    script = argv[0]
+    if not os.path.isfile(script):
+        raise SystemExit(f"flashckpt-launch: {script}: no such script")
+    # As `python SCRIPT` does: imports beside the script work, and argv starts with it. Megatron-LM
+    # checkouts rely on it, because their `megatron` package lies there.
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    sys.argv = argv
+    try:
+        install()
+    except FlashCkptError as error:
+        raise SystemExit(f"flashckpt-launch: {error}") from error
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

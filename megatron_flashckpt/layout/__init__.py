@@ -1,0 +1,1 @@
+"""Pure geometry and format: no I/O, no clock, no torch, no torch.distributed."""

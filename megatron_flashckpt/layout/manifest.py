@@ -1,0 +1,243 @@
+"""The table of contents of a committed checkpoint, and the per-rank records that it merges.
+
+A checkpoint exists from the moment its `manifest.json` does. The manifest holds everything that a
+rank needs to plan its reads, so that loading never opens files just to see what is in them: keys
+once, each template once, and per shard file the placement and the digest of the header.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from megatron_flashckpt import FORMAT_VERSION
+from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
+from megatron_flashckpt.layout.shard_file import refuse_newer
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+COMMON = "common.pt"
+
+_NAME = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
+
+
+def iteration_dir(iteration: int) -> str:
+    """Return Megatron's name of the directory of `iteration`."""
+    return f"iter_{iteration:07d}"
+
+
+def parse_iteration_dir(name: str) -> int | None:
+    """Return the iteration of a directory name, or None if it is not one of Megatron's."""
+    match = re.fullmatch(r"iter_(\d{7,})", name)
+    return int(match[1]) if match else None
+
+
+def shard_name(rank: int, save_id: str) -> str:
+    """Return the file name of a shard.
+
+    It carries the save's id, so that saving the same iteration again never touches the bytes of
+    the committed one.
+    """
+    return f"rank_{rank:05d}-{save_id}.safetensors"
+
+
+def record_name(rank: int, save_id: str) -> str:
+    """Return the name of a rank's commit record: its presence means that the shard is durable."""
+    return f"rank_{rank:05d}-{save_id}.commit"
+
+
+def failure_name(rank: int, save_id: str) -> str:
+    """Return the name of the note by which an agent tells the others that a shard failed."""
+    return f"rank_{rank:05d}-{save_id}.failed"
+
+
+class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank stood in the parallel layout (each value is the rank within that group)."""
+
+    tp: int = 0
+    pp: int = 0
+    dp: int = 0
+    cp: int = 0
+    ep: int = 0
+    edp: int = 0
+
+
+class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank's agent says once the shard is durable."""
+
+    iteration: int
+    save_id: str
+    rank: int
+    coordinates: Coordinates
+    file: str
+    nbytes: int
+    header_digest: str
+    template_fingerprint: str
+    template: tuple[TemplateItem, ...]
+    template_nbytes: int
+    placement: Placement
+
+
+class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of the checkpoint."""
+
+    rank: int
+    coordinates: Coordinates
+    file: str
+    nbytes: int
+    header_digest: str
+    template: str
+    placement: Placement
+
+
+class ManifestItem(msgspec.Struct, frozen=True, array_like=True):
+    """`TemplateItem` with its key as an index into `Manifest.keys`."""
+
+    key: int
+    kind: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    numel: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `manifest.json`."""
+
+    version: int
+    iteration: int
+    save_id: str
+    world_size: int
+    description: dict[str, Any]
+    """For people and tools: parallel sizes, versions, time. Nothing is read back from it."""
+    common_digest: str
+    keys: tuple[str, ...]
+    templates: dict[str, tuple[ManifestItem, ...]]
+    shards: tuple[ShardEntry, ...]
+
+    def template(self, fingerprint: str) -> Template:
+        """Return the template that shards refer to as `fingerprint`."""
+        from megatron_flashckpt.layout.dtypes import itemsize
+
+        items, position = [], 0
+        for it in self.templates[fingerprint]:
+            items.append(
+                TemplateItem(
+                    self.keys[it.key],
+                    it.kind,
+                    it.dtype,
+                    it.global_shape,
+                    it.shape,
+                    it.numel,
+                    position,
+                )
+            )
+            position += it.numel * itemsize(it.dtype)
+        return Template(tuple(items), position, b"")
+
+
+def merge(
+    records: list[CommitRecord],
+    *,
+    world_size: int,
+    description: dict[str, Any],
+    common_digest: str,
+) -> Manifest:
+    """Return the manifest of the save that `records` belong to, one record per rank.
+
+    Raises:
+        CorruptCheckpointError: a rank is missing or doubled, or records of two saves are mixed.
+    """
+    ranks = sorted(record.rank for record in records)
+    if ranks != list(range(world_size)):
+        missing = sorted(set(range(world_size)) - set(ranks))
+        raise CorruptCheckpointError(
+            f"commit records of ranks {ranks} for a world of {world_size}; missing: {missing}"
+        )
+    saves = {(record.iteration, record.save_id) for record in records}
+    if len(saves) != 1:
+        raise CorruptCheckpointError(f"commit records of different saves: {sorted(saves)}")
+    ((iteration, save_id),) = saves
+    keys: dict[str, int] = {}
+    templates: dict[str, tuple[ManifestItem, ...]] = {}
+    for record in records:
+        if record.template_fingerprint not in templates:
+            templates[record.template_fingerprint] = tuple(
+                ManifestItem(
+                    keys.setdefault(it.key, len(keys)),
+                    it.kind,
+                    it.dtype,
+                    it.global_shape,
+                    it.shape,
+                    it.numel,
+                )
+                for it in record.template
+            )
+    shards = tuple(
+        ShardEntry(
+            rank=record.rank,
+            coordinates=record.coordinates,
+            file=record.file,
+            nbytes=record.nbytes,
+            header_digest=record.header_digest,
+            template=record.template_fingerprint,
+            placement=record.placement,
+        )
+        for record in sorted(records, key=lambda record: record.rank)
+    )
+    return Manifest(
+        version=FORMAT_VERSION,
+        iteration=iteration,
+        save_id=save_id,
+        world_size=world_size,
+        description=description,
+        common_digest=common_digest,
+        keys=tuple(keys),
+        templates=templates,
+        shards=shards,
+    )
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of `manifest.json`."""
+    return msgspec.json.encode(manifest)
+
+
+def decode_manifest(encoded: bytes, place: str) -> Manifest:
+    """Return the manifest, checked for consistency with itself.
+
+    Raises:
+        CorruptCheckpointError: not JSON, or not a manifest, or naming files outside its directory.
+        FormatVersionError: written by a newer release.
+    """
+    try:
+        head = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+        refuse_newer(msgspec.json.decode(head["version"], type=int), place)
+        manifest = msgspec.json.decode(encoded, type=Manifest)
+    except (msgspec.DecodeError, KeyError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(
+            f"{place}: is not a manifest ({error}); load an older iteration with --ckpt-step"
+        ) from error
+    problems = []
+    if [shard.rank for shard in manifest.shards] != list(range(manifest.world_size)):
+        problems.append(f"shards are not those of ranks 0 to {manifest.world_size - 1}")
+    for shard in manifest.shards:
+        if not _NAME.fullmatch(shard.file):
+            problems.append(f"{shard.file!r} is not a shard's name")
+        items = manifest.templates.get(shard.template)
+        if items is None:
+            problems.append(f"{shard.file}: unknown template {shard.template!r}")
+        elif len(items) != len(shard.placement):
+            problems.append(f"{shard.file}: {len(shard.placement)} placements, {len(items)} items")
+    if any(
+        not 0 <= item.key < len(manifest.keys)
+        for items in manifest.templates.values()
+        for item in items
+    ):
+        problems.append("a template names a key that is not in the table")
+    if problems:
+        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}")
+    return manifest

@@ -1,0 +1,202 @@
+"""A rank's layout: the same bytes in memory and in the file.
+
+A layout is a *template* (what lies where) plus a *placement* (which part of the global tensors it
+is). Ranks of one tensor group and like pipeline stages have equal templates, because Megatron
+stacks layers along a prepended axis: only the placement tells layer 3 from layer 7. So a template,
+with the part of the file header that belongs to it, is computed once and shared through the agent.
+
+A fingerprint covers everything that it stands for, offsets included; a cached plan is used only if
+the whole of it matches. Anything else is a miss, never an error and never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import xxhash
+
+from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.piece import Piece, Shape
+
+
+class TemplateItem(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of the file: `nbytes` bytes at `byte_offset` of the data section."""
+
+    key: str
+    kind: str
+    dtype: str
+    global_shape: Shape
+    shape: Shape
+    numel: int
+    byte_offset: int
+
+
+class Template(msgspec.Struct, frozen=True, array_like=True):
+    """What lies where, and the encoded part of the file header that follows from it."""
+
+    items: tuple[TemplateItem, ...]
+    nbytes: int
+    header_entries: bytes
+    """JSON object of the safetensors header without `__metadata__`."""
+
+
+class PlacementItem(msgspec.Struct, frozen=True, array_like=True):
+    """Which part of the global tensor an item is: the box's offset and the range's start."""
+
+    offset: Shape
+    start: int
+
+
+Placement = tuple[PlacementItem, ...]
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """The ordered pieces of one rank with their byte offsets."""
+
+    template: Template
+    placement: Placement
+    template_fingerprint: str
+    fingerprint: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.template.nbytes
+
+
+def order(pieces: list[Piece]) -> list[int]:
+    """Return the positions of `pieces` in layout order: wide elements first.
+
+    Descending element size keeps every tensor aligned to its element without padding, which
+    safetensors forbids. Within one size the caller's order stays.
+    """
+    return sorted(range(len(pieces)), key=lambda i: -itemsize(pieces[i].dtype))
+
+
+def pieces_of(template: Template, placement: Placement) -> list[Piece]:
+    """Return the pieces that a template and a placement describe, in layout order."""
+    if len(template.items) != len(placement):
+        raise LayoutError(
+            f"{len(placement)} placements for a template of {len(template.items)} items"
+        )
+    return [
+        Piece(
+            item.key,
+            item.kind,
+            item.dtype,
+            item.global_shape,
+            place.offset,
+            item.shape,
+            place.start,
+            place.start + item.numel,
+        )
+        for item, place in zip(template.items, placement, strict=True)
+    ]
+
+
+def tensor_names(items: list[tuple[str, str]]) -> list[str]:
+    """Return file-unique tensor names for `(kind, key)` pairs.
+
+    Layers of one stage share a key, so the n-th occurrence is numbered: `weight/decoder.x#1`.
+    Names say nothing of the placement, or like stages could not share a template.
+    """
+    seen: dict[tuple[str, str], int] = {}
+    names = []
+    for pair in items:
+        nth = seen.get(pair, 0)
+        seen[pair] = nth + 1
+        names.append(f"{pair[0]}/{pair[1]}#{nth}")
+    return names
+
+
+def build_template(pieces: list[Piece]) -> Template:
+    """Return the template of `pieces`, which must be in layout order."""
+    items = []
+    entries = {}
+    position = 0
+    names = tensor_names([(piece.kind, piece.key) for piece in pieces])
+    for name, piece in zip(names, pieces, strict=True):
+        piece.check()
+        items.append(
+            TemplateItem(
+                piece.key,
+                piece.kind,
+                piece.dtype,
+                piece.global_shape,
+                piece.shape,
+                piece.numel,
+                position,
+            )
+        )
+        entries[name] = {
+            "dtype": piece.dtype,
+            "shape": [piece.numel],
+            "data_offsets": [position, position + piece.nbytes],
+        }
+        position += piece.nbytes
+    return Template(tuple(items), position, msgspec.json.encode(entries))
+
+
+#: Layouts kept per rank: a job has one, a few more while batch-size-dependent state changes.
+_KEPT_LAYOUTS = 8
+
+
+def _digest(value: object) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(value))
+
+
+class PlanCounters(msgspec.Struct):
+    """How often a layout was found in this process, at the agent, or computed."""
+
+    local_hits: int = 0
+    shared_hits: int = 0
+    misses: int = 0
+
+
+class PlanCache:
+    """Layouts by fingerprint; templates also through the agent.
+
+    Used by one rank; not thread-safe. `fetch` and `publish` reach the agent's template store and
+    may be `None` when there is none.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[str], bytes | None] | None = None,
+        publish: Callable[[str, bytes], None] | None = None,
+    ) -> None:
+        self.counters = PlanCounters()
+        self._layouts: dict[str, Layout] = {}
+        self._fetch = fetch
+        self._publish = publish
+
+    def layout(self, pieces: list[Piece]) -> Layout:
+        """Return the layout of `pieces`, which must be in layout order (see `order`)."""
+        template_part = [
+            (p.key, p.kind, p.dtype, p.global_shape, p.shape, p.numel) for p in pieces
+        ]
+        placement = tuple(PlacementItem(p.offset, p.start) for p in pieces)
+        template_fingerprint = _digest(template_part)
+        fingerprint = _digest((template_fingerprint, placement))
+        cached = self._layouts.get(fingerprint)
+        if cached is not None:
+            self.counters.local_hits += 1
+            return cached
+        template = self._shared(template_fingerprint)
+        if template is not None:
+            self.counters.shared_hits += 1
+        else:
+            self.counters.misses += 1
+            template = build_template(pieces)
+            if self._publish is not None:
+                self._publish(template_fingerprint, msgspec.msgpack.encode(template))
+        layout = Layout(template, placement, template_fingerprint, fingerprint)
+        if len(self._layouts) >= _KEPT_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        self._layouts[fingerprint] = layout
+        return layout
+
+    def _shared(self, fingerprint: str) -> Template | None:
+        encoded = self._fetch(fingerprint) if self._fetch is not None else None
+        return None if encoded is None else msgspec.msgpack.decode(encoded, type=Template)

@@ -1,0 +1,189 @@
+"""The header of a shard file: plain safetensors, so that any tool opens it.
+
+    8 bytes   little-endian length N of the header
+    N bytes   JSON: `__metadata__` and one entry per tensor; padded with spaces so that the data
+              section starts at a multiple of 4096
+    rest      the data section: the slot's bytes as they lie
+
+`__metadata__["flashckpt"]` is a JSON string (`ShardMetadata`): who wrote what for which save, the
+geometry of every piece, and the xxh3-64 digest of each 16 MiB chunk of the data section.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import xxhash
+
+from megatron_flashckpt import FORMAT_VERSION
+from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError, LayoutError
+from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of
+
+#: Bytes of the data section that one digest covers.
+CHUNK_NBYTES = 16 * 1024 * 1024
+#: The data section starts at a multiple of this (page size: O_DIRECT and mmap can use it).
+ALIGNMENT = 4096
+#: Larger headers are refused; safetensors itself stops at 100 MB.
+MAX_HEADER_NBYTES = 100_000_000
+
+_LENGTH = struct.Struct("<Q")
+
+
+class ShardMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What `__metadata__["flashckpt"]` holds."""
+
+    version: int
+    iteration: int
+    save_id: str
+    rank: int
+    world_size: int
+    chunk_nbytes: int
+    digests: str
+    """16 hexadecimal digits per chunk, in order."""
+    pieces: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int], ...]
+    """`(global_shape, offset, shape, start)` per tensor, in file order."""
+
+
+def chunk_count(nbytes: int) -> int:
+    """Return how many digests a data section of `nbytes` has."""
+    return -(-nbytes // CHUNK_NBYTES)
+
+
+def chunk_digest(chunk: bytes | memoryview) -> str:
+    """Return the 16 hexadecimal digits that stand for `chunk`."""
+    return xxhash.xxh3_64_hexdigest(chunk)
+
+
+def encode_header(
+    template: Template,
+    placement: Placement,
+    *,
+    iteration: int,
+    save_id: str,
+    rank: int,
+    world_size: int,
+    digests: list[str],
+) -> bytes:
+    """Return the header with its length prefix and padding.
+
+    Its size does not depend on the digests, so the data can be written before they are known.
+    """
+    if len(digests) != chunk_count(template.nbytes):
+        raise LayoutError(
+            f"{len(digests)} digests for {chunk_count(template.nbytes)} chunks of rank {rank}"
+        )
+    metadata = ShardMetadata(
+        version=FORMAT_VERSION,
+        iteration=iteration,
+        save_id=save_id,
+        rank=rank,
+        world_size=world_size,
+        chunk_nbytes=CHUNK_NBYTES,
+        digests="".join(digests),
+        pieces=tuple(
+            (item.global_shape, place.offset, item.shape, place.start)
+            for item, place in zip(template.items, placement, strict=True)
+        ),
+    )
+    encoded = msgspec.json.encode({"flashckpt": msgspec.json.encode(metadata).decode()})
+    body = b'{"__metadata__":' + encoded
+    # The template's entries are encoded once and shared; only their opening brace goes.
+    body += b"}" if not template.items else b"," + template.header_entries[1:]
+    padding = -(_LENGTH.size + len(body)) % ALIGNMENT
+    return _LENGTH.pack(len(body) + padding) + body + b" " * padding
+
+
+def header_nbytes(prefix: bytes, place: str) -> int:
+    """Return the bytes before the data section, from the first 8 bytes of a file."""
+    if len(prefix) < _LENGTH.size:
+        raise CorruptCheckpointError(f"{place}: {len(prefix)} bytes long, too short for a header")
+    (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
+    if not 2 <= length <= MAX_HEADER_NBYTES:
+        raise CorruptCheckpointError(f"{place}: header claims {length} bytes; not a shard file")
+    return int(_LENGTH.size + length)
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """A decoded header."""
+
+    metadata: ShardMetadata
+    template: Template
+    placement: Placement
+    digests: tuple[str, ...]
+    data_offset: int
+
+    def check_against(self, place: str) -> None:
+        """Raise CorruptCheckpointError unless pieces and digests fit the data section."""
+        for piece in pieces_of(self.template, self.placement):
+            try:
+                piece.check()
+            except LayoutError as error:
+                raise CorruptCheckpointError(f"{place}: {error}") from error
+
+
+def decode_header(header: bytes, place: str) -> Shard:
+    """Return what the header says, checked for consistency with itself.
+
+    Args:
+        header: length prefix and JSON, `header_nbytes` bytes.
+        place: file name for messages.
+
+    Raises:
+        CorruptCheckpointError: not JSON, not ours, or contradicting itself.
+        FormatVersionError: written by a newer release.
+    """
+    try:
+        entries = msgspec.json.decode(header[_LENGTH.size :], type=dict[str, msgspec.Raw])
+        outer = msgspec.json.decode(entries.pop("__metadata__"), type=dict[str, str])
+        version = msgspec.json.decode(outer["flashckpt"], type=dict[str, msgspec.Raw])["version"]
+        refuse_newer(msgspec.json.decode(version, type=int), place)
+        metadata = msgspec.json.decode(outer["flashckpt"], type=ShardMetadata)
+        tensors = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
+    except (msgspec.DecodeError, KeyError, UnicodeDecodeError) as error:
+        raise CorruptCheckpointError(
+            f"{place}: header is not that of a flashckpt shard ({error}); "
+            "load an older iteration with --ckpt-step"
+        ) from error
+    if len(tensors) != len(metadata.pieces):
+        raise CorruptCheckpointError(
+            f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}"
+        )
+    items, position = [], 0
+    for (name, entry), piece in zip(tensors.items(), metadata.pieces, strict=True):
+        kind, _, rest = name.partition("/")
+        key, _, _ = rest.rpartition("#")
+        numel = entry.shape[0] if len(entry.shape) == 1 else -1
+        if numel < 0 or entry.data_offsets[0] != position:
+            raise CorruptCheckpointError(f"{place}: tensor {name!r} does not lie where it should")
+        items.append(TemplateItem(key, kind, entry.dtype, piece[0], piece[2], numel, position))
+        position = entry.data_offsets[1]
+    digests = tuple(
+        metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16)
+    )
+    if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(position):
+        raise CorruptCheckpointError(f"{place}: digests do not match {position} bytes of data")
+    shard = Shard(
+        metadata,
+        Template(tuple(items), position, b""),
+        msgspec.convert([(piece[1], piece[3]) for piece in metadata.pieces], Placement),
+        digests,
+        len(header),
+    )
+    shard.check_against(place)
+    return shard
+
+
+def refuse_newer(version: int, place: str) -> None:
+    """Raise FormatVersionError if `version` is not one that this release reads."""
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{place}: format version {version}; this release reads up to {FORMAT_VERSION}: "
+            "upgrade megatron_flashckpt, or load an older iteration with --ckpt-step"
+        )

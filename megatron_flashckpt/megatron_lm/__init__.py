@@ -1,0 +1,1 @@
+"""Everything that knows Megatron; nothing else (but the shims) imports it."""

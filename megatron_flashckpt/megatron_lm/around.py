@@ -1,0 +1,146 @@
+"""What stock Megatron does around a save and a load, beside moving bytes.
+
+Log lines in their usual wording (users scrape them), one_logger, wandb, fault-tolerance hooks, the
+progress log. Each is called if this release has it. Stock's barriers are left out of the save: a
+save of ours waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
+from megatron_flashckpt.megatron_lm.stock import checkpointing
+
+FORMAT = "flashckpt"
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y-%m-%d %H:%M:%S.%f")
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _is_last_rank() -> bool:
+    if not torch.distributed.is_initialized():
+        return True
+    return torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AnnouncedSave:
+    """What has to be said once the save is committed."""
+
+    iteration: int
+    root: str
+    productive_metrics: Any
+    first_rank: bool
+    last_rank: bool
+    tensor: tuple[int, int]
+    pipeline: tuple[int, int]
+
+
+@contextlib.contextmanager
+def save_hooks() -> Iterator[None]:
+    """Tell the fault-tolerance monitor, where there is one, that checkpointing is going on."""
+    monitor = getattr(checkpointing(), "ft_integration", None)
+    if monitor is None:
+        yield
+        return
+    monitor.on_checkpointing_start()
+    try:
+        yield
+    finally:
+        monitor.on_checkpointing_end(is_async_finalization=False)
+
+
+def announce_save(args: Any, iteration: int, root: str) -> AnnouncedSave:
+    """Say that a save begins; return what `announce_committed` needs."""
+    from megatron.core import parallel_state
+
+    stock = checkpointing()
+    start = getattr(stock, "on_save_checkpoint_start", None)
+    metrics = start(getattr(args, "async_save", None)) if start is not None else None
+    stock.print_rank_0(
+        f"[{_now()}] saving checkpoint at iteration {iteration:7d} to {root} in {FORMAT} format"
+    )
+    return AnnouncedSave(
+        iteration,
+        root,
+        metrics,
+        _rank() == 0,
+        _is_last_rank(),
+        (
+            parallel_state.get_tensor_model_parallel_rank() + 1,
+            parallel_state.get_tensor_model_parallel_world_size(),
+        ),
+        (
+            parallel_state.get_pipeline_model_parallel_rank() + 1,
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        ),
+    )
+
+
+def announce_committed(args: Any, save: AnnouncedSave) -> None:
+    """Say that the save is committed, as stock's finalizers do. No communication.
+
+    Also called while the process exits, when the process group may be gone already.
+    """
+    stock = checkpointing()
+    if save.first_rank:
+        print(
+            f"  [{_now()}] successfully saved checkpoint from iteration {save.iteration:7d} to "
+            f"{save.root} [ t {save.tensor[0]}/{save.tensor[1]}, "
+            f"p {save.pipeline[0]}/{save.pipeline[1]} ]",
+            flush=True,
+        )
+    log = getattr(stock, "append_to_progress_log", None)
+    if (
+        log is not None
+        and getattr(args, "log_progress", False)
+        and torch.distributed.is_initialized()
+    ):
+        log(f"Saved async checkpoint\tIteration: {save.iteration}", barrier=False)
+    if not save.last_rank:
+        return
+    success = getattr(stock, "on_save_checkpoint_success", None)
+    if success is not None:
+        success(save.productive_metrics, getattr(args, "async_save", None))
+    wandb = getattr(stock, "wandb_utils", None)
+    if wandb is not None:
+        wandb.on_save_checkpoint_success(
+            f"{save.root}/{iteration_dir(save.iteration)}",
+            f"{save.root}/{TRACKER}",
+            save.root,
+            save.iteration,
+        )
+
+
+def announce_loaded(root: str, iteration: int, source: str) -> None:
+    """Say what was loaded and from where, as stock does after a load."""
+    from megatron.core import parallel_state
+
+    stock = checkpointing()
+    stock.print_rank_0(
+        f"  successfully loaded checkpoint from {root} "
+        f"[ t {parallel_state.get_tensor_model_parallel_rank() + 1}/"
+        f"{parallel_state.get_tensor_model_parallel_world_size()}, "
+        f"p {parallel_state.get_pipeline_model_parallel_rank() + 1}/"
+        f"{parallel_state.get_pipeline_model_parallel_world_size()} ] "
+        f"at iteration {iteration}"
+    )
+    stock.print_rank_0(f"  flashckpt: iteration {iteration} was restored from {source}")
+    wandb = getattr(stock, "wandb_utils", None)
+    if wandb is not None and _is_last_rank():
+        wandb.on_load_checkpoint_success(f"{root}/{iteration_dir(iteration)}", root)
+    monitor = getattr(stock, "ft_integration", None)
+    if monitor is not None and iteration > 0:
+        monitor.on_checkpoint_loaded(is_local_chkpt=source == "memory")

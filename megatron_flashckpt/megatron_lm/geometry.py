@@ -1,0 +1,225 @@
+"""How a local parameter lies in the global tensor, as Megatron itself describes it.
+
+`model.sharded_state_dict()` communicates nothing, and the data of its entries *is* the parameter,
+so geometry is joined to parameters by identity. Most parameters are one box. A factory (SwiGLU's
+fused fc1, Mamba's projections) cuts one local tensor into several boxes: a probe on a tensor
+without storage shows which elements go where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.piece import Piece, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """`numel` elements that are contiguous both in the local tensor and in a box."""
+
+    key: str
+    global_shape: Shape
+    offset: Shape
+    shape: Shape
+    box_start: int
+    local_start: int
+    numel: int
+
+    def pieces(self, kind: str, dtype: str, start: int, end: int) -> Iterator[tuple[Piece, int]]:
+        """Yield the part of local range `[start, end)` in this run: piece, local start."""
+        low = max(start, self.local_start)
+        high = min(end, self.local_start + self.numel)
+        if low < high:
+            shift = self.box_start - self.local_start
+            piece = Piece(
+                self.key,
+                kind,
+                dtype,
+                self.global_shape,
+                self.offset,
+                self.shape,
+                low + shift,
+                high + shift,
+            )
+            yield piece, low
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Where one local tensor belongs."""
+
+    name: str
+    """State-dict name, for messages."""
+    runs: tuple[Run, ...]
+    main: bool
+    """Whether this rank is among the writers: not a tensor-parallel or pipeline duplicate."""
+    replica: int
+    """Position among the data-parallel replicas."""
+    resizable: bool
+    """Whether Megatron lets the global shape differ (padded vocabulary)."""
+
+
+@dataclasses.dataclass
+class ModelGeometry:
+    """Geometry of everything that the model chunks of this rank hold.
+
+    Holds the parameters themselves, so that an `id` cannot come to mean another one.
+    """
+
+    signature: tuple[Any, ...]
+    parameters: list[tuple[torch.nn.Parameter, Geometry]]
+    buffers: list[tuple[int, str, Geometry]]
+    """Chunk, name in the chunk, geometry."""
+    objects: list[tuple[int, str]]
+    """Chunk, state-dict name of things that are not tensors (TransformerEngine's extra state)."""
+
+
+def signature(chunks: list[Any]) -> tuple[Any, ...]:
+    """Return what must be unchanged for a cached geometry to be valid."""
+    return tuple(
+        (id(tensor), tuple(tensor.shape), tensor.dtype)
+        for chunk in chunks
+        for tensor in (*chunk.parameters(), *chunk.buffers())
+    )
+
+
+def model_geometry(chunks: list[Any]) -> ModelGeometry:
+    """Return the geometry of the unwrapped model `chunks`. No communication.
+
+    Raises:
+        UnsupportedError: a parameter is in no sharded state dict; all of them are named.
+    """
+    result = ModelGeometry(signature(chunks), [], [], [])
+    lost = []
+    for number, chunk in enumerate(chunks):
+        parameters = {id(p): p for p in chunk.parameters()}
+        found = set()
+        for name, entry in _entries(chunk):
+            if isinstance(entry, ShardedObject):
+                result.objects.append((number, name))
+                continue
+            owner = parameters.get(id(entry.data))
+            geometry = _geometry(name, entry)
+            if owner is not None:
+                found.add(id(owner))
+                result.parameters.append((owner, geometry))
+            else:
+                result.buffers.append((number, name, geometry))
+        lost += [n for n, p in chunk.named_parameters() if id(p) not in found]
+    if lost:
+        raise UnsupportedError(
+            f"{len(lost)} parameters are in no sharded state dict of the model, so their place in "
+            f"the global tensors is unknown: {', '.join(lost)}; give their modules a "
+            "sharded_state_dict"
+        )
+    return result
+
+
+def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
+    """Yield `(state-dict name, entry)`; a parameter listed under two names only once."""
+    if not hasattr(chunk, "sharded_state_dict"):
+        raise UnsupportedError(
+            f"{type(chunk).__name__} has no sharded_state_dict: use a megatron.core model "
+            "(--use-mcore-models in old releases)"
+        )
+    keywords = {}
+    if "metadata" in inspect.signature(chunk.sharded_state_dict).parameters:
+        keywords["metadata"] = {
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+            # One key for both halves of SwiGLU, as global tensors have it.
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        }
+    seen: set[int] = set()
+    for _, name, entry in nested_items_iter(chunk.sharded_state_dict(**keywords)):
+        if isinstance(entry, ShardedObject):
+            yield str(name), entry
+        elif isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
+            if id(entry.data) not in seen:
+                seen.add(id(entry.data))
+                yield str(name), entry
+
+
+def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometry:
+    if isinstance(entry, ShardedTensor):
+        runs = (_whole(entry),)
+        resizable = entry.allow_shape_mismatch
+    else:
+        runs = tuple(_factory_runs(entry))
+        resizable = False
+    replica_id = entry.replica_id
+    if isinstance(replica_id, int):
+        replica_id = (0, 0, replica_id)
+    return Geometry(
+        name=name,
+        runs=runs,
+        main=not any(replica_id[:-1]),
+        replica=replica_id[-1],
+        resizable=resizable,
+    )
+
+
+def _box(entry: ShardedTensor) -> tuple[Shape, Shape, Shape]:
+    """Return global shape, offset and shape; prepended axes have extent 1."""
+    shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
+    return tuple(entry.global_shape), tuple(entry.global_offset), shape
+
+
+def _whole(entry: ShardedTensor) -> Run:
+    return Run(entry.key, *_box(entry), 0, 0, math.prod(entry.local_shape))
+
+
+def _factory_runs(factory: ShardedTensorFactory) -> Iterator[Run]:
+    """Yield the runs of a fused tensor, in the order in which the factory makes its parts."""
+    local = factory.data
+    probe = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    parts = _build(factory, probe)
+    storage = probe.untyped_storage()._cdata
+    if not all(part.data.untyped_storage()._cdata == storage for part in parts):
+        # The factory copies: let the elements themselves say where they went.
+        probe = torch.arange(local.numel(), dtype=torch.int64).view(local.shape)
+        parts = _build(factory, probe)
+        for part in parts:
+            yield from _runs_of_indices(part, part.data.reshape(-1))
+        return
+    for part in parts:
+        view = part.data
+        if view.is_contiguous():
+            yield Run(part.key, *_box(part), 0, view.storage_offset(), view.numel())
+            continue
+        indices = torch.arange(local.numel(), dtype=torch.int64)
+        yield from _runs_of_indices(
+            part, indices.as_strided(view.shape, view.stride(), view.storage_offset()).reshape(-1)
+        )
+
+
+def _build(factory: ShardedTensorFactory, probe: torch.Tensor) -> list[ShardedTensor]:
+    built = dataclasses.replace(factory, data=probe).build()
+    return [
+        entry
+        for _, _, entry in nested_items_iter({"built": built})
+        if isinstance(entry, ShardedTensor)
+    ]
+
+
+def _runs_of_indices(part: ShardedTensor, indices: torch.Tensor) -> Iterator[Run]:
+    """Yield maximal runs, given for each element of the box its index in the local tensor."""
+    if not indices.numel():
+        return
+    cuts = (torch.nonzero(indices[1:] - indices[:-1] != 1).flatten() + 1).tolist()
+    for low, high in zip([0, *cuts], [*cuts, indices.numel()], strict=True):
+        yield Run(part.key, *_box(part), low, int(indices[low]), high - low)

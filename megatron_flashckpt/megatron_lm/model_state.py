@@ -1,0 +1,212 @@
+"""All tensors of this rank as pieces: what it writes in a save, what it needs in a load.
+
+Tensors are enumerated afresh on every call; only geometry, which is checked against the model's
+parameters each time, is kept. A cached tensor pointer is how other systems wrote stale checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_flashckpt.config import Replicated
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, equal_shares
+from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.geometry import (
+    Geometry,
+    ModelGeometry,
+    model_geometry,
+    signature,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalPiece:
+    """A piece and the local elements that it stands for."""
+
+    piece: Piece
+    tensor: torch.Tensor
+    """Flat view (or, of a non-contiguous source, copy) of `piece.numel` elements."""
+    early: bool = False
+    """Whether something else than `optimizer.step()` may change it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replicated:
+    """A tensor that several replicas hold alike; one entry of the stream that they share out."""
+
+    geometry: Geometry
+    kind: str
+    tensor: torch.Tensor
+
+
+class ModelState:
+    """Enumerates the state of one job's model and optimizer on this rank."""
+
+    def __init__(self, replicated: Replicated) -> None:
+        self._replicated = replicated
+        self._geometry: ModelGeometry | None = None
+
+    def geometry(self, chunks: list[Any]) -> ModelGeometry:
+        """Return the geometry of the unwrapped `chunks`, recomputed if anything about them changed.
+
+        Called by every rank on its own; no communication.
+        """
+        if self._geometry is None or self._geometry.signature != signature(chunks):
+            self._geometry = model_geometry(chunks)
+        return self._geometry
+
+    def owned(self, chunks: list[Any], optimizer: Any) -> list[LocalPiece]:
+        """Return what this rank writes. Over all ranks every element comes exactly once.
+
+        With the distributed optimizer a rank writes the weights whose masters it owns: those are
+        up to date on it even while an overlapped all-gather has not refreshed the others.
+        """
+        geometry = self.geometry(chunks)
+        by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
+        found: list[LocalPiece] = []
+        shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
+        held_whole: set[int] = set()
+        for entry in optimizer_state.entries(optimizer):
+            geo = by_id.get(id(entry.parameter))
+            if geo is None:
+                raise UnsupportedError(
+                    "the optimizer steps a parameter of shape "
+                    f"{tuple(entry.parameter.shape)} that is in no model chunk"
+                )
+            tensors = dict(entry.states())
+            if entry.is_master:
+                tensors[MASTER] = entry.owned
+            if entry.sharded:
+                if geo.main and entry.main:
+                    weight = entry.parameter.data.reshape(-1)[entry.start : entry.end]
+                    for kind, tensor in {WEIGHT: weight, **tensors}.items():
+                        found += _cut(geo, kind, tensor, entry.start, entry.end)
+            else:
+                held_whole.add(id(entry.parameter))
+                group = _replica_group(geo, entry.parameter)
+                shared[*group, self._replicated.optimizer] += [
+                    _Replicated(geo, kind, tensor) for kind, tensor in tensors.items()
+                ]
+        # A distributed optimizer does not list parameters that lie wholly in other ranks' ranges:
+        # all trainable ones that no other optimizer holds are its own.
+        distributed = optimizer_state.has_distributed(optimizer)
+        for parameter, geo in geometry.parameters:
+            if distributed and parameter.requires_grad and id(parameter) not in held_whole:
+                continue
+            group = _replica_group(geo, parameter)
+            weight_entry = _Replicated(geo, WEIGHT, parameter.data)
+            shared[*group, self._replicated.weight].append(weight_entry)
+        for (count, index, policy), stream in shared.items():
+            found += _share_out(stream, count, index, policy)
+        for geo, tensor in self._buffers(chunks, geometry):
+            if geo.main and geo.replica == 0:
+                found += _cut(geo, BUFFER, tensor, 0, tensor.numel(), early=True)
+        return found
+
+    def wanted(
+        self,
+        chunks: list[Any],
+        optimizer: Any,
+        state_dtypes: dict[str, torch.dtype],
+    ) -> list[LocalPiece]:
+        """Return everything that this rank holds, duplicates included: what a load must fill.
+
+        Optimizer state is allocated where it does not exist yet (which is why this is separate).
+
+        Args:
+            optimizer: None: weights and buffers only.
+            state_dtypes: the state tensors that the checkpoint has, by name.
+        """
+        geometry = self.geometry(chunks)
+        by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
+        found: list[LocalPiece] = []
+        for entry in optimizer_state.entries(optimizer):
+            geo = by_id[id(entry.parameter)]
+            tensors = optimizer_state.allocate(entry, state_dtypes)
+            if entry.is_master:
+                tensors[MASTER] = entry.owned
+            for kind, tensor in tensors.items():
+                found += _cut(geo, kind, _writable(geo, tensor), entry.start, entry.end)
+        for parameter, geo in geometry.parameters:
+            found += _cut(geo, WEIGHT, _writable(geo, parameter.data), 0, parameter.numel())
+        for geo, tensor in self._buffers(chunks, geometry):
+            found += _cut(geo, BUFFER, _writable(geo, tensor), 0, tensor.numel())
+        return found
+
+    @staticmethod
+    def _buffers(
+        chunks: list[Any], geometry: ModelGeometry
+    ) -> list[tuple[Geometry, torch.Tensor]]:
+        named = [dict(chunk.named_buffers(remove_duplicate=False)) for chunk in chunks]
+        found = []
+        for number, name, geo in geometry.buffers:
+            if name not in named[number]:
+                raise UnsupportedError(
+                    f"{name} is in the sharded state dict but is neither a parameter nor a buffer"
+                )
+            found.append((geo, named[number][name]))
+        return found
+
+
+def _replica_group(geometry: Geometry, parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """Return `(count, index)` of the writers among which this parameter is shared out.
+
+    A duplicate writes nothing: `(0, 0)`.
+    """
+    if not geometry.main:
+        return 0, 0
+    if optimizer_state.is_expert(parameter):
+        return (
+            parallel_state.get_expert_data_parallel_world_size(),
+            parallel_state.get_expert_data_parallel_rank(),
+        )
+    return (
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def _share_out(
+    stream: list[_Replicated], count: int, index: int, policy: str
+) -> list[LocalPiece]:
+    if count == 0:
+        return []
+    if policy == "first":
+        count, index = (1, 0) if index == 0 else (0, 0)
+        if count == 0:
+            return []
+    sizes = [(it.tensor.numel(), itemsize(dtype_name(it.tensor.dtype))) for it in stream]
+    found: list[LocalPiece] = []
+    for it, (start, end) in zip(stream, equal_shares(sizes, count, index), strict=True):
+        if start < end:
+            part = it.tensor.detach().reshape(-1)[start:end]
+            found += _cut(it.geometry, it.kind, part, start, end)
+    return found
+
+
+def _writable(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` if its flattening is a view, so that filling the one fills the other."""
+    if not tensor.is_contiguous():
+        raise UnsupportedError(f"{geometry.name}: a tensor that is not contiguous cannot be loaded")
+    return tensor
+
+
+def _cut(
+    geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int, early: bool = False
+) -> list[LocalPiece]:
+    """Return local range `[start, end)`, whose elements `tensor` holds, as pieces."""
+    flat = tensor.detach().reshape(-1)
+    dtype = dtype_name(tensor.dtype)
+    return [
+        LocalPiece(piece, flat[low - start : low - start + piece.numel], early)
+        for run in geometry.runs
+        for piece, low in run.pieces(kind, dtype, start, end)
+    ]

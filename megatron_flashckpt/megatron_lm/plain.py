@@ -1,0 +1,127 @@
+"""Side state as bytes that load with `torch.load(weights_only=True)` and no allow-list.
+
+Megatron's args hold enums, dtypes, functions and more. They are turned into plain types: an enum
+becomes a tagged name and is restored only if its class is already imported; what has no plain form
+is recorded by its `repr` for people to read and is left out on loading. Nothing in a checkpoint
+can make a loader import or call anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import io
+import pathlib
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_flashckpt.errors import CorruptCheckpointError
+
+_TAG = "__flashckpt__"
+_LEFT_OUT = object()
+_ATOMS = (type(None), bool, int, float, str, bytes, torch.dtype)
+
+
+def encode(value: Any) -> bytes:
+    """Return `value` as bytes."""
+    buffer = io.BytesIO()
+    torch.save(to_plain(value), buffer)
+    return buffer.getvalue()
+
+
+def decode(encoded: bytes, place: str) -> Any:
+    """Return what `encode` was given, as far as it has a plain form.
+
+    Raises:
+        CorruptCheckpointError: not such bytes, or a pickle that wants to call something.
+    """
+    try:
+        return from_plain(torch.load(io.BytesIO(encoded), weights_only=True, map_location="cpu"))
+    except Exception as error:  # torch.load raises whatever the broken bytes lead to
+        raise CorruptCheckpointError(
+            f"{place}: side state cannot be read ({error}); load an older iteration with "
+            "--ckpt-step"
+        ) from error
+
+
+def to_plain(value: Any) -> Any:
+    """Return `value` made of dicts, lists, tuples, atoms and CPU tensors only."""
+    if isinstance(value, enum.Enum):  # before int: some enums are both
+        kind = type(value)
+        return {_TAG: "enum", "class": f"{kind.__module__}:{kind.__qualname__}", "name": value.name}
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject:
+            return {_TAG: "repr", "value": repr(value)}
+        return {
+            _TAG: "ndarray",
+            "dtype": value.dtype.str,
+            "shape": list(value.shape),
+            "value": value.tobytes(),
+        }
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in _ATOMS or isinstance(value, torch.dtype):
+        return value
+    if isinstance(value, dict):
+        items = [(to_plain(key), to_plain(item)) for key, item in value.items()]
+        return {_TAG: "dict", "items": items} if _TAG in value else dict(items)
+    if type(value) in (list, tuple):
+        return type(value)(to_plain(item) for item in value)
+    if isinstance(value, argparse.Namespace | types.SimpleNamespace):
+        return {_TAG: "namespace", "value": to_plain(vars(value))}
+    if isinstance(value, set | frozenset):
+        return {_TAG: "set", "value": sorted((to_plain(item) for item in value), key=repr)}
+    if isinstance(value, pathlib.PurePath):
+        return str(value)
+    if isinstance(value, io.BytesIO):
+        return {_TAG: "bytesio", "value": value.getvalue()}
+    return {_TAG: "repr", "value": repr(value)}
+
+
+def from_plain(value: Any) -> Any:
+    """Return what `to_plain` was given; entries without a plain form are missing."""
+    restored = _restore(value)
+    return None if restored is _LEFT_OUT else restored
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, dict) and _TAG in value:
+        match value[_TAG]:
+            case "enum":
+                return _enum_member(value["class"], value["name"])
+            case "ndarray":
+                flat = np.frombuffer(value["value"], dtype=np.dtype(value["dtype"]))
+                return flat.reshape(value["shape"]).copy()
+            case "dict":
+                return {_restore(key): _restore(item) for key, item in value["items"]}
+            case "namespace":
+                return argparse.Namespace(**_restore(value["value"]))
+            case "set":
+                return set(_restore(value["value"]))
+            case "bytesio":
+                return io.BytesIO(value["value"])
+        return _LEFT_OUT
+    if isinstance(value, dict):
+        restored = {key: _restore(item) for key, item in value.items()}
+        return {key: item for key, item in restored.items() if item is not _LEFT_OUT}
+    if isinstance(value, list | tuple):
+        items = (_restore(item) for item in value)
+        return type(value)(item for item in items if item is not _LEFT_OUT)
+    return value
+
+
+def _enum_member(path: str, name: str) -> Any:
+    """Return the member if its class is an Enum that this process has imported by itself."""
+    module, _, qualified = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = getattr(found, part, None)
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        return found.__members__.get(name, _LEFT_OUT)
+    return _LEFT_OUT

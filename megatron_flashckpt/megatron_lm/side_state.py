@@ -1,0 +1,125 @@
+"""State that is not tensors of the model or optimizer: RNG, rerun, scheduler, counters, args.
+
+`rank_state` is kept by every rank for itself (each rank's own random state: nothing is
+de-duplicated as if replicated). `common_state` is alike on all ranks; rank 0 writes it, as the
+stand-alone file `common.pt`.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_flashckpt.layout.manifest import Coordinates
+from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+
+CHECKPOINT_VERSION = 3.0
+#: The encoded rank state is padded to a multiple of this, so that a counter that grows by a digit
+#: does not change the layout.
+RANK_STATE_STEP = 16 * 1024
+
+
+def coordinates() -> Coordinates:
+    """Return where this rank stands; no communication."""
+    return Coordinates(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        edp=parallel_state.get_expert_data_parallel_rank(),
+    )
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every random generator of this rank."""
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def load_rng_state(saved: dict[str, Any]) -> None:
+    """Set what `rng_state` returned."""
+    version, words, gauss = saved["random_rng_state"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(saved["np_rng_state"]))
+    torch.set_rng_state(saved["torch_rng_state"])
+    torch.cuda.set_rng_state(saved["cuda_rng_state"])
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    states = saved["rng_tracker_states"]
+    convert = getattr(tensor_parallel, "convert_cuda_rng_state", None)
+    if convert is not None:  # since core 0.14: trackers whose states a CUDA graph can replay
+        graph_safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
+        states = {name: convert(state, to_graphable=graph_safe) for name, state in states.items()}
+    tracker.set_states(states)
+
+
+def rank_state(
+    chunks: list[Any],
+    geometry: ModelGeometry,
+    optimizer: Any,
+    rerun: Any,
+    *,
+    save_rng: bool,
+) -> dict[str, Any]:
+    """Return what this rank alone keeps. No communication."""
+    return {
+        "rng": rng_state() if save_rng else None,
+        "optimizer": optimizer_state.hyper_parameters(optimizer),
+        "rerun": rerun,
+        "objects": extra_states(chunks, geometry),
+    }
+
+
+def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
+    """Return what modules keep beside tensors (TransformerEngine's FP8 state), by chunk and name."""
+    found = {}
+    for number, name in geometry.objects:
+        module = _module(chunks[number], name)
+        if module is not None:
+            found[f"{number}.{name}"] = module.get_extra_state()
+    return found
+
+
+def load_extra_states(
+    chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]
+) -> None:
+    """Give modules back what `extra_states` returned."""
+    for number, name in geometry.objects:
+        module = _module(chunks[number], name)
+        if module is not None and f"{number}.{name}" in saved:
+            module.set_extra_state(saved[f"{number}.{name}"])
+
+
+def _module(chunk: Any, name: str) -> Any:
+    """Return the module whose `_extra_state` has this state-dict name, if it has one to give."""
+    path, _, leaf = name.rpartition(".")
+    if leaf != "_extra_state":
+        return None
+    module = dict(chunk.named_modules()).get(path)
+    has_own = module is not None and (
+        type(module).get_extra_state is not torch.nn.Module.get_extra_state
+    )
+    return module if has_own else None
+
+
+def common_state(
+    args: Any, iteration: int, scheduler: Any, num_floating_point_operations: Any
+) -> dict[str, Any]:
+    """Return what is alike on all ranks, with Megatron's own names."""
+    return {
+        "args": args,
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": num_floating_point_operations,
+        "opt_param_scheduler": scheduler.state_dict() if scheduler is not None else None,
+    }

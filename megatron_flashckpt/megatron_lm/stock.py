@@ -1,0 +1,148 @@
+"""Megatron's own checkpointing module, whichever release it is, and calls in its signature.
+
+Features are detected, versions are not parsed: what the stock module imports under its name
+(`get_args`, `unwrap_model`, `ft_integration`, ...) is taken from it, and arguments are bound to the
+signature that the stock function has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from megatron_flashckpt.errors import UnsupportedError
+
+_HOMES = ("megatron.training", "megatron")
+
+
+def stock_module(name: str) -> ModuleType:
+    """Return Megatron's own module `name` (`checkpointing`, `async_utils`, `training`).
+
+    Raises:
+        UnsupportedError: no Megatron-LM training code can be imported.
+    """
+    for home in _HOMES:
+        try:
+            return importlib.import_module(f"{home}.{name}")
+        except ModuleNotFoundError as error:
+            # A dependency that is missing inside Megatron must not look like Megatron missing.
+            if error.name not in (f"{home}.{name}", home, "megatron"):
+                raise
+    raise UnsupportedError(
+        f"no {' or '.join(f'{home}.{name}' for home in _HOMES)} can be imported: run from a "
+        "Megatron-LM checkout, or install megatron-core >= 0.17, whose wheel has megatron.training"
+    )
+
+
+_ORIGINALS: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def replace(module: str, name: str, replacement: Callable[..., Any]) -> None:
+    """Put `replacement` in the place of a stock function, for an unedited script.
+
+    `training` imports the names, so they are set there as well. `original` still finds the stock
+    function.
+    """
+    home = stock_module(module)
+    _ORIGINALS.setdefault((module, name), getattr(home, name))
+    setattr(home, name, replacement)
+    if hasattr(stock_module("training"), name):
+        setattr(stock_module("training"), name, replacement)
+
+
+def original(module: str, name: str) -> Callable[..., Any]:
+    """Return Megatron's own function, also when `replace` has put another in its place."""
+    return _ORIGINALS.get((module, name)) or getattr(stock_module(module), name)
+
+
+def has_async_utils() -> bool:
+    """Return whether this release finalizes asynchronous saves (since core 0.7)."""
+    try:
+        stock_module("async_utils")
+    except UnsupportedError:
+        return False
+    return True
+
+
+def checkpointing() -> ModuleType:
+    """Return Megatron's own `checkpointing` module."""
+    return stock_module("checkpointing")
+
+
+def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments by name, defaults filled in, as this release's `function` takes them.
+
+    Raises:
+        TypeError: an argument that this release does not have; refused, not ignored.
+    """
+    bound = inspect.signature(function).bind_partial(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveCall:
+    """The arguments of `save_checkpoint` that any release has, by our names."""
+
+    iteration: int
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    floating_point_operations: Any
+    non_persistent: bool
+    release: bool
+    data_iterator: Any
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
+        named = bind(original("checkpointing", "save_checkpoint"), args, kwargs)
+        return cls(
+            iteration=int(named["iteration"]),
+            model=named["model"] if isinstance(named["model"], list) else [named["model"]],
+            optimizer=named["optimizer"],
+            scheduler=named["opt_param_scheduler"],
+            # The autoresume path calls without it.
+            floating_point_operations=named.get("num_floating_point_operations_so_far", 0),
+            non_persistent=bool(named.get("non_persistent_ckpt", False)),
+            release=bool(named.get("release", False)),
+            data_iterator=named.get("train_data_iterator"),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadCall:
+    """The arguments of `load_checkpoint` that any release has, by our names."""
+
+    model: list[Any]
+    optimizer: Any
+    scheduler: Any
+    load_arg: str
+    strict: bool
+    skip_model_and_optimizer: bool
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoadCall:
+        stock = original("checkpointing", "load_checkpoint")
+        # Renamed in core 0.12; callers of either age use either name.
+        first = next(iter(inspect.signature(stock).parameters))
+        renamed = {"model": first, "ddp_model": first}
+        named = bind(stock, args, {renamed.get(key, key): value for key, value in kwargs.items()})
+        model = named[first]
+        return cls(
+            model=model if isinstance(model, list) else [model],
+            optimizer=named["optimizer"],
+            scheduler=named["opt_param_scheduler"],
+            load_arg=named["load_arg"],
+            strict=named["strict"],
+            skip_model_and_optimizer=bool(named.get("skip_load_to_model_and_opt", False)),
+        )
+
+
+def unwrap(model: list[Any]) -> list[Any]:
+    """Return the model chunks without their DDP and precision wrappers."""
+    unwrapped = checkpointing().unwrap_model(model)
+    return unwrapped if isinstance(unwrapped, list) else [unwrapped]

@@ -1,0 +1,84 @@
+"""One rank's staging memory: a memfd, handed to the agent by file descriptor.
+
+A memfd is not bounded by the size of /dev/shm, has no name that others could open or that could
+leak, and is freed when its last holder ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+
+from megatron_flashckpt.errors import FlashCkptError, StorageError
+from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
+
+
+class Slab:
+    """A mapped slab. Owned by the rank that made it, shared with the agent."""
+
+    def __init__(self, fd: int, geometry: SlabGeometry) -> None:
+        self.fd = fd
+        self.geometry = geometry
+        self.memory = mmap.mmap(fd, geometry.nbytes, mmap.MAP_SHARED)
+
+    @classmethod
+    def create(cls, slots: int, meta_nbytes: int, data_nbytes: int, name: str) -> Slab:
+        """Allocate a slab whose slots take `meta_nbytes` and `data_nbytes` each.
+
+        All pages are allocated here: `posix_fallocate` on a memfd does so at 6.8 GB/s where
+        touching them one by one reached 1.4 GB/s, and a node without the memory is told now and
+        not by SIGBUS in the middle of a save.
+
+        Raises:
+            StorageError: the memory is not there; names the bytes wanted.
+        """
+        geometry = SlabGeometry(slots, align(meta_nbytes), align(data_nbytes))
+        fd = os.memfd_create(f"flashckpt-{name}", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, geometry.nbytes)
+            slab = cls(fd, geometry)
+        except OSError as error:
+            os.close(fd)
+            raise StorageError(
+                error.errno,
+                f"cannot reserve {geometry.nbytes / 2**30:.2f} GiB of host memory for "
+                f"{slots} checkpoint slots of rank {name} ({error.strerror}); "
+                "free memory on this node or lower 'slots'",
+            ) from error
+        slab.memory[: len(geometry.pack())] = geometry.pack()
+        return slab
+
+    @classmethod
+    def attach(cls, fd: int) -> Slab:
+        """Map a slab received from another process; takes ownership of `fd` either way."""
+        try:
+            nbytes = os.fstat(fd).st_size
+            with mmap.mmap(fd, PAGE, mmap.MAP_SHARED) as page:
+                geometry = SlabGeometry.unpack(page[:PAGE], nbytes)
+            return cls(fd, geometry)
+        except (OSError, FlashCkptError):
+            os.close(fd)
+            raise
+
+    def fits(self, meta_nbytes: int, data_nbytes: int, slots: int) -> bool:
+        """Return whether a checkpoint of that size fits, in this number of slots."""
+        return (
+            slots == self.geometry.slots
+            and meta_nbytes <= self.geometry.meta_capacity
+            and data_nbytes <= self.geometry.data_capacity
+        )
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [Slot(self.memory, self.geometry, i) for i in range(self.geometry.slots)]
+
+    def close(self) -> None:
+        """Unmap and close; the memory lives on while another process holds it."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        # A tensor may still view the mapping; then it goes when that tensor does.
+        with contextlib.suppress(BufferError):
+            self.memory.close()

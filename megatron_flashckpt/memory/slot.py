@@ -1,0 +1,196 @@
+"""One checkpoint of one rank in memory, and how its bytes lie.
+
+A slab is a memfd: one page of `SlabHeader`, then the slots. A slot is one page of `SlotHeader`,
+`meta_capacity` bytes for the encoded `SlotMeta`, and `data_capacity` bytes for the pieces. All
+offsets are multiples of the page size.
+
+The slot header is the truth about the slot's state. Exactly one process writes it at a time: the
+trainer up to STAGED, the agent from then on.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import struct
+from typing import Any
+
+import msgspec
+import xxhash
+
+from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.manifest import Coordinates
+from megatron_flashckpt.layout.plan import Placement, Template
+
+PAGE = 4096
+
+_SLAB = struct.Struct("<8sIIQQ")
+_SLOT = struct.Struct("<8sIIq32sQQ")
+_SUM = struct.Struct("<Q")
+_SLAB_MAGIC = b"FLASHSLB"
+_SLOT_MAGIC = b"FLASHSLT"
+
+
+class SlotState(enum.IntEnum):
+    """What a slot's bytes are worth."""
+
+    EMPTY = 0
+    """Nothing."""
+    STAGING = 1
+    """A trainer is copying; torn if that trainer is gone."""
+    STAGED = 2
+    """Complete: can be restored from and persisted."""
+    DURABLE = 3
+    """Complete, and its save is committed in storage."""
+    FAILED = 4
+    """Complete, but could not be persisted; can still be restored from."""
+
+
+#: States in which the bytes are complete.
+COMPLETE = (SlotState.STAGED, SlotState.DURABLE, SlotState.FAILED)
+
+
+class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the agent needs to persist and commit a slot, even if every trainer is dead."""
+
+    root: str
+    """Absolute save directory."""
+    rank: int
+    world_size: int
+    coordinates: Coordinates
+    template_fingerprint: str
+    template: Template
+    placement: Placement
+    common: bytes
+    """Contents of `common.pt`; empty except for rank 0."""
+    description: dict[str, Any]
+    retain_interval: int | None = None
+    """Megatron's `--save-retain-interval`."""
+
+
+class SlotHeader(msgspec.Struct, frozen=True):
+    """State and extent of one slot."""
+
+    state: SlotState
+    iteration: int
+    save_id: str
+    meta_nbytes: int
+    data_nbytes: int
+
+    def pack(self) -> bytes:
+        body = _SLOT.pack(
+            _SLOT_MAGIC,
+            1,
+            int(self.state),
+            self.iteration,
+            self.save_id.encode(),
+            self.meta_nbytes,
+            self.data_nbytes,
+        )
+        return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def unpack(cls, page: bytes | memoryview) -> SlotHeader:
+        """Return the header; a torn or never written one reads as EMPTY."""
+        body = bytes(page[: _SLOT.size])
+        (check,) = _SUM.unpack(page[_SLOT.size : _SLOT.size + _SUM.size])
+        magic, version, state, iteration, save_id, meta, data = _SLOT.unpack(body)
+        if (magic, version) != (_SLOT_MAGIC, 1) or check != xxhash.xxh3_64_intdigest(body):
+            return EMPTY_HEADER
+        return cls(SlotState(state), iteration, save_id.rstrip(b"\0").decode(), meta, data)
+
+
+EMPTY_HEADER = SlotHeader(SlotState.EMPTY, -1, "", 0, 0)
+
+
+def align(nbytes: int) -> int:
+    """Return `nbytes` rounded up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class SlabGeometry(msgspec.Struct, frozen=True):
+    """How a slab is divided; stored in its first page."""
+
+    slots: int
+    meta_capacity: int
+    data_capacity: int
+
+    @property
+    def stride(self) -> int:
+        return PAGE + self.meta_capacity + self.data_capacity
+
+    @property
+    def nbytes(self) -> int:
+        return PAGE + self.slots * self.stride
+
+    def slot_offset(self, index: int) -> int:
+        return PAGE + index * self.stride
+
+    def meta_offset(self, index: int) -> int:
+        return self.slot_offset(index) + PAGE
+
+    def data_offset(self, index: int) -> int:
+        return self.meta_offset(index) + self.meta_capacity
+
+    def pack(self) -> bytes:
+        return _SLAB.pack(_SLAB_MAGIC, 1, self.slots, self.meta_capacity, self.data_capacity)
+
+    @classmethod
+    def unpack(cls, page: bytes | memoryview, nbytes: int) -> SlabGeometry:
+        """Return the geometry of a slab of `nbytes`, or raise CorruptCheckpointError."""
+        magic, version, slots, meta, data = _SLAB.unpack(page[: _SLAB.size])
+        geometry = cls(slots, meta, data)
+        if (magic, version) != (_SLAB_MAGIC, 1) or geometry.nbytes != nbytes or slots < 1:
+            raise CorruptCheckpointError(
+                f"memory of {nbytes} bytes is not a slab of this release; restart the agent"
+            )
+        return geometry
+
+
+class Slot:
+    """A view of one slot of a mapped slab."""
+
+    def __init__(self, memory: mmap.mmap, geometry: SlabGeometry, index: int) -> None:
+        self.index = index
+        self._memory = memory
+        self._geometry = geometry
+
+    @property
+    def header(self) -> SlotHeader:
+        start = self._geometry.slot_offset(self.index)
+        return SlotHeader.unpack(self._memory[start : start + PAGE])
+
+    def set_header(self, header: SlotHeader) -> None:
+        start = self._geometry.slot_offset(self.index)
+        packed = header.pack()
+        self._memory[start : start + len(packed)] = packed
+
+    def set_state(self, state: SlotState) -> None:
+        """Change the state and leave the rest as it is."""
+        self.set_header(msgspec.structs.replace(self.header, state=state))
+
+    @property
+    def meta(self) -> SlotMeta:
+        start = self._geometry.meta_offset(self.index)
+        encoded = self._memory[start : start + self.header.meta_nbytes]
+        try:
+            return msgspec.msgpack.decode(encoded, type=SlotMeta)
+        except msgspec.DecodeError as error:
+            raise CorruptCheckpointError(
+                f"slot {self.index}: its description cannot be decoded ({error})"
+            ) from error
+
+    def set_meta(self, encoded: bytes) -> None:
+        start = self._geometry.meta_offset(self.index)
+        self._memory[start : start + len(encoded)] = encoded
+
+    @property
+    def data_offset(self) -> int:
+        """Where the data begins in the slab."""
+        return self._geometry.data_offset(self.index)
+
+    def data(self) -> memoryview:
+        """The bytes of the pieces. Release the view before the slab is closed."""
+        return memoryview(self._memory)[
+            self.data_offset : self.data_offset + self.header.data_nbytes
+        ]

@@ -1,0 +1,141 @@
+"""Copy pieces from the device into a slot while training goes on.
+
+On a GPU the copies run on a side stream into pinned memory; on a CPU a thread does them. Either
+way `wait` returns when the source tensors may change again. Tensors that the next forward may change
+must be copied before `save` returns: `Copy.early`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron_flashckpt.memory.slab import Slab
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """One piece on its way."""
+
+    source: torch.Tensor
+    """Flat and contiguous, on any device."""
+    offset: int
+    """Where it goes: bytes from the start of the slab."""
+    early: bool
+    """Whether anything but `optimizer.step()` may change the source."""
+
+
+@dataclasses.dataclass
+class _Job:
+    copies: list[Copy]
+    finish: Callable[[float, BaseException | None], None]
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+class Stager:
+    """Owns a rank's copy thread (and stream). One job at a time; used by the training thread."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._current: _Job | None = None
+        self._slab: Slab | None = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._pinned = False
+        self._cuda_device: int | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._thread = threading.Thread(target=self._run, name="flashckpt-stage", daemon=True)
+        self._thread.start()
+
+    def use(self, slab: Slab, *, cuda_device: int | None) -> None:
+        """Stage into `slab` from now on; pin it if the sources are on a CUDA device.
+
+        The stream is made here, on the training thread: `torch.cuda.set_device` is thread-local,
+        and a staging thread that has not called it would create a context on device 0.
+        """
+        self.wait()
+        self._unpin()
+        self._slab = slab
+        self._bytes = torch.frombuffer(slab.memory, dtype=torch.uint8)
+        self._cuda_device = cuda_device
+        if cuda_device is not None:
+            self._stream = self._stream or torch.cuda.Stream(cuda_device)
+            status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
+                self._bytes.data_ptr(), slab.geometry.nbytes, 0
+            )
+            self._pinned = int(status) == 0
+            if not self._pinned:
+                logger.warning("slab could not be pinned (%s): copies will be slower", status)
+
+    def stage(
+        self, copies: list[Copy], finish: Callable[[float, BaseException | None], None]
+    ) -> None:
+        """Start copying; returns when every early copy is made.
+
+        `finish(seconds, error)` is called once, from the copy thread, when all is in the slot.
+        """
+        self.wait()
+        early = [copy for copy in copies if copy.early]
+        self._copy(early)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._current = _Job([copy for copy in copies if not copy.early], finish)
+        self._jobs.put(self._current)
+
+    def wait(self) -> None:
+        """Return when no copy is under way: the sources may change."""
+        if self._current is not None:
+            self._current.done.wait()
+            self._current = None
+
+    def close(self) -> None:
+        """End the copy thread and unpin."""
+        self.wait()
+        self._jobs.put(None)
+        self._thread.join()
+        self._unpin()
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._cuda_device is not None:
+                torch.cuda.set_device(self._cuda_device)
+            started = time.perf_counter()
+            error: BaseException | None = None
+            try:
+                self._copy(job.copies)
+                if self._stream is not None:
+                    self._stream.synchronize()
+            except BaseException as failure:
+                error = failure
+            job.done.set()
+            job.finish(time.perf_counter() - started, error)
+
+    def _copy(self, copies: list[Copy]) -> None:
+        if not copies:
+            return
+        targets = [
+            self._bytes[c.offset : c.offset + c.source.nbytes].view(c.source.dtype) for c in copies
+        ]
+        sources = [c.source for c in copies]
+        with contextlib.ExitStack() as stack:
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
+                stack.enter_context(torch.cuda.stream(self._stream))
+            # One call for all: the interpreter lock is released for its whole length.
+            torch._foreach_copy_(targets, sources, non_blocking=self._pinned)
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(  # type: ignore[no-untyped-call]
+                self._bytes.data_ptr()
+            )
+            self._pinned = False

@@ -1,0 +1,1 @@
+"""From verified bytes to tensors: memory first, then storage."""

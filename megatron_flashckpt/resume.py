@@ -1,0 +1,212 @@
+"""Which checkpoint a job goes on from, and the side effects of going on, as stock Megatron has them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.loading import (
+    Loaded,
+    LoadRequest,
+    load_from_memory,
+    load_from_storage,
+    newest_in_memory,
+    together,
+)
+from megatron_flashckpt.megatron_lm import around, optimizer_state, side_state
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
+from megatron_flashckpt.restore.exchange import broadcast_object
+from megatron_flashckpt.session import session
+from megatron_flashckpt.storage.posix import PosixStorage
+
+logger = logging.getLogger(__name__)
+
+
+def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
+    """Load a checkpoint of ours, or return None: there is none, or it is one of Megatron's own.
+
+    Called by all ranks together.
+    """
+    stock = checkpointing()
+    load_dir = getattr(margs, call.load_arg)
+    pretrained = getattr(margs, "pretrained_checkpoint", None)
+    memory = _from_memory(call, margs, load_dir)
+    if memory is None and pretrained is not None and not stock.checkpoint_exists(load_dir):
+        load_dir = pretrained
+        if stock.checkpoint_exists(load_dir):
+            margs.finetune = True
+    stored = broadcast_object(
+        together(lambda: _stored_iteration(load_dir, margs) if _rank() == 0 else None)
+    )
+    if memory is not None and (stored is None or memory.offer.iteration >= stored):
+        try:
+            return _go_on(call, margs, memory.load(), load_dir)
+        except FlashCkptError as error:
+            logger.error("not restored from memory: %s", error)
+    if stored is None:
+        return None
+    loaded = load_from_storage(
+        _request(call, margs),
+        ModelState(session.config.replicated),
+        _rank(),
+        PosixStorage(load_dir),
+        stored,
+        session.config.read_threads,
+    )
+    return _go_on(call, margs, loaded, load_dir)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _request(call: LoadCall, margs: Any) -> LoadRequest:
+    wants_optimizer = not (margs.finetune or margs.no_load_optim)
+    return LoadRequest(
+        chunks=unwrap(call.model),
+        optimizer=call.optimizer if wants_optimizer else None,
+        strict=call.strict,
+        fill=not call.skip_model_and_optimizer,
+    )
+
+
+class _Memory:
+    """A checkpoint that all ranks hold in their slots."""
+
+    def __init__(self, call: LoadCall, margs: Any, root: str) -> None:
+        self._checkpointer = session.checkpointer(root)
+        self._request = _request(call, margs)
+        self._found = newest_in_memory(self._checkpointer)
+
+    def __bool__(self) -> bool:
+        return self._found is not None
+
+    @property
+    def offer(self) -> Any:
+        assert self._found is not None
+        return self._found[1]
+
+    def load(self) -> Loaded:
+        assert self._found is not None
+        slab, offer, _ = self._found
+        return load_from_memory(
+            self._request, self._checkpointer.model_state, self._checkpointer.rank, slab, offer
+        )
+
+
+def _from_memory(call: LoadCall, margs: Any, load_dir: str | None) -> _Memory | None:
+    """Return the newest checkpoint in memory, if memory may be used: saves go where loads come from."""
+    usable = (
+        session.config.restore_from_memory
+        and margs.save
+        and load_dir
+        and os.path.realpath(margs.save) == os.path.realpath(load_dir)
+        and not getattr(margs, "ckpt_step", None)
+        and not margs.finetune
+    )
+    if not usable:
+        return None
+    try:
+        return _Memory(call, margs, margs.save) or None
+    except FlashCkptError as error:
+        logger.error("memory of an earlier run cannot be used: %s", error)
+        return None
+
+
+def _stored_iteration(load_dir: str | None, margs: Any) -> int | None:
+    """Return the iteration of ours to load from `load_dir`; None: none, or not in our format."""
+    if load_dir is None:
+        return None
+    step = getattr(margs, "ckpt_step", None)
+    if step:
+        iteration = int(step)
+    else:
+        try:
+            with open(os.path.join(load_dir, TRACKER)) as file:
+                text = file.read().strip()
+        except FileNotFoundError:
+            return None
+        if not text.isdecimal():  # "release", or something that stock will complain about
+            return None
+        iteration = int(text)
+    directory = os.path.join(load_dir, iteration_dir(iteration))
+    ours = os.path.exists(os.path.join(directory, MANIFEST))
+    return None if not ours and _is_megatrons(directory) else iteration
+
+
+def _is_megatrons(directory: str) -> bool:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return any(
+            name.startswith("mp_rank_") or name in ("metadata.json", ".metadata")
+            for name in os.listdir(directory)
+        )
+    return False
+
+
+def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[int, Any]:
+    """Do what stock does once the tensors are in place, in its order; return what it returns."""
+    stock = checkpointing()
+    common = loaded.common
+    stock.set_checkpoint_version(common["checkpoint_version"])
+    if hasattr(stock, "set_loaded_iteration"):
+        stock.set_loaded_iteration(loaded.iteration)
+    iteration = 0 if margs.finetune else int(common["iteration"])
+    if not margs.finetune:
+        _check_and_take_args(margs, common["args"])
+    _finish_optimizer(call, margs, loaded)
+    state = loaded.rank_state
+    if state is not None and not margs.finetune:
+        _finish_rank(call, margs, common["args"], state)
+    if margs.save and os.path.realpath(margs.save) == os.path.realpath(load_dir):
+        session.checkpointer(margs.save).adopt(loaded.save_id, loaded.iteration)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    around.announce_loaded(load_dir, iteration, loaded.source)
+    return iteration, common["num_floating_point_operations_so_far"]
+
+
+def _check_and_take_args(margs: Any, saved: Any) -> None:
+    stock = checkpointing()
+    stock.check_checkpoint_args(saved)
+    margs.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
+    margs.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
+    stock.update_num_microbatches(consumed_samples=margs.consumed_train_samples, verbose=True)
+    margs.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+
+
+def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
+    """Hyper-parameters and scheduler; or, where no optimizer state is loaded, fresh masters."""
+    optimizer = call.optimizer
+    if margs.finetune or margs.no_load_optim:
+        if (margs.fp16 or margs.bf16) and optimizer is not None:
+            optimizer.reload_model_params()
+        return
+    if optimizer is not None and loaded.rank_state is not None:
+        optimizer_state.load_hyper_parameters(optimizer, loaded.rank_state["optimizer"])
+    if call.scheduler is not None and loaded.common["opt_param_scheduler"] is not None:
+        call.scheduler.load_state_dict(loaded.common["opt_param_scheduler"])
+    for group in getattr(optimizer, "param_groups", ()):
+        group.setdefault("default_config", True)
+
+
+def _finish_rank(call: LoadCall, margs: Any, saved: Any, state: dict[str, Any]) -> None:
+    chunks = unwrap(call.model)
+    geometry = ModelState(session.config.replicated).geometry(chunks)
+    side_state.load_extra_states(chunks, geometry, state["objects"])
+    same_world = all(
+        getattr(saved, name, None) == getattr(margs, name, None)
+        for name in ("world_size", "data_parallel_size")
+    )
+    get_machine = getattr(checkpointing(), "get_rerun_state_machine", None)
+    if get_machine is not None and same_world and get_machine().validate_state_dict(state["rerun"]):
+        get_machine().load_state_dict(state["rerun"])
+    # Random state last: nothing after it may draw from the generators.
+    if not margs.no_load_rng and state["rng"] is not None:
+        side_state.load_rng_state(state["rng"])

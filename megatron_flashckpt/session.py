@@ -1,0 +1,140 @@
+"""What the shims share within a process: the checkpointers, by save directory.
+
+Stock Megatron's functions have no object to hang state on, so there is exactly one module-level
+holder, here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import sys
+from typing import Any
+
+from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.checkpointer import Checkpointer
+from megatron_flashckpt.config import Config, load_config
+from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.megatron_lm import around
+from megatron_flashckpt.megatron_lm.stock import checkpointing
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Open:
+    checkpointer: Checkpointer
+    announced: dict[int, around.AnnouncedSave] = dataclasses.field(default_factory=dict)
+
+
+class Session:
+    """The checkpointers of this process."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Open] = {}
+        self._config: Config | None = None
+
+    @property
+    def config(self) -> Config:
+        """The settings, read once."""
+        if self._config is None:
+            self._config = load_config()
+        return self._config
+
+    def checkpointer(self, root: str) -> Checkpointer:
+        """Return the checkpointer for save directory `root`, made on first use."""
+        root = os.path.abspath(root)
+        if root not in self._open:
+            self._open[root] = _Open(Checkpointer(root, self.config))
+        return self._open[root].checkpointer
+
+    def announced(self, root: str, save: around.AnnouncedSave) -> None:
+        """Remember what to say when `save` is committed."""
+        self._open[os.path.abspath(root)].announced[save.iteration] = save
+
+    def finalize(self, *, blocking: bool) -> None:
+        """Report what became of the saves; with `blocking`, of all of them.
+
+        Raises:
+            SaveFailedError: a save failed and `on_failure` is `raise`.
+        """
+        failures = []
+        for each in self._open.values():
+            outcomes = each.checkpointer.wait() if blocking else each.checkpointer.poll()
+            failures += [o for o in outcomes if not self._report(each, o)]
+        if failures and self.config.on_failure == "raise":
+            raise SaveFailedError("; ".join(str(outcome.error) for outcome in failures))
+
+    def _report(self, each: _Open, outcome: Outcome) -> bool:
+        """Log one outcome; return whether it is a success."""
+        save = each.announced.pop(outcome.iteration, None)
+        rank = each.checkpointer.rank
+        if outcome.error is None:
+            if save is not None:
+                around.announce_committed(checkpointing().get_args(), save)
+            return True
+        which = f"iteration {outcome.iteration}" if outcome.iteration >= 0 else "a checkpoint"
+        logger.error(
+            "rank %d: %s was not saved: %s; training goes on, the previous checkpoint is intact",
+            rank,
+            which,
+            outcome.error,
+        )
+        return False
+
+    def close(self, *, leave: bool) -> None:
+        """Hang up; with `leave`, give the host memory back (no restart is expected)."""
+        for each in self._open.values():
+            each.checkpointer.close(leave=leave)
+        self._open.clear()
+
+    def at_exit(self) -> None:
+        """Drain: a job that ends right after its last save leaves that save committed.
+
+        After an unhandled exception the agent keeps the slots: a restart will want them.
+        """
+        crashed = getattr(sys, "last_value", None) is not None
+        try:
+            self.finalize(blocking=True)
+        except SaveFailedError as error:
+            logger.error("%s", error)
+        self.close(leave=not crashed)
+
+
+def _make() -> Session:
+    made = Session()
+    atexit.register(made.at_exit)
+    return made
+
+
+session: Session = _make()
+
+
+def describe(args: Any) -> dict[str, Any]:
+    """Return what the manifest says of the run, for people and tools."""
+    import torch
+    from megatron.core import __version__ as core_version
+
+    import megatron_flashckpt
+
+    names = (
+        "world_size",
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "data_parallel_size",
+        "use_distributed_optimizer",
+        "num_layers",
+        "hidden_size",
+        "consumed_train_samples",
+    )
+    return {
+        "megatron_flashckpt": megatron_flashckpt.__version__,
+        "megatron_core": core_version,
+        "torch": str(torch.__version__),
+        **{name: getattr(args, name, None) for name in names},
+    }

@@ -1,0 +1,1 @@
+"""Where bytes end up. Knows no checkpoints and no ranks."""

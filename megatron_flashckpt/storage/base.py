@@ -1,0 +1,51 @@
+"""What a storage must do. Names are relative, `/`-separated, and never leave the root.
+
+Every method may be called from several threads. Failures are `StorageError` (with errno) or
+`FileNotFoundError`; the message names the file and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Writer(Protocol):
+    """One file being written; nothing of it counts before `finish` has returned."""
+
+    def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
+        """Write `chunk` at `offset`."""
+
+    def finish(self) -> None:
+        """Return when every byte written is durable."""
+
+    def abandon(self) -> None:
+        """Remove the file and free its space; never raises."""
+
+
+class Storage(Protocol):
+    """A tree of named byte strings."""
+
+    @property
+    def place(self) -> str:
+        """The root, for messages."""
+
+    def put(self, name: str, data: bytes) -> None:
+        """Make `name` hold `data`: atomically, durably, replacing what was there."""
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        """Start writing a file of `nbytes`; whatever had that name is replaced."""
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Return `nbytes` from `offset` (default: all); fewer only at the end of the file."""
+
+    def size(self, name: str) -> int:
+        """Return the bytes of `name`."""
+
+    def list(self, directory: str) -> list[str]:
+        """Return the names directly in `directory`; empty if it does not exist."""
+
+    def delete(self, name: str) -> None:
+        """Remove a file; not an error if it is not there."""
+
+    def delete_tree(self, name: str) -> None:
+        """Remove a directory with all it holds; symbolic links are not followed."""

@@ -1,0 +1,166 @@
+"""Storage in a directory: local disk, NFS, Lustre."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_flashckpt.errors import StorageError
+
+_REMEDY = {
+    errno.ENOSPC: "free space there or save elsewhere",
+    errno.EDQUOT: "raise the quota or save elsewhere",
+    errno.EROFS: "the file system is read-only: remount it or save elsewhere",
+    errno.EACCES: "give this user write permission there",
+    errno.EPERM: "give this user write permission there",
+    errno.EIO: "the device reports an I/O error: check it before the next save",
+    errno.ENOTDIR: "a file stands where a directory should be: move it away",
+    errno.EISDIR: "a directory stands where a file should be: move it away",
+    errno.ELOOP: "a symbolic link stands where a file should be: remove it",
+}
+
+
+@contextlib.contextmanager
+def _explained(path: Path, action: str) -> Iterator[None]:
+    """Turn an OSError into one with fact, place and remedy; FileNotFoundError passes."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        remedy = _REMEDY.get(error.errno or 0, "check the storage")
+        raise StorageError(
+            error.errno, f"{path}: cannot {action} ({error.strerror}); {remedy}"
+        ) from error
+
+
+class PosixWriter:
+    """See `storage.base.Writer`."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        self._path = path
+        with _explained(path, "create"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # O_NOFOLLOW: a planted symbolic link must not redirect the write.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._fd = os.open(path, flags, 0o644)
+        try:
+            with _explained(path, f"reserve {nbytes} bytes for"):
+                self._reserve(nbytes)
+        except OSError:
+            self.abandon()
+            raise
+
+    def _reserve(self, nbytes: int) -> None:
+        """A full disk is found out before the first byte is written."""
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+        except OSError as error:
+            # Not every network file system can reserve; the writes will tell.
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise
+
+    def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
+        with _explained(self._path, "write"):
+            view = memoryview(chunk)
+            while view.nbytes:
+                written = os.pwrite(self._fd, view, offset)
+                view, offset = view[written:], offset + written
+
+    def finish(self) -> None:
+        with _explained(self._path, "make durable"):
+            os.fdatasync(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+            _sync_directory(self._path.parent)
+
+    def abandon(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1
+        with contextlib.suppress(OSError):
+            self._path.unlink()
+
+
+class PosixStorage:
+    """See `storage.base.Storage`. The root is created with the first write."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(root).absolute()
+
+    @property
+    def place(self) -> str:
+        return str(self._root)
+
+    def _path(self, name: str) -> Path:
+        parts = name.split("/")
+        if not all(parts) or any(part in (".", "..") for part in parts):
+            raise StorageError(errno.EINVAL, f"{name!r} is not a name inside {self._root}")
+        return self._root / name
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        with _explained(path, "write"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(temporary, "xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+            _sync_directory(path.parent)
+
+    def create(self, name: str, nbytes: int) -> PosixWriter:
+        return PosixWriter(self._path(name), nbytes)
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        path = self._path(name)
+        with _explained(path, "read"):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with open(fd, "rb") as file:
+                file.seek(offset)
+                return file.read() if nbytes is None else file.read(nbytes)
+
+    def size(self, name: str) -> int:
+        path = self._path(name)
+        with _explained(path, "look at"):
+            return path.stat(follow_symlinks=False).st_size
+
+    def list(self, directory: str) -> list[str]:
+        path = self._path(directory) if directory else self._root
+        with _explained(path, "list"):
+            try:
+                return sorted(os.listdir(path))
+            except FileNotFoundError:
+                return []
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with _explained(path, "delete"):
+            path.unlink(missing_ok=True)
+
+    def delete_tree(self, name: str) -> None:
+        path = self._path(name)
+        with _explained(path, "delete"):
+            if path.is_symlink():
+                raise OSError(errno.ELOOP, "is a symbolic link")
+            shutil.rmtree(path)
+
+
+def _sync_directory(path: Path) -> None:
+    """Make a new directory entry durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
