@@ -29,7 +29,7 @@ from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, orde
 from megatron_flashckpt.megatron_lm import optimizer_state, plain, side_state
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.memory.slot import EMPTY_HEADER, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.memory.stager import Copy, Stager
 from megatron_flashckpt.memory.step_hook import StepHook
 
@@ -90,7 +90,7 @@ class Checkpointer:
         self._preparing: threading.Thread | None = None
         self._plans = PlanCache(self._fetch_template, self._publish_template)
         self._local_outcomes: list[Outcome] = []
-        #: Ids of saves without an outcome; also changed by the copy thread (set operations are atomic).
+        #: Ids of saves without an outcome. The copy thread changes it too: set operations are atomic.
         self._open: set[str] = set()
         self._last: tuple[int, int] | None = None
 
@@ -164,6 +164,7 @@ class Checkpointer:
         pieces.append(self._rank_state_piece(request.rank_state()))
         ordered = [pieces[i] for i in order([local.piece for local in pieces])]
         save_id = f"{self._run_id}{next(self._saves):04x}"
+        slot: int | None = None
         try:
             # 2. The plan.
             layout = self._plans.layout([local.piece for local in ordered])
@@ -171,15 +172,17 @@ class Checkpointer:
             slot = self._acquire(request, layout, save_id)
         except FlashCkptError as error:
             self._fail(request.iteration, save_id, error)
+        self._last = mark
+        # A rank that failed takes part too, or the others would wait for it.
+        if self.config.busy == "skip" and _any_rank(slot is None):
+            self._give_back(slot, request.iteration)
             slot = None
         if slot is None:
-            self._last = mark
             return SaveReport(request.iteration, time.perf_counter() - started, 0, skipped=True)
         # 4. Stage.
         self._stage(ordered, layout, slot, request.iteration, save_id)
         if self.config.staging == "blocking":
             self._wait_staged()
-        self._last = mark
         return SaveReport(request.iteration, time.perf_counter() - started, layout.nbytes)
 
     def _rank_state_piece(self, state: dict[str, Any]) -> LocalPiece:
@@ -201,6 +204,7 @@ class Checkpointer:
         return LocalPiece(piece, torch.frombuffer(framed, dtype=torch.uint8), early=True)
 
     def _acquire(self, request: SaveRequest, layout: Layout, save_id: str) -> int | None:
+        """Return a slot that says what it will hold; None if all are busy and 'busy' is 'skip'."""
         common = plain.encode(request.common_state()) if self.rank == 0 else b""
         meta = msgspec.msgpack.encode(
             SlotMeta(
@@ -216,34 +220,35 @@ class Checkpointer:
                 retain_interval=request.retain_interval,
             )
         )
-        self._ensure_slab(layout.nbytes, len(meta))
-        assert self._slab is not None
+        slab = self._ensure_slab(layout.nbytes, len(meta))
         client = self._connected()
         index = client.acquire(request.iteration, save_id, 0.0)
-        if self.config.busy == "skip":
-            if _any_rank(index < 0):
-                if index >= 0:
-                    self._slab.slots[index].set_header(_header(SlotState.EMPTY, -1, "", 0, 0))
-                logger.warning(
-                    "iteration %d is not saved: the previous saves are still being written and "
-                    "'busy' is 'skip'; save less often or set 'busy: wait'",
-                    request.iteration,
-                )
-                return None
         while index < 0:
+            if self.config.busy == "skip":
+                return None
             logger.info("iteration %d: waiting for a free slot", request.iteration)
             index = client.acquire(request.iteration, save_id, _WAIT_SLICE_S)
-        slot = self._slab.slots[index]
+        slot = slab.slots[index]
         slot.set_header(
-            _header(SlotState.STAGING, request.iteration, save_id, len(meta), layout.nbytes)
+            SlotHeader(SlotState.STAGING, request.iteration, save_id, len(meta), layout.nbytes)
         )
         slot.set_meta(meta)
         return index
 
+    def _give_back(self, index: int | None, iteration: int) -> None:
+        if index is not None and self._slab is not None:
+            self._slab.slots[index].set_header(EMPTY_HEADER)
+        logger.warning(
+            "iteration %d is not saved: previous saves are still being written and 'busy' is "
+            "'skip'; save less often or set 'busy: wait'",
+            iteration,
+        )
+
     def _stage(
         self, ordered: list[LocalPiece], layout: Layout, index: int, iteration: int, save_id: str
     ) -> None:
-        assert self._slab is not None and self._client is not None
+        assert self._slab is not None
+        assert self._client is not None
         slot, client = self._slab.slots[index], self._client
         copies = [
             Copy(local.tensor, slot.data_offset + item.byte_offset, local.early)
@@ -307,8 +312,8 @@ class Checkpointer:
             left = deadline - time.monotonic()
             if left <= 0:
                 error = SaveFailedError(
-                    f"{len(self._open)} saves were not committed within {timeout_s:.0f} s; the agent "
-                    "goes on trying; raise 'drain_timeout_s' to wait longer"
+                    f"{len(self._open)} saves were not committed within {timeout_s:.0f} s; the "
+                    "agent goes on trying; raise 'drain_timeout_s' to wait longer"
                 )
                 self._open.clear()
                 self._fail(-1, "", error)
@@ -367,7 +372,8 @@ class Checkpointer:
             self._attached = False
         return self._client
 
-    def _ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> None:
+    def _ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
+        """Return the attached slab, a larger one if the present one is too small."""
         client = self._connected()
         slab = self._slab
         if slab is None or not slab.fits(meta_nbytes, data_nbytes, self.config.slots):
@@ -380,6 +386,7 @@ class Checkpointer:
         if not self._attached:
             client.attach(slab)
             self._attached = True
+        return slab
 
     def _use(self, slab: Slab) -> None:
         on_gpu = torch.cuda.is_available() and torch.zeros(0, device="cuda").is_cuda
@@ -404,12 +411,6 @@ class Checkpointer:
         """Report the loss once; the next save starts a new agent and hands it the slab."""
         self._open.clear()
         self._fail(-1, "", error)
-
-
-def _header(
-    state: SlotState, iteration: int, save_id: str, meta_nbytes: int, data_nbytes: int
-) -> SlotHeader:
-    return SlotHeader(state, iteration, save_id, meta_nbytes, data_nbytes)
 
 
 def rank_state_of(framed: bytes | bytearray, place: str) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where agents keep their sockets (mode 0700); `None`: `/tmp/flashckpt-<uid>`."""
 
     slots: int = 2
-    """Checkpoints that a rank keeps in host memory. Two keep the last one while staging the next."""
+    """Checkpoints that a rank keeps in host memory: the last one stays while the next is staged."""
 
     staging: Literal["deferred", "blocking"] = "deferred"
     """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next

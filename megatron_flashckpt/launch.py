@@ -1,8 +1,8 @@
 """Run an unedited training script with the shims in place.
 
-    torchrun ... -m megatron_flashckpt.launch pretrain_gpt.py ARGS
-    python -m megatron_flashckpt.launch pretrain_gpt.py ARGS
-    flashckpt-launch pretrain_gpt.py ARGS
+torchrun ... -m megatron_flashckpt.launch pretrain_gpt.py ARGS
+python -m megatron_flashckpt.launch pretrain_gpt.py ARGS
+flashckpt-launch pretrain_gpt.py ARGS
 """
 
 from __future__ import annotations

@@ -95,9 +95,11 @@ def newest_in_memory(checkpointer: Checkpointer) -> tuple[Slab, Offer, list[Offe
     # Newest iteration; among saves of the same iteration the id decides, alike on all ranks.
     chosen = max(common, key=lambda save_id: (held[0][save_id], save_id))
     mine = next(offer for offer in offers if offer.save_id == chosen)
-    return slab, mine, [
-        next(Offer(**o) for o in theirs if o["save_id"] == chosen) for theirs in everyone
-    ]
+    return (
+        slab,
+        mine,
+        [next(Offer(**o) for o in theirs if o["save_id"] == chosen) for theirs in everyone],
+    )
 
 
 def load_from_memory(
@@ -136,7 +138,12 @@ def load_from_memory(
 
 
 def load_from_storage(
-    request: LoadRequest, state: ModelState, rank: int, storage: Storage, iteration: int, threads: int
+    request: LoadRequest,
+    state: ModelState,
+    rank: int,
+    storage: Storage,
+    iteration: int,
+    threads: int,
 ) -> Loaded:
     """Fill the model from a committed checkpoint. Collective.
 
@@ -177,9 +184,7 @@ class _Planned:
     rank_state: torch.Tensor | None
 
 
-def _plan(
-    request: LoadRequest, state: ModelState, found: _Sources, twin: int | None
-) -> _Planned:
+def _plan(request: LoadRequest, state: ModelState, found: _Sources, twin: int | None) -> _Planned:
     """Return the reads of this rank, coverage checked. Collective.
 
     Raises:
@@ -217,9 +222,7 @@ def _plan(
     return _Planned(plan, Targets(tensors), rank_state[1] if rank_state else None)
 
 
-def _rank_state_target(
-    found: _Sources, twin: int | None
-) -> tuple[Piece, torch.Tensor] | None:
+def _rank_state_target(found: _Sources, twin: int | None) -> tuple[Piece, torch.Tensor] | None:
     if twin is None:
         return None
     source = found.sources[twin]
@@ -268,7 +271,7 @@ def _verify_slot(own: torch.Tensor, offer: Offer) -> None:
     """Check the slot against the digests that were taken when it was persisted, if it was."""
     for chunk, expected in enumerate(offer.digests or ()):
         start = chunk * CHUNK_NBYTES
-        found = chunk_digest(memoryview(own[start : start + CHUNK_NBYTES].numpy()))
+        found = chunk_digest(own[start : start + CHUNK_NBYTES].numpy().data)
         if found != expected:
             raise FlashCkptError(
                 f"slot of {iteration_dir(offer.iteration)}, chunk {chunk}: digest {found}, "

@@ -1,4 +1,4 @@
-"""Which checkpoint a job goes on from, and the side effects of going on, as stock Megatron has them."""
+"""Which checkpoint a job goes on from, and what stock Megatron does when it goes on."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class _Memory:
 
 
 def _from_memory(call: LoadCall, margs: Any, load_dir: str | None) -> _Memory | None:
-    """Return the newest checkpoint in memory, if memory may be used: saves go where loads come from."""
+    """Return the newest checkpoint in memory, if loads come from where saves go."""
     usable = (
         session.config.restore_from_memory
         and margs.save

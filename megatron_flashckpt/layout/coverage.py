@@ -49,8 +49,8 @@ def read_plan(
             or type, cut otherwise, or only partly there.
     """
     boxes = {piece.box for piece in wanted}
-    stored: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], list[_Stored]] = (
-        defaultdict(list)
+    stored: dict[tuple[str, str, tuple[int, ...], tuple[int, ...]], list[_Stored]] = defaultdict(
+        list
     )
     known: dict[tuple[str, str], set[tuple[tuple[int, ...], str]]] = defaultdict(set)
     for source in sources:
@@ -122,9 +122,7 @@ def _fill(index: int, piece: Piece, runs: list[_Stored]) -> list[tuple[int, Read
     return reads if position == piece.end else None
 
 
-def _problem(
-    piece: Piece, known: set[tuple[tuple[int, ...], str]], same_box: bool
-) -> str:
+def _problem(piece: Piece, known: set[tuple[tuple[int, ...], str]], same_box: bool) -> str:
     name = f"{piece.kind}/{piece.key}"
     if not known:
         return f"{name}: not in the checkpoint; the model has shape {piece.global_shape}"

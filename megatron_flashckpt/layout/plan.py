@@ -173,9 +173,7 @@ class PlanCache:
 
     def layout(self, pieces: list[Piece]) -> Layout:
         """Return the layout of `pieces`, which must be in layout order (see `order`)."""
-        template_part = [
-            (p.key, p.kind, p.dtype, p.global_shape, p.shape, p.numel) for p in pieces
-        ]
+        template_part = [(p.key, p.kind, p.dtype, p.global_shape, p.shape, p.numel) for p in pieces]
         placement = tuple(PlacementItem(p.offset, p.start) for p in pieces)
         template_fingerprint = _digest(template_part)
         fingerprint = _digest((template_fingerprint, placement))

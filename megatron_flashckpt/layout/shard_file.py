@@ -50,7 +50,7 @@ def chunk_count(nbytes: int) -> int:
     return -(-nbytes // CHUNK_NBYTES)
 
 
-def chunk_digest(chunk: bytes | memoryview) -> str:
+def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
     """Return the 16 hexadecimal digits that stand for `chunk`."""
     return xxhash.xxh3_64_hexdigest(chunk)
 
@@ -164,9 +164,7 @@ def decode_header(header: bytes, place: str) -> Shard:
             raise CorruptCheckpointError(f"{place}: tensor {name!r} does not lie where it should")
         items.append(TemplateItem(key, kind, entry.dtype, piece[0], piece[2], numel, position))
         position = entry.data_offsets[1]
-    digests = tuple(
-        metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16)
-    )
+    digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
     if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(position):
         raise CorruptCheckpointError(f"{place}: digests do not match {position} bytes of data")
     shard = Shard(

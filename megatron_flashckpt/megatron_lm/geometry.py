@@ -148,15 +148,18 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
     for _, name, entry in nested_items_iter(chunk.sharded_state_dict(**keywords)):
         if isinstance(entry, ShardedObject):
             yield str(name), entry
-        elif isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
-            if id(entry.data) not in seen:
-                seen.add(id(entry.data))
-                yield str(name), entry
+        elif (
+            isinstance(entry, ShardedTensor | ShardedTensorFactory)
+            and entry.data is not None
+            and id(entry.data) not in seen
+        ):
+            seen.add(id(entry.data))
+            yield str(name), entry
 
 
 def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometry:
     if isinstance(entry, ShardedTensor):
-        runs = (_whole(entry),)
+        runs: tuple[Run, ...] = (_whole(entry),)
         resizable = entry.allow_shape_mismatch
     else:
         runs = tuple(_factory_runs(entry))

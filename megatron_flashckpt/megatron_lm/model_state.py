@@ -92,7 +92,7 @@ class ModelState:
             else:
                 held_whole.add(id(entry.parameter))
                 group = _replica_group(geo, entry.parameter)
-                shared[*group, self._replicated.optimizer] += [
+                shared[(*group, self._replicated.optimizer)] += [
                     _Replicated(geo, kind, tensor) for kind, tensor in tensors.items()
                 ]
         # A distributed optimizer does not list parameters that lie wholly in other ranks' ranges:
@@ -103,7 +103,7 @@ class ModelState:
                 continue
             group = _replica_group(geo, parameter)
             weight_entry = _Replicated(geo, WEIGHT, parameter.data)
-            shared[*group, self._replicated.weight].append(weight_entry)
+            shared[(*group, self._replicated.weight)].append(weight_entry)
         for (count, index, policy), stream in shared.items():
             found += _share_out(stream, count, index, policy)
         for geo, tensor in self._buffers(chunks, geometry):
@@ -142,9 +142,7 @@ class ModelState:
         return found
 
     @staticmethod
-    def _buffers(
-        chunks: list[Any], geometry: ModelGeometry
-    ) -> list[tuple[Geometry, torch.Tensor]]:
+    def _buffers(chunks: list[Any], geometry: ModelGeometry) -> list[tuple[Geometry, torch.Tensor]]:
         named = [dict(chunk.named_buffers(remove_duplicate=False)) for chunk in chunks]
         found = []
         for number, name, geo in geometry.buffers:
@@ -174,9 +172,7 @@ def _replica_group(geometry: Geometry, parameter: torch.nn.Parameter) -> tuple[i
     )
 
 
-def _share_out(
-    stream: list[_Replicated], count: int, index: int, policy: str
-) -> list[LocalPiece]:
+def _share_out(stream: list[_Replicated], count: int, index: int, policy: str) -> list[LocalPiece]:
     if count == 0:
         return []
     if policy == "first":

@@ -81,7 +81,7 @@ def rank_state(
 
 
 def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
-    """Return what modules keep beside tensors (TransformerEngine's FP8 state), by chunk and name."""
+    """Return what modules keep beside tensors (TransformerEngine's FP8 state), by name."""
     found = {}
     for number, name in geometry.objects:
         module = _module(chunks[number], name)
@@ -90,9 +90,7 @@ def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
     return found
 
 
-def load_extra_states(
-    chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]
-) -> None:
+def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]) -> None:
     """Give modules back what `extra_states` returned."""
     for number, name in geometry.objects:
         module = _module(chunks[number], name)

@@ -1,8 +1,8 @@
 """Copy pieces from the device into a slot while training goes on.
 
 On a GPU the copies run on a side stream into pinned memory; on a CPU a thread does them. Either
-way `wait` returns when the source tensors may change again. Tensors that the next forward may change
-must be copied before `save` returns: `Copy.early`.
+way `wait` returns when the source tensors may change again. Tensors that the next forward may
+change must be copied before `save` returns: `Copy.early`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Stager:
         self._bytes = torch.frombuffer(slab.memory, dtype=torch.uint8)
         self._cuda_device = cuda_device
         if cuda_device is not None:
-            self._stream = self._stream or torch.cuda.Stream(cuda_device)
+            self._stream = self._stream or torch.cuda.Stream(cuda_device)  # type: ignore[no-untyped-call]
             status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
                 self._bytes.data_ptr(), slab.geometry.nbytes, 0
             )

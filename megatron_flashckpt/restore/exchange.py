@@ -36,9 +36,7 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def exchange(
-    own: torch.Tensor, rank: int, plan: dict[int, list[Read]], targets: Targets
-) -> int:
+def exchange(own: torch.Tensor, rank: int, plan: dict[int, list[Read]], targets: Targets) -> int:
     """Fill `targets` from all ranks' slots; return the bytes that came from others. Collective.
 
     Args:

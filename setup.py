@@ -1,0 +1,37 @@
+"""Packaging. Tool settings are in pyproject.toml; `scripts/install` sets up everything for work."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (HERE / "megatron_flashckpt/__init__.py").read_text(), re.M
+)[1]
+
+setup(
+    name="megatron_flashckpt",
+    version=VERSION,
+    description="Flash checkpointing for Megatron-LM: no collectives, restart from memory",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_flashckpt", "megatron_flashckpt.*"]),
+    package_data={"megatron_flashckpt": ["py.typed"]},
+    # torch and megatron come with the training environment: never replaced from here. NVIDIA's
+    # Apex must not be listed either (the `apex` on PyPI is another project).
+    install_requires=[
+        "msgspec>=0.18",
+        "pyyaml>=6",
+        "rich>=13",
+        "xxhash>=3",
+    ],
+    entry_points={
+        "console_scripts": [
+            "flashckpt=megatron_flashckpt.cli:main",
+            "flashckpt-launch=megatron_flashckpt.launch:main",
+        ]
+    },
+)
