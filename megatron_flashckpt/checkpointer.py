@@ -90,7 +90,7 @@ class Checkpointer:
         self._preparing: threading.Thread | None = None
         self._plans = PlanCache(self._fetch_template, self._publish_template)
         self._local_outcomes: list[Outcome] = []
-        #: Ids of saves without an outcome. The copy thread changes it too: set operations are atomic.
+        #: Saves without an outcome. The copy thread changes it too: set operations are atomic.
         self._open: set[str] = set()
         self._last: tuple[int, int] | None = None
 

@@ -116,8 +116,11 @@ class Stager:
                     self._stream.synchronize()
             except BaseException as failure:
                 error = failure
-            job.done.set()
-            job.finish(time.perf_counter() - started, error)
+            try:
+                job.finish(time.perf_counter() - started, error)
+            finally:
+                # Only now: the next save must find this slot handed over, or it could be given it.
+                job.done.set()
 
     def _copy(self, copies: list[Copy]) -> None:
         if not copies:
