@@ -32,6 +32,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.memory.stager import Copy, Stager
 from megatron_flashckpt.memory.step_hook import StepHook
+from megatron_flashckpt.restore.exchange import broadcast_object
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Checkpointer:
         self.model_state = ModelState(config.replicated)
         self.hook = StepHook(self._wait_staged)
         self._stager = Stager()
-        self._run_id = _agree_on_run_id()
+        self._run_id: str | None = None
         self._saves = itertools.count()
         self._client: AgentClient | None = None
         self._slab: Slab | None = None
@@ -106,6 +107,10 @@ class Checkpointer:
         return self._plans.counters
 
     # ------------------------------------------------------------------ before the first save
+
+    def start_run(self) -> None:
+        """Agree with all ranks on the id of this run; a load is the occasion. Collective."""
+        self._run_id = broadcast_object(uuid.uuid4().hex[:8])
 
     def prepare(self, chunks: list[Any], optimizer: Any) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
@@ -163,6 +168,8 @@ class Checkpointer:
         pieces = self.model_state.owned(request.chunks, request.optimizer)
         pieces.append(self._rank_state_piece(request.rank_state()))
         ordered = [pieces[i] for i in order([local.piece for local in pieces])]
+        if self._run_id is None:
+            self._run_id = _run_id_from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
         slot: int | None = None
         try:
@@ -422,19 +429,18 @@ def rank_state_of(framed: bytes | bytearray, place: str) -> dict[str, Any]:
     return state
 
 
-def _agree_on_run_id() -> str:
+def _run_id_from_store(root: str) -> str:
     """Return 8 hexadecimal digits, equal on all ranks and new in every start of the job.
 
-    They tell this run's commit records from those of an earlier one. The first rank to reach the
-    job's rendezvous store decides; no collective, no barrier.
+    They tell this run's commit records from those of an earlier one. For jobs that save without
+    having called a load: the first rank to reach the job's rendezvous store decides; no
+    collective, no barrier.
     """
     mine = uuid.uuid4().hex[:8]
     if not dist.is_initialized():
         return mine
     store = dist.distributed_c10d._get_default_store()
-    # Each rank counts for itself: all make their checkpointers in the same order.
-    nth = store.add(f"megatron_flashckpt/instances/{dist.get_rank()}", 1)
-    chosen: bytes = store.compare_set(f"megatron_flashckpt/run_id/{nth}", "", mine)
+    chosen: bytes = store.compare_set(f"megatron_flashckpt/run_id/{root}", "", mine)
     return chosen.decode()
 
 

@@ -20,7 +20,7 @@ from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.coverage import Read, Source, read_plan, superfluous
 from megatron_flashckpt.layout.manifest import Coordinates, iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
-from megatron_flashckpt.layout.plan import Template
+from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
@@ -172,8 +172,8 @@ class _Summary(msgspec.Struct, array_like=True):
     """What a rank tells the others of its slot."""
 
     rank: int
-    items: tuple[Any, ...]
-    placement: tuple[Any, ...]
+    items: tuple[TemplateItem, ...]
+    placement: Placement
     coordinates: Coordinates
 
 

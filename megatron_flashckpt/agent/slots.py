@@ -39,10 +39,10 @@ class RankSlots:
         return any(info.persisting for info in self.infos)
 
     def acquire(self) -> int:
-        """Return the slot to overwrite: an empty one, else the oldest; -1 if all are busy.
+        """Return the slot to overwrite: one that holds no complete checkpoint, else the oldest.
 
-        With two slots the newest complete checkpoint is never the one handed out, unless it is
-        the only one that is not being read.
+        -1 if all are busy. With two slots the newest complete checkpoint is never the one handed
+        out, unless it is the only one that is not being read.
         """
         free = [i for i, info in enumerate(self.infos) if not info.persisting]
         if not free:
@@ -50,7 +50,8 @@ class RankSlots:
         slots = self.slab.slots
         index = min(
             free,
-            key=lambda i: (slots[i].header.state != SlotState.EMPTY, self.infos[i].sequence),
+            # Not "empty": a copy that failed leaves its slot STAGING, newer than the complete one.
+            key=lambda i: (slots[i].header.state in COMPLETE, self.infos[i].sequence),
         )
         slots[index].set_header(EMPTY_HEADER)
         self.infos[index] = SlotInfo(sequence=next(self._sequence))

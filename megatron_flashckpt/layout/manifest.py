@@ -217,7 +217,7 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
         head = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         refuse_newer(msgspec.json.decode(head["version"], type=int), place)
         manifest = msgspec.json.decode(encoded, type=Manifest)
-    except (msgspec.DecodeError, KeyError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: is not a manifest ({error}); load an older iteration with --ckpt-step"
         ) from error

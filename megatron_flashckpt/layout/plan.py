@@ -197,4 +197,7 @@ class PlanCache:
 
     def _shared(self, fingerprint: str) -> Template | None:
         encoded = self._fetch(fingerprint) if self._fetch is not None else None
-        return None if encoded is None else msgspec.msgpack.decode(encoded, type=Template)
+        try:
+            return None if encoded is None else msgspec.msgpack.decode(encoded, type=Template)
+        except msgspec.DecodeError:  # left there by another release: a miss, not an error
+            return None

@@ -18,6 +18,7 @@ import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError, LayoutError
+from megatron_flashckpt.layout.dtypes import ITEMSIZE
 from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of
 
 #: Bytes of the data section that one digest covers.
@@ -146,7 +147,7 @@ def decode_header(header: bytes, place: str) -> Shard:
         refuse_newer(msgspec.json.decode(version, type=int), place)
         metadata = msgspec.json.decode(outer["flashckpt"], type=ShardMetadata)
         tensors = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
-    except (msgspec.DecodeError, KeyError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: header is not that of a flashckpt shard ({error}); "
             "load an older iteration with --ckpt-step"
@@ -160,10 +161,11 @@ def decode_header(header: bytes, place: str) -> Shard:
         kind, _, rest = name.partition("/")
         key, _, _ = rest.rpartition("#")
         numel = entry.shape[0] if len(entry.shape) == 1 else -1
-        if numel < 0 or entry.data_offsets[0] != position:
+        end = position + numel * ITEMSIZE.get(entry.dtype, 0)
+        if numel < 0 or entry.dtype not in ITEMSIZE or entry.data_offsets != (position, end):
             raise CorruptCheckpointError(f"{place}: tensor {name!r} does not lie where it should")
         items.append(TemplateItem(key, kind, entry.dtype, piece[0], piece[2], numel, position))
-        position = entry.data_offsets[1]
+        position = end
     digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
     if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(position):
         raise CorruptCheckpointError(f"{place}: digests do not match {position} bytes of data")

@@ -23,7 +23,7 @@ from megatron_flashckpt.errors import CorruptCheckpointError
 
 _TAG = "__flashckpt__"
 _LEFT_OUT = object()
-_ATOMS = (type(None), bool, int, float, str, bytes, torch.dtype)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 
 
 def encode(value: Any) -> bytes:
@@ -62,25 +62,33 @@ def to_plain(value: Any) -> Any:
             _TAG: "ndarray",
             "dtype": value.dtype.str,
             "shape": list(value.shape),
-            "value": value.tobytes(),
+            "value": to_plain(value.tobytes()),
         }
     if isinstance(value, np.generic):
-        return value.item()
+        scalar = value.item()
+        return to_plain(scalar) if type(scalar) in _ATOMS else {_TAG: "repr", "value": repr(value)}
+    if type(value) is bytes and not value:
+        # Pickle writes b"" as a call of `bytes`, which weights_only refuses.
+        return {_TAG: "no_bytes"}
     if type(value) in _ATOMS or isinstance(value, torch.dtype):
         return value
     if isinstance(value, dict):
         items = [(to_plain(key), to_plain(item)) for key, item in value.items()]
-        return {_TAG: "dict", "items": items} if _TAG in value else dict(items)
+        try:
+            return {_TAG: "dict", "items": items} if _TAG in value else dict(items)
+        except TypeError:  # a key (an enum, say) became a tagged dict, which cannot be a key
+            return {_TAG: "dict", "items": items}
     if type(value) in (list, tuple):
         return type(value)(to_plain(item) for item in value)
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return {_TAG: "namespace", "value": to_plain(vars(value))}
     if isinstance(value, set | frozenset):
-        return {_TAG: "set", "value": sorted((to_plain(item) for item in value), key=repr)}
+        tag = "set" if isinstance(value, set) else "frozenset"
+        return {_TAG: tag, "value": sorted((to_plain(item) for item in value), key=repr)}
     if isinstance(value, pathlib.PurePath):
         return str(value)
     if isinstance(value, io.BytesIO):
-        return {_TAG: "bytesio", "value": value.getvalue()}
+        return {_TAG: "bytesio", "value": to_plain(value.getvalue())}
     return {_TAG: "repr", "value": repr(value)}
 
 
@@ -96,16 +104,21 @@ def _restore(value: Any) -> Any:
             case "enum":
                 return _enum_member(value["class"], value["name"])
             case "ndarray":
-                flat = np.frombuffer(value["value"], dtype=np.dtype(value["dtype"]))
+                flat = np.frombuffer(_restore(value["value"]), dtype=np.dtype(value["dtype"]))
                 return flat.reshape(value["shape"]).copy()
             case "dict":
-                return {_restore(key): _restore(item) for key, item in value["items"]}
+                items = [(_restore(key), _restore(item)) for key, item in value["items"]]
+                return {k: v for k, v in items if k is not _LEFT_OUT and v is not _LEFT_OUT}
             case "namespace":
                 return argparse.Namespace(**_restore(value["value"]))
             case "set":
                 return set(_restore(value["value"]))
+            case "frozenset":
+                return frozenset(_restore(value["value"]))
             case "bytesio":
-                return io.BytesIO(value["value"])
+                return io.BytesIO(_restore(value["value"]))
+            case "no_bytes":
+                return b""
         return _LEFT_OUT
     if isinstance(value, dict):
         restored = {key: _restore(item) for key, item in value.items()}
@@ -121,7 +134,9 @@ def _enum_member(path: str, name: str) -> Any:
     module, _, qualified = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
-        found = getattr(found, part, None)
+        # Not getattr: the __getattr__ of a module or a metaclass may import or call something.
+        space = vars(found) if isinstance(found, types.ModuleType | type) else {}
+        found = space.get(part)
     if isinstance(found, type) and issubclass(found, enum.Enum):
         return found.__members__.get(name, _LEFT_OUT)
     return _LEFT_OUT

@@ -100,7 +100,7 @@ class PosixStorage:
 
     def _path(self, name: str) -> Path:
         parts = name.split("/")
-        if not all(parts) or any(part in (".", "..") for part in parts):
+        if not all(parts) or any(part in (".", "..") for part in parts) or "\0" in name:
             raise StorageError(errno.EINVAL, f"{name!r} is not a name inside {self._root}")
         return self._root / name
 
@@ -115,7 +115,7 @@ class PosixStorage:
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(temporary, path)
-            except OSError:
+            except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
             _sync_directory(path.parent)
@@ -125,11 +125,9 @@ class PosixStorage:
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(name)
-        with _explained(path, "read"):
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with open(fd, "rb") as file:
-                file.seek(offset)
-                return file.read() if nbytes is None else file.read(nbytes)
+        with _explained(path, "read"), open(path, "rb", opener=_open_nofollow) as file:
+            file.seek(offset)
+            return file.read() if nbytes is None else file.read(nbytes)
 
     def size(self, name: str) -> int:
         path = self._path(name)
@@ -155,6 +153,11 @@ class PosixStorage:
             if path.is_symlink():
                 raise OSError(errno.ELOOP, "is a symbolic link")
             shutil.rmtree(path)
+
+
+def _open_nofollow(path: str, flags: int) -> int:
+    """An opener, so that `open` closes the descriptor too if it turns out to be a directory."""
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def _sync_directory(path: Path) -> None:

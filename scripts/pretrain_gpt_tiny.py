@@ -1,0 +1,98 @@
+"""A tiny GPT trained by Megatron's own loop (`megatron.training.pretrain`) on its own mock data.
+
+Nothing in this file knows megatron_flashckpt: checkpoints go through whatever `save_checkpoint` and
+`load_checkpoint` Megatron's `training.py` imports. `scripts/demo` and the tests run it with these
+imports swapped, or unedited through `python -m megatron_flashckpt.launch`.
+
+It needs the megatron-core wheel (>= 0.17) and no Megatron-LM checkout. Without a GPU, put
+`tests/cpu_megatron` on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import megatron.core.datasets.utils as dataset_utils
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args, pretrain
+from megatron.training.arguments import core_transformer_config_from_args
+
+# The wheel ships the compiled dataset helper, but not the Makefile that Megatron would run.
+dataset_utils.compile_helpers = lambda: None
+
+
+def model_provider(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **_: Any
+) -> GPTModel:
+    """Return this pipeline stage's part of the model."""
+    args = get_args()
+    return GPTModel(
+        core_transformer_config_from_args(args),
+        get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm, False, False),
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        vp_stage=vp_stage,
+    )
+
+
+def datasets_provider(sizes: list[int], vp_stage: int | None = None) -> Any:
+    """Return Megatron's mock training, validation and test sets."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        split=args.split or "99,1,0",
+        blend=None,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=0.005,
+    )
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, config).build()
+
+
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def loss_func(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the mean loss of the micro-batch, and its mean over the replicas for the log."""
+    loss = (output.float() * mask).sum() / mask.sum()
+    report = torch.stack([loss.detach(), torch.ones_like(loss)])
+    torch.distributed.all_reduce(report, group=mpu.get_data_parallel_group())
+    return loss, {"lm loss": report[0] / report[1]}
+
+
+def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> Any:
+    """Return the model's output and what turns it into a loss."""
+    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items()}
+    tokens = batch["tokens"]
+    length = tokens.size(1)
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
+    output = model(tokens, batch["position_ids"], causal, labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"].float())
+
+
+if __name__ == "__main__":
+    pretrain(
+        datasets_provider,
+        model_provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "NullTokenizer"},
+    )

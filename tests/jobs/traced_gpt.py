@@ -1,0 +1,162 @@
+"""`scripts/pretrain_gpt_tiny.py` with instruments: run by torchrun from the tests, never imported.
+
+Environment:
+    TRACE_DIR     where each rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
+    KILL          `rank:iteration`: that rank ends itself with SIGKILL in that iteration's forward,
+                  in the first incarnation only
+
+Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
+torch.distributed call made inside `save_checkpoint`; the plan counters at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import megatron.training.training as training
+import pretrain_gpt_tiny as tiny
+from megatron.training import get_args
+
+RANK = int(os.environ["RANK"])
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def trace(**event: Any) -> None:
+    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
+        print(json.dumps({"attempt": ATTEMPT, **event}), file=file)
+
+
+def iteration() -> int:
+    """The iteration that is being trained, counted from 1 as Megatron's log does."""
+    return int(get_args().curr_iteration) + 1
+
+
+class CountCalls(torch.utils._python_dispatch.TorchDispatchMode):
+    """Every communication made inside: by Python name, and by operator as the dispatcher sees it.
+
+    Two nets, because a caller may hold a reference to a function from before we wrapped it.
+    """
+
+    NAMES = (
+        "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all "
+        "all_to_all_single barrier broadcast broadcast_object_list gather gather_object irecv "
+        "isend monitored_barrier recv recv_object_list reduce reduce_scatter "
+        "reduce_scatter_tensor scatter scatter_object_list send send_object_list "
+        "batch_isend_irecv _all_gather_base _reduce_scatter_base all_gather_coalesced "
+        "all_reduce_coalesced new_group"
+    ).split()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self._saved: dict[Any, dict[str, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> CountCalls:
+        for module in (dist, dist.distributed_c10d):
+            self._saved[module] = {
+                name: getattr(module, name) for name in self.NAMES if hasattr(module, name)
+            }
+            for name, function in self._saved[module].items():
+                setattr(module, name, self._counting(name, function))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        for module, functions in self._saved.items():
+            for name, function in functions.items():
+                setattr(module, name, function)
+
+    def _counting(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def watched_save(save: Any) -> Any:
+    @functools.wraps(save)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with CountCalls() as counter:
+            result = save(*args, **kwargs)
+        trace(event="save", iteration=args[0], calls=counter.calls)
+        if os.environ.get("CONTROL"):
+            with CountCalls() as control:
+                dist.all_reduce(torch.zeros(1))
+                dist.barrier()
+            trace(event="control", calls=control.calls)
+        return result
+
+    return wrapper
+
+
+def traced_loss(loss_func: Any) -> Any:
+    def wrapper(mask: torch.Tensor, output: torch.Tensor) -> Any:
+        loss, report = loss_func(mask, output)
+        trace(event="loss", iteration=iteration(), value=float(loss).hex())
+        return loss, report
+
+    return wrapper
+
+
+def killing_step(forward_step: Any) -> Any:
+    rank, _, when = os.environ.get("KILL", "").partition(":")
+
+    def wrapper(batches: Any, model: Any) -> Any:
+        if rank and ATTEMPT == 0 and RANK == int(rank) and iteration() == int(when):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return forward_step(batches, model)
+
+    return wrapper
+
+
+def report_counters() -> None:
+    """The plan counters of our checkpointer, if ours was in use."""
+    session = sys.modules.get("megatron_flashckpt.session")
+    for each in session.session._open.values() if session else ():
+        counters = each.checkpointer.counters
+        trace(
+            event="plans",
+            local=counters.local_hits,
+            shared=counters.shared_hits,
+            misses=counters.misses,
+        )
+
+
+if __name__ == "__main__":
+    training.save_checkpoint = watched_save(training.save_checkpoint)
+    tiny.loss_func = traced_loss(tiny.loss_func)
+    finalize = training.maybe_finalize_async_save
+
+    @functools.wraps(finalize)
+    def finalize_and_count(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("terminate"):
+            report_counters()
+        return finalize(*args, **kwargs)
+
+    training.maybe_finalize_async_save = finalize_and_count
+    training.pretrain(
+        tiny.datasets_provider,
+        tiny.model_provider,
+        tiny.ModelType.encoder_or_decoder,
+        killing_step(tiny.forward_step),
+        args_defaults={"tokenizer_type": "NullTokenizer"},
+    )

@@ -1,0 +1,209 @@
+"""Run a real Megatron training job on CPU ranks and read what it traced."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from megatron_flashckpt.megatron_lm import plain
+
+REPO = Path(__file__).resolve().parents[2]
+JOB = REPO / "tests/jobs/traced_gpt.py"
+CPU_MEGATRON = REPO / "tests/cpu_megatron"
+PATCH = REPO / "patches/core_v0.17.1.patch"
+
+TINY = (
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 "
+    "--lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 --vocab-size 500 "
+    "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --transformer-impl local "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--attention-backend unfused --log-interval 1 --eval-interval 1000 --eval-iters 0"
+).split()
+
+
+@dataclasses.dataclass
+class Result:
+    """What a job printed and traced."""
+
+    returncode: int
+    log: str
+    events: list[dict]
+
+    def losses(self, attempt: int = 0) -> dict[int, list[tuple[int, str]]]:
+        """Exact micro-batch losses by iteration: `(rank, hexadecimal float)` in order."""
+        found: dict[int, list[tuple[int, str]]] = {}
+        for event in self.events:
+            if event["event"] == "loss" and event["attempt"] == attempt:
+                found.setdefault(event["iteration"], []).append((event["rank"], event["value"]))
+        return found
+
+    def named(self, name: str, attempt: int | None = None) -> list[dict]:
+        return [
+            event
+            for event in self.events
+            if event["event"] == name and attempt in (None, event["attempt"])
+        ]
+
+
+def run_job(
+    tmp_path: Path,
+    name: str,
+    arguments: list[str],
+    *,
+    ranks: int = 4,
+    door: str = "launch",
+    max_restarts: int = 0,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 240,
+    script: Path = JOB,
+) -> Result:
+    """Run one torchrun job to its end.
+
+    Args:
+        door: `launch` (the launcher, script unedited), `swap` (Megatron's training.py with the
+            imports swapped by our patch), or `stock` (Megatron alone).
+    """
+    trace = tmp_path / f"trace-{name}"
+    trace.mkdir()
+    path = [str(CPU_MEGATRON), str(REPO)]
+    if door == "swap":
+        path.insert(0, str(patched_megatron(tmp_path)))
+    runner = ["-m", "megatron_flashckpt.launch"] if door == "launch" else []
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "CPU_CUDA_STUBS": "triton apex",
+        "PYTHONWARNINGS": "ignore",
+        # torch 2.13 gives a restarted attempt the store of the failed one, in which gloo then finds
+        # the addresses of dead ranks. Nothing of ours is involved.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TRACE_DIR": str(trace),
+        "FLASHCKPT_RUNTIME_DIR": str(tmp_path / "run"),
+        "FLASHCKPT_AGENT__GRACE_S": "30",
+        **(env or {}),
+    }
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)),
+        *runner,
+        str(script),
+        *TINY,
+        *arguments,
+    ]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        log, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        log, _ = process.communicate()
+        raise AssertionError(f"job {name} did not end in {timeout_s} s:\n{log[-4000:]}") from None
+    events = []
+    for file in sorted(trace.glob("rank_*.jsonl")):
+        rank = int(file.stem.split("_")[1])
+        events += [{"rank": rank, **json.loads(line)} for line in file.read_text().splitlines()]
+    return Result(process.returncode, log, events)
+
+
+def succeeded(result: Result) -> Result:
+    assert result.returncode == 0, result.log[-6000:]
+    return result
+
+
+def patched_megatron(tmp_path: Path) -> Path:
+    """Return a directory whose `megatron.training` is the installed one, patched by our patch."""
+    import megatron.core
+
+    overlay = tmp_path / "patched"
+    if not overlay.exists():
+        installed = Path(megatron.core.__file__).parents[1] / "training"
+        shutil.copytree(installed, overlay / "megatron/training")
+        subprocess.run(
+            ["git", "apply", "--unsafe-paths", f"--directory={overlay}", str(PATCH)],
+            check=True,
+            cwd=tmp_path,
+        )
+    return overlay
+
+
+def truncated_copy(save: Path, copy: Path, iteration: int) -> Path:
+    """Copy a save directory as it was when `iteration` was its newest checkpoint."""
+    copy.mkdir()
+    for directory in save.glob("iter_*"):
+        if int(directory.name[5:]) <= iteration:
+            shutil.copytree(directory, copy / directory.name)
+    (copy / "latest_checkpointed_iteration.txt").write_text(str(iteration))
+    return copy
+
+
+def tensors(save: Path, iteration: int) -> dict[tuple[int, str], torch.Tensor]:
+    """Every tensor of a checkpoint by `(rank, name)`, read by the real safetensors library."""
+    found = {}
+    for file in sorted((save / f"iter_{iteration:07d}").glob("*.safetensors")):
+        rank = int(file.name.split("-")[0].removeprefix("rank_"))
+        for name, tensor in load_file(file).items():
+            found[rank, name] = tensor
+    assert found, f"no shard in {save} at iteration {iteration}"
+    return found
+
+
+def differing(
+    one: dict[tuple[int, str], torch.Tensor], other: dict[tuple[int, str], torch.Tensor]
+) -> list[tuple[int, str]]:
+    """Names whose contents are not equal bit for bit; the two must hold the same names.
+
+    The side state is a serialised object (RNG, param groups, ...), whose bytes depend on which
+    objects happen to be shared: it is compared value by value.
+    """
+    assert one.keys() == other.keys()
+    unequal = []
+    for name, tensor in one.items():
+        if name[1].startswith("rank_state/"):
+            equal = same(side_state(tensor), side_state(other[name]))
+        else:
+            equal = torch.equal(tensor, other[name])
+        if not equal:
+            unequal.append(name)
+    return unequal
+
+
+def side_state(tensor: torch.Tensor) -> dict:
+    framed = tensor.numpy().tobytes()
+    length = int.from_bytes(framed[:8], "little")
+    return plain.decode(framed[8 : 8 + length], "the shard")
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two nests of dicts, sequences, tensors and arrays hold equal values of equal types."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return one == other

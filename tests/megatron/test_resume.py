@@ -1,0 +1,119 @@
+"""Interrupted and resumed training equals uninterrupted training, bit for bit, in every layout.
+
+Per layout three real jobs: A trains 6 iterations and saves at 3 and 6. B is killed (one rank,
+SIGKILL) in iteration 5 and restarted by torchrun: it must go on from the memory of iteration 3. C
+starts from A's directory as it was at iteration 3: it must go on from storage. Dropout is on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.jobs import (
+    Result,
+    differing,
+    run_job,
+    succeeded,
+    tensors,
+    truncated_copy,
+)
+
+DISTRIBUTED = ["--use-distributed-optimizer"]
+LAYOUTS = {
+    "tp2dp2-swiglu-untied": [
+        *("--num-layers", "4", "--bf16", "--tensor-model-parallel-size", "2", *DISTRIBUTED),
+        *("--swiglu", "--untie-embeddings-and-output-weights"),
+    ],
+    "tp2dp2-overlap-tied": [
+        *("--num-layers", "4", "--bf16", "--tensor-model-parallel-size", "2", *DISTRIBUTED),
+        *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
+    ],
+    "tp2dp2-plain-optimizer": [
+        *("--num-layers", "4", "--bf16", "--tensor-model-parallel-size", "2", "--swiglu"),
+    ],
+    "dp4-fp32": ["--num-layers", "2"],
+    "pp2dp2-tied": [
+        *("--num-layers", "4", "--bf16", "--pipeline-model-parallel-size", "2", *DISTRIBUTED),
+    ],
+    "pp4-vpp2-untied": [
+        *("--num-layers", "8", "--bf16", "--pipeline-model-parallel-size", "4", *DISTRIBUTED),
+        *("--num-layers-per-virtual-pipeline-stage", "1", "--no-overlap-p2p-communication"),
+        "--untie-embeddings-and-output-weights",
+    ],
+    "moe-tp2-ep2": [
+        *("--num-layers", "2", "--bf16", "--tensor-model-parallel-size", "2", *DISTRIBUTED),
+        *("--sequence-parallel", "--expert-model-parallel-size", "2"),
+        *("--expert-tensor-parallel-size", "1", "--num-experts", "4", "--moe-router-topk", "2"),
+        *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear", "--swiglu"),
+        *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    ],
+}
+
+
+def schedule(save: Path) -> list[str]:
+    return [
+        *("--train-iters", "6", "--save", str(save), "--load", str(save)),
+        *("--save-interval", "3"),
+    ]
+
+
+class Jobs:
+    """The three jobs of one layout, each run once."""
+
+    def __init__(self, tmp_path: Path, arguments: list[str]) -> None:
+        self.tmp_path = tmp_path
+        self.a = succeeded(run_job(tmp_path, "a", [*arguments, *schedule(tmp_path / "A")]))
+        truncated_copy(tmp_path / "A", tmp_path / "C", 3)
+        self.b = succeeded(
+            run_job(
+                tmp_path,
+                "b",
+                [*arguments, *schedule(tmp_path / "B")],
+                max_restarts=1,
+                env={"KILL": "1:5"},
+            )
+        )
+        self.c = succeeded(run_job(tmp_path, "c", [*arguments, *schedule(tmp_path / "C")]))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp(request.param), LAYOUTS[request.param])
+
+
+def assert_same_losses(whole: Result, resumed: Result, attempt: int) -> None:
+    expected, found = whole.losses(), resumed.losses(attempt)
+    assert sorted(expected) == [1, 2, 3, 4, 5, 6]
+    assert sorted(found) == [4, 5, 6]
+    for iteration, losses in found.items():
+        assert losses == expected[iteration], f"losses of iteration {iteration} differ"
+
+
+def test_resume_from_storage_is_bit_exact(jobs: Jobs) -> None:
+    assert "iteration 3 was restored from storage" in jobs.c.log
+    assert_same_losses(jobs.a, jobs.c, 0)
+    whole, resumed = tensors(jobs.tmp_path / "A", 6), tensors(jobs.tmp_path / "C", 6)
+    assert differing(whole, resumed) == []
+
+
+def test_restart_from_memory_is_bit_exact(jobs: Jobs) -> None:
+    assert "iteration 3 was restored from memory" in jobs.b.log
+    assert_same_losses(jobs.a, jobs.b, 1)
+    whole, resumed = tensors(jobs.tmp_path / "A", 6), tensors(jobs.tmp_path / "B", 6)
+    assert differing(whole, resumed) == []
+
+
+def test_no_save_communicates(jobs: Jobs) -> None:
+    saves = jobs.a.named("save") + jobs.b.named("save") + jobs.c.named("save")
+    assert len(saves) == 4 * (2 + 2 + 1)
+    assert [save for save in saves if save["calls"]] == []
+
+
+def test_every_job_ends_without_an_agent_and_with_the_last_save_committed(jobs: Jobs) -> None:
+    for name, log in (("A", jobs.a.log), ("B", jobs.b.log), ("C", jobs.c.log)):
+        tracker = jobs.tmp_path / name / "latest_checkpointed_iteration.txt"
+        assert tracker.read_text() == "6"
+        assert log.count("successfully saved checkpoint from iteration       6") == 1
+    assert list((jobs.tmp_path / "run").iterdir()) == []
