@@ -1,0 +1,93 @@
+"""A node of a job: a runtime directory, its agents, and nothing of them left after the test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flashckpt.agent.rendezvous import agent_directory
+from megatron_flashckpt.config import Config
+from tests.agent.trainer import (
+    FakeTrainer,
+    TrainerProcess,
+    agents_under,
+    config_of,
+    eventually,
+    is_alive,
+)
+
+
+class Node:
+    """Where trainers of one node meet their agent; ends everything at the end of the test."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.runtime_dir = runtime_dir
+        self._trainers: list[FakeTrainer] = []
+        self._processes: list[TrainerProcess] = []
+
+    def config(self, **agent: float) -> Config:
+        return config_of(self.runtime_dir, **agent)
+
+    def trainer(
+        self,
+        root: Path,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        config: Config | None = None,
+        **more: Any,
+    ) -> FakeTrainer:
+        """Return a connected rank in this process."""
+        trainer = FakeTrainer(root, config or self.config(), rank, world_size, **more)
+        self._trainers.append(trainer)
+        return trainer
+
+    def process(self, root: Path, **more: Any) -> TrainerProcess:
+        """Return a started rank in a process of its own."""
+        process = TrainerProcess(root, self.runtime_dir, **more)
+        self._processes.append(process)
+        return process
+
+    def directory(self, root: Path) -> Path:
+        """Return the directory of the agent for `root`."""
+        return agent_directory(str(root), str(self.runtime_dir))
+
+    def agents(self) -> list[int]:
+        return agents_under(self.runtime_dir)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for trainer in self._trainers:
+            trainer.hang_up()
+        for pid in self.agents():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path / "run")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other_node(tmp_path: Path) -> Iterator[Node]:
+    """Another node of the same job: its agent shares nothing with the first but storage."""
+    made = Node(tmp_path / "run2")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The save directory, which does not exist yet."""
+    return tmp_path / "save"

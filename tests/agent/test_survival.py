@@ -1,0 +1,251 @@
+"""The agent is a process apart: it outlives the trainers, ends their work, and then goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.memory.slot import SlotState
+from tests.agent.conftest import Node
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import content, eventually, held_back, is_alive, new_save_id
+
+
+def test_the_agent_has_no_torch_no_numpy_and_no_gpu_library_mapped(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    mapped = Path(f"/proc/{trainer.client.agent_pid}/maps").read_text()
+    assert "python" in mapped
+    for library in ("libtorch", "libc10", "libcuda", "numpy", "megatron/core"):
+        assert library not in mapped
+    assert "libtorch" in Path("/proc/self/maps").read_text(), "the probe would see it"
+
+
+def test_the_agent_is_in_a_session_of_its_own_and_nobodys_child(node: Node, root: Path) -> None:
+    pid = node.trainer(root).client.agent_pid
+    assert os.getsid(pid) not in (os.getsid(0), 0)
+    assert os.getpgid(pid) != os.getpgid(0)
+    # Once the process that started it has been reaped, and it has before `connect` returned.
+    status = Path(f"/proc/{pid}/status").read_text()
+    parent = next(line.split()[1] for line in status.splitlines() if line.startswith("PPid"))
+    assert int(parent) != os.getpid()
+    assert os.getsid(pid) != pid, "not a session leader: it cannot acquire a terminal"
+
+
+def test_the_agent_does_not_look_like_a_torchrun_worker(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("FOR_THE_AGENT", "too")
+    pid = node.trainer(root).client.agent_pid
+    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    found = {entry.split(b"=")[0].decode() for entry in environment}
+    assert not found & {"RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"}
+    assert "FOR_THE_AGENT" in found
+
+
+def test_a_save_is_committed_though_all_trainers_were_killed_right_after_staging(
+    node: Node, root: Path
+) -> None:
+    save_id = new_save_id()
+    shard = root / names.iteration_dir(30) / names.shard_name(0, save_id)
+    with held_back(shard) as let_go:
+        ranks = [
+            node.process(
+                root, rank=rank, world_size=2, iterations=[30], save_id=save_id, stop="staged"
+            )
+            for rank in range(2)
+        ]
+        (agent,) = {rank.stopped() for rank in ranks}
+        for rank in ranks:
+            rank.kill()
+        assert not (root / names.TRACKER).exists(), "the trainers died before the commit"
+        assert is_alive(agent)
+        let_go()
+        eventually("the commit", (root / names.TRACKER).exists)
+    assert (root / names.TRACKER).read_text() == "30"
+    for rank in range(2):
+        trainer = node.trainer(root, rank, 2)
+        assert trainer.client.agent_pid == agent
+        expected = content(rank, 30, trainer.layout.nbytes)
+        assert read_rank(stored(root, 30), trainer) == expected
+
+
+def test_a_restarted_rank_is_offered_its_slots_with_the_bytes_it_had(
+    node: Node, root: Path
+) -> None:
+    save_id = new_save_id()
+    process = node.process(root, iterations=[10, 20], save_id=save_id, stop="committed")
+    agent = process.stopped()
+    process.kill()
+    trainer = node.trainer(root)
+    assert trainer.client.agent_pid == agent
+    offers = trainer.take()
+    assert [(offer.iteration, offer.durable) for offer in offers] == [(20, True), (10, True)]
+    assert offers[0].save_id == save_id
+    for offer in offers:
+        expected = content(0, offer.iteration, trainer.layout.nbytes)
+        assert trainer.bytes_in(offer.slot) == expected
+        assert offer.digests == stored(root, offer.iteration).shard(0).digests
+    # The slab goes on being used: the oldest slot is overwritten, and the newest stays.
+    assert trainer.save(30).error is None
+    assert [offer.iteration for offer in trainer.take()] == [30, 20]
+
+
+def test_a_slot_that_was_being_copied_when_its_trainer_died_is_not_offered(
+    node: Node, root: Path
+) -> None:
+    process = node.process(root, iterations=[10, 20], save_id=new_save_id(), stop="staging")
+    process.stopped()
+    process.kill()
+    trainer = node.trainer(root)
+    offers = trainer.take()
+    assert [offer.iteration for offer in offers] == [10]
+    assert trainer.bytes_in(offers[0].slot) == content(0, 10, trainer.layout.nbytes)
+    assert trainer.slab is not None
+    states = sorted(slot.header.state for slot in trainer.slab.slots)
+    assert states == [SlotState.EMPTY, SlotState.DURABLE]
+    # And the torn slot is the one that is used next.
+    slot = trainer.begin(20, new_save_id())
+    assert slot is not None
+    assert slot.index != offers[0].slot
+
+
+def test_a_rank_without_a_past_is_offered_nothing(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert trainer.client.take() == (None, ())
+
+
+def test_a_staged_slot_is_offered_before_it_is_durable(node: Node, root: Path) -> None:
+    save_id = new_save_id()
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+        first = node.trainer(root)
+        data = first.stage(1, save_id)
+        first.hang_up()
+        second = node.trainer(root)
+        (offer,) = second.take()
+        assert (offer.durable, offer.digests) == (False, None)
+        assert second.bytes_in(offer.slot) == data
+        let_go()
+        eventually("the commit", (root / names.TRACKER).exists)
+    (offer,) = eventually("a durable slot", lambda: [o for o in second.take() if o.durable])
+    assert offer.digests is not None
+
+
+def test_an_agent_without_trainers_waits_for_the_grace_time_and_leaves_nothing(
+    node: Node, root: Path
+) -> None:
+    config = node.config(grace_s=0.6)
+    trainer = node.trainer(root, config=config)
+    agent = trainer.client.agent_pid
+    assert trainer.save(1).error is None
+    started = time.monotonic()
+    trainer.hang_up()
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert time.monotonic() - started >= 0.6
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_a_trainer_that_comes_back_within_the_grace_time_finds_the_same_agent(
+    node: Node, root: Path
+) -> None:
+    config = node.config(grace_s=1.0)
+    trainer = node.trainer(root, config=config)
+    agent = trainer.client.agent_pid
+    assert trainer.save(1).error is None
+    trainer.hang_up()
+    again = node.trainer(root, config=config)
+    assert again.client.agent_pid == agent
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:  # longer than the grace time: a connection keeps it
+        assert again.client.poll(0.1).pending == 0
+        time.sleep(0.02)
+    assert [offer.iteration for offer in again.take()] == [1]
+
+
+def test_the_agent_leaves_at_once_and_leaves_nothing_when_all_ranks_have_left(
+    node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    agent = trainers[0].client.agent_pid
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(1, save_id)
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    trainers[0].hang_up(leave=True)
+    assert trainers[1].client.poll(0.0).pending == 0, "one rank is still there"
+    trainers[1].hang_up(leave=True)
+    # The grace time is a minute here.
+    eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
+    assert list(node.runtime_dir.iterdir()) == []
+    assert node.agents() == []
+
+
+def test_the_agent_stays_while_a_rank_that_did_not_leave_may_come_back(
+    node: Node, root: Path
+) -> None:
+    config = node.config(grace_s=0.8)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    agent = trainers[0].client.agent_pid
+    trainers[0].hang_up(leave=True)
+    started = time.monotonic()
+    trainers[1].hang_up()
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert time.monotonic() - started >= 0.8
+
+
+def test_the_agent_ends_what_is_pending_before_it_leaves(node: Node, root: Path) -> None:
+    save_id = new_save_id()
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+        trainer = node.trainer(root, config=node.config(grace_s=0.0))
+        agent = trainer.client.agent_pid
+        trainer.stage(1, save_id)
+        trainer.hang_up(leave=True)
+        deadline = time.monotonic() + 0.7  # several times what leaving takes
+        while time.monotonic() < deadline:
+            assert is_alive(agent)
+            time.sleep(0.02)
+        let_go()
+        eventually("the end of the agent", lambda: not is_alive(agent))
+    assert (root / names.TRACKER).read_text() == "1"
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_an_agent_that_had_an_error_to_report_leaves_its_log_behind(node: Node, root: Path) -> None:
+    root.write_text("a file")
+    trainer = node.trainer(root)
+    directory, agent = node.directory(root), trainer.client.agent_pid
+    error = trainer.save(1).error
+    assert error is not None
+    trainer.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert not (directory / SOCKET).exists()
+    assert error in (directory / LOG).read_text()
+
+
+def test_the_memory_of_a_slab_is_freed_when_its_last_holder_ends(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    agent = trainer.client.agent_pid
+    assert "memfd:flashckpt-0" in _open_files(agent)
+    assert "memfd:flashckpt-0" in _open_files(os.getpid())
+    trainer.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    assert "memfd:flashckpt-0" not in _open_files(os.getpid())
+    assert "memfd:flashckpt-0" not in Path("/proc/self/maps").read_text()
+
+
+def _open_files(pid: int) -> str:
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(path))
+    return "\n".join(found)
