@@ -107,8 +107,8 @@ def _restore(value: Any) -> Any:
                 flat = np.frombuffer(_restore(value["value"]), dtype=np.dtype(value["dtype"]))
                 return flat.reshape(value["shape"]).copy()
             case "dict":
-                items = [(_restore(key), _restore(item)) for key, item in value["items"]]
-                return {k: v for k, v in items if k is not _LEFT_OUT and v is not _LEFT_OUT}
+                pairs = [(_restore(key), _restore(item)) for key, item in value["items"]]
+                return {k: v for k, v in pairs if k is not _LEFT_OUT and v is not _LEFT_OUT}
             case "namespace":
                 return argparse.Namespace(**_restore(value["value"]))
             case "set":

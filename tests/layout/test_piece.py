@@ -1,0 +1,126 @@
+"""Boxes stay inside their tensors, ranges inside their boxes, and replicas share out evenly."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.layout.dtypes import ITEMSIZE
+from megatron_flashckpt.layout.piece import Piece, equal_shares
+from tests.layout.strategies import dtypes, pieces
+
+PIECE = Piece("w", "weight", "BF16", (8, 6), (2, 3), (4, 2), 1, 7)
+
+sizes = st.lists(
+    st.tuples(st.integers(0, 40), st.sampled_from(sorted(set(ITEMSIZE.values())))), max_size=8
+)
+counts = st.integers(1, 9)
+
+
+def shares(tensors: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
+    return [equal_shares(tensors, count, index) for index in range(count)]
+
+
+def share_nbytes(tensors: list[tuple[int, int]], share: list[tuple[int, int]]) -> int:
+    return sum((end - start) * size for (start, end), (_, size) in zip(share, tensors, strict=True))
+
+
+@given(sizes, counts)
+def test_equal_shares_cover_every_element_once(tensors, count):
+    all_shares = shares(tensors, count)
+    for position, (numel, _) in enumerate(tensors):
+        owners = [0] * numel
+        for share in all_shares:
+            start, end = share[position]
+            for element in range(start, end):
+                owners[element] += 1
+        assert owners == [1] * numel
+
+
+@given(sizes, counts)
+def test_replicas_agree_on_every_cut_without_talking(tensors, count):
+    for mine, next_one in pairwise(shares(tensors, count)):
+        assert [end for _, end in mine] == [start for start, _ in next_one]
+
+
+@given(sizes, counts)
+@example([(2, 8), (11, 1)], 3)  # 16, 2 and 9 bytes: as uneven as it gets
+def test_every_share_is_less_than_one_element_away_from_the_mean(tensors, count):
+    total = sum(numel * size for numel, size in tensors)
+    widest = max((size for _, size in tensors), default=1)
+    for share in shares(tensors, count):
+        assert abs(share_nbytes(tensors, share) - total / count) < widest
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.sampled_from([1, 2, 4, 8]), counts)
+def test_shares_of_one_element_size_differ_by_at_most_one_element(numels, size, count):
+    tensors = [(numel, size) for numel in numels]
+    nbytes = [share_nbytes(tensors, share) for share in shares(tensors, count)]
+    assert max(nbytes) - min(nbytes) <= size
+
+
+@given(sizes)
+def test_a_single_replica_writes_everything(tensors):
+    assert equal_shares(tensors, 1, 0) == [(0, numel) for numel, _ in tensors]
+
+
+def test_more_replicas_than_elements_leaves_some_with_nothing():
+    ranges = [equal_shares([(2, 4)], 5, index)[0] for index in range(5)]
+    assert sorted(end - start for start, end in ranges) == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("count", "index"), [(2, 2), (2, -1), (0, 0)])
+def test_a_replica_outside_its_group_is_refused(count, index):
+    with pytest.raises(LayoutError, match=rf"replica {index} of {count} does not exist"):
+        equal_shares([(4, 4)], count, index)
+
+
+@given(pieces())
+def test_a_box_inside_its_tensor_with_a_range_inside_the_box_is_accepted(piece):
+    piece.check()
+    assert piece.numel == piece.end - piece.start <= math.prod(piece.shape)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"global_shape": (8,)}, "differ in length"),
+        ({"offset": (2, 3, 0)}, "differ in length"),
+        ({"shape": (8,)}, "differ in length"),
+        ({"offset": (5, 3)}, "leaves the global shape"),
+        ({"offset": (-1, 3)}, "leaves the global shape"),
+        ({"shape": (4, 4)}, "leaves the global shape"),
+        ({"shape": (-4, -2)}, "leaves the global shape"),
+        ({"end": 9}, "leaves the box"),
+        ({"start": -1}, "leaves the box"),
+        ({"start": 7, "end": 1}, "leaves the box"),
+        ({"dtype": "F12"}, "'F12' cannot be stored; known: F64"),
+    ],
+)
+def test_a_piece_that_contradicts_itself_is_refused(change, complaint):
+    with pytest.raises(LayoutError, match=complaint):
+        msgspec.structs.replace(PIECE, **change).check()
+
+
+@given(pieces(), dtypes)
+def test_nbytes_is_elements_times_element_size(piece, dtype):
+    piece = msgspec.structs.replace(piece, dtype=dtype)
+    assert piece.nbytes == piece.numel * ITEMSIZE[dtype]
+
+
+def test_pieces_of_one_box_that_differ_in_their_range_share_its_identity():
+    other_range = msgspec.structs.replace(PIECE, start=0, end=1)
+    assert other_range.box == PIECE.box
+    for field, value in (
+        ("key", "v"),
+        ("kind", "master"),
+        ("offset", (2, 2)),
+        ("shape", (4, 1)),
+    ):
+        assert msgspec.structs.replace(PIECE, **{field: value}).box != PIECE.box
