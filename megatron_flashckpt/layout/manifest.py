@@ -14,6 +14,7 @@ import msgspec
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
 from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import refuse_newer
 
@@ -120,8 +121,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def template(self, fingerprint: str) -> Template:
         """Return the template that shards refer to as `fingerprint`."""
-        from megatron_flashckpt.layout.dtypes import itemsize
-
         items, position = [], 0
         for it in self.templates[fingerprint]:
             items.append(
@@ -222,7 +221,9 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
             f"{place}: is not a manifest ({error}); load an older iteration with --ckpt-step"
         ) from error
     problems = []
-    if [shard.rank for shard in manifest.shards] != list(range(manifest.world_size)):
+    ranks = [shard.rank for shard in manifest.shards]
+    # Not range(world_size): that number is as big as whoever wrote the file wants it to be.
+    if not ranks or len(ranks) != manifest.world_size or ranks != list(range(len(ranks))):
         problems.append(f"shards are not those of ranks 0 to {manifest.world_size - 1}")
     for shard in manifest.shards:
         if not _NAME.fullmatch(shard.file):
@@ -238,6 +239,16 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
         for item in items
     ):
         problems.append("a template names a key that is not in the table")
+    problems += sorted(
+        {
+            f"{item.numel} elements of type {item.dtype!r} cannot be"
+            for items in manifest.templates.values()
+            for item in items
+            if item.dtype not in ITEMSIZE or item.numel < 0
+        }
+    )
     if problems:
-        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}")
+        raise CorruptCheckpointError(
+            f"{place}: {'; '.join(problems)}; load an older iteration with --ckpt-step"
+        )
     return manifest
