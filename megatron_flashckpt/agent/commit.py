@@ -124,7 +124,7 @@ def commit(save: PendingSave) -> None:
 def tracked_iteration(storage: Storage) -> int | None:
     """Return the iteration that the tracker names; None if there is none (or a release)."""
     try:
-        text = storage.read(names.TRACKER).decode().strip()
+        text = storage.read(names.TRACKER).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     return int(text) if text.isdecimal() else None
