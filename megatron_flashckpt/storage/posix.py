@@ -157,7 +157,8 @@ class PosixStorage:
 
 def _open_nofollow(path: str, flags: int) -> int:
     """An opener, so that `open` closes the descriptor too if it turns out to be a directory."""
-    return os.open(path, flags | os.O_NOFOLLOW)
+    # O_NONBLOCK: opening a FIFO in a file's place must not wait for a writer. Files ignore it.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _sync_directory(path: Path) -> None:
