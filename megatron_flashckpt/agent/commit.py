@@ -17,7 +17,11 @@ import time
 import msgspec
 import xxhash
 
-from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
+    FlashCkptError,
+    FormatVersionError,
+)
 from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage
@@ -131,8 +135,20 @@ def tracked_iteration(storage: Storage) -> int | None:
 
 
 def forget(save: PendingSave) -> None:
-    """Free the space that this node's ranks took for a save that failed."""
-    for rank in save.metas:
+    """Free the space that this node's ranks took for a save that failed.
+
+    If its manifest is there all the same (the tracker could not be moved), it is a checkpoint and
+    stays whole.
+    """
+    try:
+        if _is_committed(save, set(save.storage.list(save.directory))):
+            return
+    except (CorruptCheckpointError, FormatVersionError, FileNotFoundError):
+        pass  # a manifest, but not this save's
+    except OSError as error:
+        logger.warning("left behind after a failed save: %s", error)
+        return
+    for rank in sorted(save.metas):
         for name in (
             names.record_name(rank, save.save_id),
             names.shard_name(rank, save.save_id),

@@ -281,7 +281,11 @@ class Agent:
                     header.data_nbytes / 1e9 / max(seconds, 1e-9),
                 )
             self._drop_retired(self._ranks[number])
+            given_up = self._pending.get(save.save_id) is not save
             self._changed.notify_all()
+        if given_up:
+            # The save failed elsewhere while this shard was being written.
+            forget(save)
 
     def _commit_loop(self) -> None:
         shortest, longest = _COMMIT_POLL_S
