@@ -51,6 +51,8 @@ class _Rank:
     def __init__(self) -> None:
         self.slots: RankSlots | None = None
         self.retired: list[RankSlots] = []
+        self.awaited: set[str] = set()
+        """Saves that the connected trainer has staged and was not told the outcome of."""
         self.untold: list[p.Outcome] = []
         self.left = False
         self.connection: socket.socket | None = None
@@ -140,6 +142,9 @@ class Agent:
             rank = self._ranks.setdefault(hello.rank, _Rank())
             rank.left = False
             rank.connection = connection
+            # What its former life staged is none of its business: no failure of a save that the
+            # crash cut short may stop a job that has restarted well.
+            rank.awaited.clear()
             rank.untold.clear()
             if rank.slots is not None:
                 rank.slots.discard_torn()
@@ -190,7 +195,7 @@ class Agent:
                     self._templates[request.fingerprint] = request.encoded
                     return (p.Done(),)
                 case p.Poll():
-                    return (self._poll(number, rank, request.wait_s),)
+                    return (self._poll(rank, request.wait_s),)
                 case p.Leave():
                     rank.left = True
                     self._changed.notify_all()
@@ -221,16 +226,13 @@ class Agent:
                 return -1
         return index
 
-    def _poll(self, number: int, rank: _Rank, wait_s: float) -> p.Outcomes:
+    def _poll(self, rank: _Rank, wait_s: float) -> p.Outcomes:
         deadline = time.monotonic() + wait_s
-        while not rank.untold and self._pending_of(number):
+        while not rank.untold and rank.awaited:
             if not self._changed.wait(deadline - time.monotonic()):
                 break
         told, rank.untold = tuple(rank.untold), []
-        return p.Outcomes(told, self._pending_of(number))
-
-    def _pending_of(self, number: int) -> int:
-        return sum(number in save.metas for save in self._pending.values())
+        return p.Outcomes(told, len(rank.awaited))
 
     # ------------------------------------------------------------------ persist and commit
 
@@ -250,6 +252,7 @@ class Agent:
             ),
         )
         save.metas[number] = meta
+        self._ranks[number].awaited.add(header.save_id)
         rank_slots.infos[index].persisting = True
         self._pool.submit(self._persist, number, rank_slots, slot, save)
         self._changed.notify_all()
@@ -325,7 +328,9 @@ class Agent:
             state = SlotState.DURABLE if error is None else SlotState.FAILED
             for number in save.metas:
                 rank = self._ranks[number]
-                rank.untold.append(outcome)
+                if save.save_id in rank.awaited:
+                    rank.awaited.remove(save.save_id)
+                    rank.untold.append(outcome)
                 if rank.slots is not None:
                     rank.slots.mark(save.save_id, state)
             self._changed.notify_all()
