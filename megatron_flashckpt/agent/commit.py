@@ -43,6 +43,8 @@ class PendingSave:
     metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
     persisted: set[int] = dataclasses.field(default_factory=set)
     error: str | None = None
+    superseded_by: int | None = None
+    """Iteration of a save that was staged later and committed earlier."""
 
     @property
     def directory(self) -> str:
@@ -55,6 +57,9 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
     Called repeatedly by the agent's commit thread. Never raises: what goes wrong is the outcome.
     """
     try:
+        if save.superseded_by == save.iteration:
+            place = f"{save.storage.place}/{save.directory}"
+            return True, f"{place}: holds a later save of the same iteration already"
         if save.error is not None:
             _tell_others(save)
             return True, save.error
@@ -115,8 +120,10 @@ def commit(save: PendingSave) -> None:
     )
     storage.put(f"{save.directory}/{names.COMMON}", meta.common)
     storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
-    previous = tracked_iteration(storage)
-    storage.put(names.TRACKER, str(save.iteration).encode())
+    previous = None
+    if save.superseded_by is None:
+        previous = tracked_iteration(storage)
+        storage.put(names.TRACKER, str(save.iteration).encode())
     try:
         _remove_leftovers(save, {shard.file for shard in merged.shards})
         _retire(storage, previous, save.iteration, meta.retain_interval)

@@ -302,7 +302,6 @@ class Agent:
                     self._changed.wait(_TICK_S)
                     pause = shortest
                     continue
-            # Oldest first, so that the tracker never steps back.
             concluded = [self._try_conclude(save) for save in saves]
             with self._changed:
                 if any(concluded):
@@ -326,6 +325,8 @@ class Agent:
             del self._pending[save.save_id]
             outcome = p.Outcome(save.iteration, save.save_id, error, seconds)
             state = SlotState.DURABLE if error is None else SlotState.FAILED
+            if error is None:
+                self._supersede(save)
             for number in save.metas:
                 rank = self._ranks[number]
                 if save.save_id in rank.awaited:
@@ -335,6 +336,12 @@ class Agent:
                     rank.slots.mark(save.save_id, state)
             self._changed.notify_all()
         return True
+
+    def _supersede(self, save: PendingSave) -> None:
+        """Keep saves staged before `save`, and still pending, from moving the tracker back."""
+        for other in self._pending.values():
+            if other.staged_at < save.staged_at and other.superseded_by != other.iteration:
+                other.superseded_by = save.iteration
 
 
 def listen(directory: Path, name: str) -> socket.socket:
