@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,20 @@ def other_node(tmp_path: Path) -> Iterator[Node]:
 def root(tmp_path: Path) -> Path:
     """The save directory, which does not exist yet."""
     return tmp_path / "save"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own. Ask for it before `node`, whose agents write to it."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip(f"this machine refuses to mount a tmpfs: {made.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)

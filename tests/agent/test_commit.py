@@ -1,0 +1,480 @@
+"""When a checkpoint comes to exist, and what happens around that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import xxhash
+
+from megatron_flashckpt.agent.commit import PendingSave, commit, outcome_of
+from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout.manifest import CommitRecord, Coordinates, merge
+from megatron_flashckpt.layout.plan import Layout, PlanCache
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact, files_of_ours
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import (
+    FakeTrainer,
+    content,
+    eventually,
+    held_back,
+    is_alive,
+    new_save_id,
+    pieces_of,
+)
+
+
+def iterations_in(root: Path) -> list[int]:
+    found = [names.parse_iteration_dir(path.name) for path in root.iterdir()]
+    return sorted(iteration for iteration in found if iteration is not None)
+
+
+# ---------------------------------------------------------------------- all ranks, this attempt
+
+
+def test_a_save_is_not_committed_before_the_record_of_the_last_rank_is_there(
+    node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, rank, 3) for rank in range(3)]
+    save_id = new_save_id()
+    directory = root / names.iteration_dir(1)
+    for trainer in trainers[:2]:
+        trainer.stage(1, save_id)
+        record = directory / names.record_name(trainer.rank, save_id)
+        eventually("its record", record.exists)
+    for trainer in trainers[:2]:
+        told = trainer.client.poll(0.2)
+        assert (told.finished, told.pending) == ((), 1)
+    assert not (directory / names.MANIFEST).exists()
+    assert not (root / names.TRACKER).exists()
+    trainers[2].stage(1, save_id)
+    assert [trainer.outcome().error for trainer in trainers] == [None] * 3
+    assert_intact(root, 1, trainers)
+
+
+def test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this(
+    node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    earlier, this = new_save_id(), new_save_id()
+    directory = root / names.iteration_dir(1)
+    trainers[1].stage(1, earlier)
+    eventually("a stale record", (directory / names.record_name(1, earlier)).exists)
+    trainers[0].stage(1, this)
+    eventually("a record of this attempt", (directory / names.record_name(0, this)).exists)
+    assert trainers[0].client.poll(0.3).finished == ()
+    assert not (directory / names.MANIFEST).exists()
+    trainers[1].stage(1, this)
+    assert trainers[0].outcome().save_id == this
+    assert_intact(root, 1, trainers)
+    assert [shard.file for shard in stored(root, 1).manifest.shards] == [
+        names.shard_name(rank, this) for rank in range(2)
+    ]
+    assert not [name for name in files_of_ours(root) if earlier in name]
+
+
+def _tampered(record: CommitRecord, save_id: str) -> dict[str, tuple[bytes, str]]:
+    def changed(**fields: object) -> bytes:
+        return msgspec.msgpack.encode(msgspec.structs.replace(record, **fields))
+
+    return {
+        "garbage": (b"\xc1 not msgpack", "is not a commit record"),
+        "empty": (b"", "is not a commit record"),
+        "doubled": (changed(rank=0), "missing: [1]"),
+        "of another save": (changed(save_id="0" * 12), "records of different saves"),
+        "of another iteration": (changed(iteration=99), "records of different saves"),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", ["garbage", "empty", "doubled", "of another save", "of another iteration"]
+)
+def test_a_record_with_the_right_name_and_the_wrong_contents_fails_the_save(
+    node: Node, root: Path, kind: str
+) -> None:
+    trainer = node.trainer(root, 0, 2)
+    assert node.trainer(root, 1, 2)
+    save_id = new_save_id()
+    directory = root / names.iteration_dir(1)
+    trainer.stage(1, save_id)
+    own = directory / names.record_name(0, save_id)
+    eventually("the record of rank 0", own.exists)
+    genuine = msgspec.msgpack.decode(own.read_bytes(), type=CommitRecord)
+    planted, message = _tampered(msgspec.structs.replace(genuine, rank=1), save_id)[kind]
+    path = directory / names.record_name(1, save_id)
+    (directory / "planted").write_bytes(planted)
+    (directory / "planted").rename(path)
+    error = trainer.outcome().error
+    assert error is not None
+    assert message in error
+    assert not (directory / names.MANIFEST).exists()
+    assert not (root / names.TRACKER).exists()
+
+
+def _record(rank: int, **fields: object) -> CommitRecord:
+    record = CommitRecord(
+        iteration=1,
+        save_id="a" * 12,
+        rank=rank,
+        coordinates=Coordinates(),
+        file=names.shard_name(rank, "a" * 12),
+        nbytes=1,
+        header_digest="",
+        template_fingerprint="t",
+        template=(),
+        template_nbytes=0,
+        placement=(),
+    )
+    return msgspec.structs.replace(record, **fields)
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([_record(0), _record(2)], r"missing: \[1\]"),
+        ([_record(0), _record(1), _record(1), _record(2)], r"ranks \[0, 1, 1, 2\]"),
+        ([_record(0), _record(1), _record(2), _record(3)], "for a world of 3"),
+        ([_record(0), _record(1), _record(2, save_id="b" * 12)], "different saves"),
+        ([_record(0), _record(1), _record(2, iteration=2)], "different saves"),
+        ([], r"missing: \[0, 1, 2\]"),
+    ],
+)
+def test_merge_refuses_missing_doubled_and_mixed_records(
+    records: list[CommitRecord], message: str
+) -> None:
+    with pytest.raises(CorruptCheckpointError, match=message):
+        merge(records, world_size=3, description={}, common_digest="")
+
+
+def test_merge_lists_shards_by_rank_whatever_the_order_of_the_records() -> None:
+    records = [_record(2), _record(0), _record(1)]
+    merged = merge(records, world_size=3, description={}, common_digest="")
+    assert [shard.rank for shard in merged.shards] == [0, 1, 2]
+
+
+def test_the_commit_gives_up_after_its_timeout_and_names_the_missing_ranks(
+    node: Node, root: Path
+) -> None:
+    config = node.config(commit_timeout_s=1.0)
+    trainers = [node.trainer(root, rank, 4, config=config) for rank in (0, 2)]
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(1, save_id)
+    for trainer in trainers:
+        outcome = trainer.outcome()
+        assert outcome.seconds >= 1.0
+        assert outcome.error is not None
+        assert str(root / names.iteration_dir(1)) in outcome.error
+        assert names.record_name(1, save_id) in outcome.error
+        assert names.record_name(3, save_id) in outcome.error
+        assert names.record_name(0, save_id) not in outcome.error
+        assert "2 of 4 commit records" in outcome.error
+        assert "agent.commit_timeout_s" in outcome.error
+    assert files_of_ours(root) == []
+
+
+def test_a_node_without_rank_0_gives_up_waiting_for_the_manifest(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, 1, 2, config=node.config(commit_timeout_s=1.0))
+    trainer.stage(1, new_save_id())
+    error = trainer.outcome().error
+    assert error is not None
+    assert "manifest.json from the node of rank 0" in error
+    assert files_of_ours(root) == []
+
+
+# ---------------------------------------------------------------------- the same iteration again
+
+
+def test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one_is_committed(
+    node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    first, second = new_save_id(), new_save_id()
+    for trainer in trainers:
+        trainer.stage(5, first)
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    directory = root / names.iteration_dir(5)
+    before = (directory / names.MANIFEST).read_bytes()
+    with held_back(directory / names.shard_name(1, second)) as let_go:
+        for trainer in trainers:
+            trainer.stage(5, second)
+        eventually("half of it", (directory / names.record_name(0, second)).exists)
+        assert (directory / names.MANIFEST).read_bytes() == before
+        assert_intact(root, 5, trainers)
+        let_go()
+        assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    assert stored(root, 5).manifest.save_id == second
+    assert_intact(root, 5, trainers)
+    assert {path.name for path in directory.iterdir()} == {
+        names.MANIFEST,
+        names.COMMON,
+        names.shard_name(0, second),
+        names.shard_name(1, second),
+    }
+
+
+def test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    first, second = new_save_id(), new_save_id()
+    assert trainer.save(5, first).error is None
+    (root / names.iteration_dir(5) / names.shard_name(0, second)).mkdir()
+    assert trainer.save(5, second).error is not None
+    assert stored(root, 5).manifest.save_id == first
+    assert_intact(root, 5, [trainer])
+
+
+def test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    older, newer = new_save_id(), new_save_id()
+    with held_back(root / names.iteration_dir(5) / names.shard_name(0, older)) as let_go:
+        trainer.stage(5, older)
+        trainer.stage(5, newer)
+        outcome = trainer.outcome()
+        assert (outcome.save_id, outcome.error) == (newer, None)
+        let_go()
+        outcome = trainer.outcome()
+    assert outcome.save_id == older
+    assert outcome.error is not None
+    assert "later save of the same iteration" in outcome.error
+    assert stored(root, 5).manifest.save_id == newer
+    assert_intact(root, 5, [trainer])
+    eventually(
+        "nothing of the older attempt is left",
+        lambda: not [name for name in files_of_ours(root) if older in name],
+    )
+
+
+def test_files_that_are_not_ours_stay_in_the_iteration_directory(node: Node, root: Path) -> None:
+    directory = root / names.iteration_dir(5)
+    foreign = [
+        "notes.txt",
+        ".hidden",
+        "rank_00000.safetensors",
+        "rank_00000-xyz.safetensors",
+        f"rank_00000-{'a' * 12}.safetensors.bak",
+        "model-00001-of-00002.safetensors",
+        "mp_rank_00/model_optim_rng.pt",
+    ]
+    for name in foreign:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(name)
+    ours = [f"rank_{'0' * 5}-{'a' * 12}.{kind}" for kind in ("safetensors", "commit", "failed")]
+    for name in ours:
+        (directory / name).write_text("of an attempt that failed")
+    assert node.trainer(root).save(5).error is None
+    assert [(directory / name).read_text() for name in foreign] == foreign
+    assert [name for name in ours if (directory / name).exists()] == []
+
+
+# ---------------------------------------------------------------------- tracker and retention
+
+
+def test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_delete_it(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root, retain_interval=1000)
+    earlier = new_save_id()
+    with held_back(root / names.iteration_dir(10) / names.shard_name(0, earlier)) as let_go:
+        trainer.stage(10, earlier)
+        trainer.stage(20, new_save_id())
+        assert trainer.outcome().iteration == 20
+        let_go()
+        outcome = trainer.outcome()
+    assert (outcome.iteration, outcome.error) == (10, None)
+    assert_intact(root, 20, [trainer])
+    expected = content(0, 10, trainer.layout.nbytes)
+    assert read_rank(stored(root, 10), trainer) == expected
+
+
+def test_training_that_went_back_moves_the_tracker_back(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    for iteration in (10, 20):
+        assert trainer.save(iteration).error is None
+    trainer.hang_up()
+    again = node.trainer(root)
+    again.client.adopt(None, 10)
+    assert again.save(15).error is None
+    assert_intact(root, 15, [again])
+
+
+@pytest.mark.parametrize(
+    ("interval", "kept"),
+    [
+        (None, [10, 20, 25, 30, 40, 45]),
+        (20, [20, 40, 45]),
+        (10, [10, 20, 30, 40, 45]),
+        (7, [45]),
+        (1, [10, 20, 25, 30, 40, 45]),
+    ],
+)
+def test_the_previous_checkpoint_goes_unless_it_is_a_multiple_of_the_retain_interval(
+    node: Node, root: Path, interval: int | None, kept: list[int]
+) -> None:
+    trainer = node.trainer(root, retain_interval=interval)
+    for iteration in (10, 20, 25, 30, 40, 45):
+        assert trainer.save(iteration).error is None
+    assert iterations_in(root) == kept
+    for iteration in kept:
+        expected = content(0, iteration, trainer.layout.nbytes)
+        assert read_rank(stored(root, iteration), trainer) == expected
+
+
+def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root: Path) -> None:
+    for name in ("iter_0000003", "iter_0000004", "release", "tensorboard"):
+        (root / name).mkdir(parents=True)
+    trainer = node.trainer(root, retain_interval=100)
+    for iteration in (5, 5, 6):
+        assert trainer.save(iteration).error is None
+    assert {path.name for path in root.iterdir()} == {
+        *("iter_0000003", "iter_0000004", "iter_0000006"),
+        *("release", "tensorboard", names.TRACKER),
+    }
+
+
+def test_a_symlinked_iteration_directory_is_neither_followed_nor_removed(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    trainer = node.trainer(root, retain_interval=100)
+    assert trainer.save(10).error is None
+    elsewhere = tmp_path / "elsewhere"
+    (root / names.iteration_dir(10)).rename(elsewhere)
+    (root / names.iteration_dir(10)).symlink_to(elsewhere)
+    before = sorted(elsewhere.iterdir())
+    assert trainer.save(20).error is None, "that it stays is no failure of the save"
+    assert (root / names.iteration_dir(10)).is_symlink()
+    assert sorted(elsewhere.iterdir()) == before
+    assert_intact(root, 20, [trainer])
+
+
+# ---------------------------------------------------------------------- the order of its steps
+
+
+class _Failing(PosixStorage):
+    """Real storage that refuses to put one name; keeps the order of what it was asked."""
+
+    def __init__(self, root: Path, refused: str) -> None:
+        super().__init__(root)
+        self.refused = refused
+        self.steps: list[str] = []
+
+    def put(self, name: str, data: bytes) -> None:
+        last = name.rpartition("/")[2]
+        self.steps.append(last)
+        if last == self.refused:
+            raise StorageError(28, f"{name}: cannot write (No space left on device)")
+        super().put(name, data)
+
+    def delete(self, name: str) -> None:
+        self.steps.append(f"delete {name.rpartition('/')[2]}")
+        super().delete(name)
+
+
+@pytest.fixture
+def persisted(tmp_path: Path) -> Callable[[_Failing, str], PendingSave]:
+    """Persists rank 0 of iteration 5 in this process; what is left to do is to commit it."""
+    layout: Layout = PlanCache().layout(pieces_of(0, 1, 50))
+
+    def persist(storage: _Failing, save_id: str) -> PendingSave:
+        meta = SlotMeta(
+            root=storage.place,
+            rank=0,
+            world_size=1,
+            coordinates=Coordinates(),
+            template_fingerprint=layout.template_fingerprint,
+            template=layout.template,
+            placement=layout.placement,
+            common=save_id.encode(),
+            description={},
+        )
+        slab = Slab.create(1, 0, layout.nbytes, "0")
+        header = SlotHeader(SlotState.STAGED, 5, save_id, 0, layout.nbytes)
+        slab.slots[0].set_header(header)
+        persist_slot(storage, slab.slots[0], header, meta)
+        slab.close()
+        return PendingSave(storage, 5, save_id, 0.0, {0: meta}, {0})
+
+    return persist
+
+
+def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying(
+    root: Path, persisted: Callable[[_Failing, str], PendingSave]
+) -> None:
+    storage = _Failing(root, "nothing")
+    save = persisted(storage, "a" * 12)
+    commit(save)
+    record = names.record_name(0, "a" * 12)
+    assert storage.steps == [
+        record,
+        names.COMMON,
+        names.MANIFEST,
+        names.TRACKER,
+        f"delete {record}",
+    ]
+
+
+@pytest.mark.parametrize("refused", [names.COMMON, names.MANIFEST, names.TRACKER])
+def test_a_commit_that_fails_halfway_never_moves_the_tracker(
+    root: Path, persisted: Callable[[_Failing, str], PendingSave], refused: str
+) -> None:
+    storage = _Failing(root, refused)
+    finished, error = outcome_of(persisted(storage, "a" * 12), 60.0)
+    assert finished
+    assert error is not None
+    assert refused in error
+    assert not (root / names.TRACKER).exists()
+    assert (root / names.iteration_dir(5) / names.MANIFEST).exists() == (refused == names.TRACKER)
+
+
+def test_the_manifest_names_the_digest_of_common_pt(
+    root: Path, persisted: Callable[[_Failing, str], PendingSave]
+) -> None:
+    commit(persisted(_Failing(root, "nothing"), "a" * 12))
+    common = (root / names.iteration_dir(5) / names.COMMON).read_bytes()
+    assert stored(root, 5).manifest.common_digest == xxhash.xxh3_64_hexdigest(common)
+
+
+@pytest.mark.xfail(strict=True, reason="common.pt has one name for all attempts at an iteration")
+def test_a_commit_that_fails_at_the_manifest_leaves_the_former_attempt_loadable(
+    root: Path, persisted: Callable[[_Failing, str], PendingSave]
+) -> None:
+    commit(persisted(_Failing(root, "nothing"), "a" * 12))
+    with pytest.raises(StorageError):
+        commit(persisted(_Failing(root, names.MANIFEST), "b" * 12))
+    assert stored(root, 5).manifest.save_id == "a" * 12
+    assert stored(root, 5).common() == b"a" * 12
+
+
+# ---------------------------------------------------------------------- after a restart
+
+
+def test_a_restarted_rank_is_not_told_of_the_saves_of_its_former_life(
+    node: Node, root: Path
+) -> None:
+    """Else a job that restarted well would be stopped by the save that its crash cut short."""
+    config = node.config(commit_timeout_s=1.0)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    cut_short = new_save_id()
+    trainers[0].stage(1, cut_short)
+    for trainer in trainers:
+        trainer.hang_up()
+    again: list[FakeTrainer] = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    told = again[0].client.poll(1.5)
+    assert (told.finished, told.pending) == ((), 0)
+    eventually("the end of the save that was cut short", lambda: files_of_ours(root) == [])
+    save_id = new_save_id()
+    for trainer in again:
+        trainer.stage(1, save_id)
+    assert [trainer.outcome().save_id for trainer in again] == [save_id] * 2
+    assert is_alive(again[0].client.agent_pid)

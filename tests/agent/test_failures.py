@@ -1,0 +1,217 @@
+"""A save that cannot be made durable: who is told what, and what is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.memory.slot import SlotState
+from tests.agent.conftest import Node
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+
+
+def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
+    """Save on all ranks; return what each is told."""
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(iteration, save_id)
+    outcomes = [trainer.outcome() for trainer in trainers]
+    assert {(o.iteration, o.save_id) for o in outcomes} == {(iteration, save_id)}
+    return [outcome.error for outcome in outcomes]
+
+
+def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> None:
+    """The tracker names `iteration`, and every rank's bytes can be read and verified."""
+    assert (root / names.TRACKER).read_text() == str(iteration)
+    for trainer in trainers:
+        expected = content(trainer.rank, iteration, trainer.layout.nbytes)
+        assert read_rank(stored(root, iteration), trainer) == expected
+
+
+def files_of_ours(root: Path) -> list[str]:
+    """Return all files below `root` but the notes for other nodes."""
+    return sorted(
+        str(path.relative_to(root))
+        for path in root.rglob("*")
+        if path.is_file() and path.suffix != ".failed"
+    )
+
+
+def test_a_save_directory_that_is_a_file_fails_the_save_on_every_rank(
+    node: Node, root: Path
+) -> None:
+    root.write_text("not a directory")
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    for error in save_all(trainers, 1):
+        assert error is not None
+        assert str(root) in error
+        assert "a file stands where a directory should be: move it away" in error
+    assert root.read_text() == "not a directory"
+    root.unlink()
+    assert save_all(trainers, 2) == [None, None]
+    assert_intact(root, 2, trainers)
+
+
+def test_a_file_in_place_of_the_iteration_directory_fails_only_that_save(
+    node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    assert save_all(trainers, 1) == [None, None]
+    obstacle = root / names.iteration_dir(2)
+    obstacle.write_text("in the way")
+    for error in save_all(trainers, 2):
+        assert error is not None
+        assert str(obstacle) in error
+        assert "move it away" in error
+    assert obstacle.read_text() == "in the way"
+    assert_intact(root, 1, trainers)
+    assert save_all(trainers, 3) == [None, None]
+    assert_intact(root, 3, trainers)
+
+
+def test_a_full_disk_fails_the_save_frees_its_space_and_spares_the_previous_checkpoint(
+    small_disk: Path, node: Node
+) -> None:
+    root = small_disk / "save"
+    # The shard of rank 1 fits: it must not stay behind when that of rank 0 does not.
+    trainers = [node.trainer(root, 0, 2, numel=40_000), node.trainer(root, 1, 2, numel=100)]
+    assert save_all(trainers, 1) == [None, None]
+    ballast = small_disk / "ballast"
+    free = _free_nbytes(small_disk)
+    ballast.write_bytes(bytes(free - 100_000))
+    before, free = files_of_ours(root), _free_nbytes(small_disk)
+    for error in save_all(trainers, 2):
+        assert error is not None
+        assert str(root / names.iteration_dir(2)) in error
+        assert "No space left" in error
+        assert "free space there or save elsewhere" in error
+    eventually("all of the attempt is gone", lambda: files_of_ours(root) == before)
+    assert _free_nbytes(small_disk) >= free - 4096, "a page for the note to other nodes"
+    assert_intact(root, 1, trainers)
+    ballast.unlink()
+    assert save_all(trainers, 2) == [None, None]
+    assert_intact(root, 2, trainers)
+    assert not list(root.rglob("*.failed")), "the note goes with the next commit"
+
+
+def test_a_read_only_file_system_fails_the_save_and_spares_the_previous_checkpoint(
+    small_disk: Path, node: Node
+) -> None:
+    root = small_disk / "save"
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    assert save_all(trainers, 1) == [None, None]
+    before = files_of_ours(root)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    try:
+        for error in save_all(trainers, 2):
+            assert error is not None
+            assert str(root / names.iteration_dir(2)) in error
+            assert "the file system is read-only: remount it or save elsewhere" in error
+        assert_intact(root, 1, trainers)
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    assert files_of_ours(root) == before
+    assert save_all(trainers, 2) == [None, None]
+    assert_intact(root, 2, trainers)
+
+
+def test_a_failed_save_can_still_be_restored_from_memory(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert save_all([trainer], 1) == [None]
+    (root / names.iteration_dir(2)).write_text("in the way")
+    (error,) = save_all([trainer], 2)
+    assert error is not None
+    offers = trainer.take()
+    assert [(offer.iteration, offer.durable) for offer in offers] == [(2, False), (1, True)]
+    assert trainer.slab is not None
+    assert trainer.slab.slots[offers[0].slot].header.state == SlotState.FAILED
+    assert trainer.bytes_in(offers[0].slot) == content(0, 2, trainer.layout.nbytes)
+
+
+def test_a_rank_that_stages_after_the_failure_is_told_the_same(node: Node, root: Path) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    save_id = new_save_id()
+    obstacle = root / names.iteration_dir(1) / names.shard_name(0, save_id)
+    obstacle.mkdir(parents=True)
+    trainers[0].stage(1, save_id)
+    error = trainers[0].outcome().error
+    assert error is not None
+    assert str(obstacle) in error
+    trainers[1].stage(1, save_id)
+    assert trainers[1].outcome().error == error
+    eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
+
+
+def test_a_shard_still_being_written_when_the_save_fails_does_not_stay_behind(
+    node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    save_id = new_save_id()
+    directory = root / names.iteration_dir(1)
+    with held_back(directory / names.shard_name(1, save_id)) as let_go:
+        trainers[1].stage(1, save_id)
+        (directory / names.shard_name(0, save_id)).mkdir()
+        trainers[0].stage(1, save_id)
+        let_go()
+        errors = [trainer.outcome().error for trainer in trainers]
+        assert errors[0] is not None
+        assert errors == [errors[0]] * 2
+    (directory / names.shard_name(0, save_id)).rmdir()
+    eventually("the other rank's files are gone", lambda: files_of_ours(root) == [])
+    assert save_all(trainers, 1) == [None, None]
+
+
+def test_the_failure_on_one_node_is_told_on_the_other_with_its_reason(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
+    save_id = new_save_id()
+    obstacle = root / names.iteration_dir(1) / names.shard_name(1, save_id)
+    obstacle.mkdir(parents=True)
+    here.stage(1, save_id)
+    assert here.client.poll(0.2).finished == (), "it waits for the other node"
+    there.stage(1, save_id)
+    for trainer in (here, there):
+        error = trainer.outcome().error
+        assert error is not None
+        assert str(obstacle) in error
+        assert "a directory stands where a file should be: move it away" in error
+    eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
+    assert not (root / names.TRACKER).exists()
+    obstacle.rmdir()
+    assert save_all([here, there], 1) == [None, None]
+
+
+def test_a_tracker_that_cannot_be_moved_is_an_error_but_the_checkpoint_stays_whole(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    (root / names.TRACKER / "something").mkdir(parents=True)
+    (error,) = save_all([trainer], 1)
+    assert error is not None
+    assert str(root / names.TRACKER) in error
+    expected = content(0, 1, trainer.layout.nbytes)
+    assert read_rank(stored(root, 1), trainer) == expected, "loadable with --ckpt-step"
+    (root / names.TRACKER / "something").rmdir()
+    (root / names.TRACKER).rmdir()
+    assert save_all([trainer], 2) == [None]
+    assert_intact(root, 2, [trainer])
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"", b"release", b"12 monkeys"])
+def test_a_tracker_that_names_no_iteration_is_replaced(node: Node, root: Path, text: bytes) -> None:
+    root.mkdir()
+    (root / names.TRACKER).write_bytes(text)
+    trainer = node.trainer(root, retain_interval=100)
+    assert save_all([trainer], 1) == [None]
+    assert_intact(root, 1, [trainer])
+
+
+def _free_nbytes(path: Path) -> int:
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_bsize
