@@ -20,6 +20,7 @@ _REMEDY = {
     errno.EPERM: "give this user write permission there",
     errno.EIO: "the device reports an I/O error: check it before the next save",
     errno.ENOTDIR: "a file stands where a directory should be: move it away",
+    errno.EEXIST: "a file stands where a directory should be: move it away",
     errno.EISDIR: "a directory stands where a file should be: move it away",
     errno.ELOOP: "a symbolic link stands where a file should be: remove it",
 }

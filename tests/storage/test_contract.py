@@ -1,0 +1,263 @@
+"""What every storage must do, written against `storage.base.Storage` and run for each backend.
+
+A backend's hooks bypass the storage under test, so that a storage cannot vouch for itself. To add
+a backend, write its hooks and name it in `BACKENDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.posix import PosixStorage
+
+
+class Backend(Protocol):
+    """A storage under test, and how to look behind it."""
+
+    storage: Storage
+
+    def plant(self, name: str, data: bytes) -> None:
+        """Make `name` hold `data` without the storage's help."""
+
+    def contents(self) -> dict[str, bytes]:
+        """Return everything that is there, also outside the storage's root, by name."""
+
+
+class PosixBackend:
+    """A directory inside an outer one, to notice what lands outside."""
+
+    def __init__(self, outer: Path) -> None:
+        self._outer = outer
+        self._root = outer / "root"
+        self.storage: Storage = PosixStorage(self._root)
+
+    def plant(self, name: str, data: bytes) -> None:
+        path = self._root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def contents(self) -> dict[str, bytes]:
+        return {
+            Path(os.path.relpath(path, self._root)).as_posix(): path.read_bytes()
+            for path in self._outer.rglob("*")
+            if path.is_file()
+        }
+
+
+BACKENDS = {"posix": PosixBackend}
+DATA = bytes(range(256)) * 40
+#: An absolute name, which tests complete so that a storage that obeys it does no harm.
+ABSOLUTE = "absolute"
+ESCAPES = ["", ABSOLUTE, "..", "../x", "a/../../x", "a/..", ".", "./x", "a//b", "a/", "a\0b"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
+    return BACKENDS[request.param](tmp_path)
+
+
+def test_put_makes_the_name_hold_the_data_and_nothing_else(backend):
+    backend.storage.put("iter_0000001/manifest.json", DATA)
+    assert backend.contents() == {"iter_0000001/manifest.json": DATA}
+    assert backend.storage.read("iter_0000001/manifest.json") == DATA
+
+
+@pytest.mark.parametrize("data", [b"", b"x", DATA])
+def test_put_replaces_what_was_there(backend, data):
+    backend.plant("tracker.txt", b"something longer than one byte")
+    backend.storage.put("tracker.txt", data)
+    assert backend.contents() == {"tracker.txt": data}
+
+
+def test_a_put_is_seen_whole_or_not_at_all(backend):
+    versions = [bytes([version]) * 100_000 for version in range(6)]
+    backend.storage.put("m", versions[0])
+    done = threading.Event()
+    seen = set()
+
+    def watch() -> None:
+        last = False
+        while not last:  # once more after the last put
+            last = done.is_set()
+            seen.add(backend.storage.read("m"))
+
+    with ThreadPoolExecutor() as pool:
+        watching = pool.submit(watch)
+        try:
+            list(pool.map(lambda version: backend.storage.put("m", version), versions))
+        finally:
+            done.set()
+        watching.result()
+    assert seen <= set(versions)
+    assert set(backend.contents()) == {"m"}
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
+@pytest.mark.parametrize("nbytes", [None, 0, 1, 4097, len(DATA), len(DATA) + 1])
+def test_read_returns_the_range_and_less_only_at_the_end(backend, offset, nbytes):
+    backend.plant("f", DATA)
+    end = None if nbytes is None else offset + nbytes
+    assert backend.storage.read("f", offset, nbytes) == DATA[offset:end]
+
+
+def test_size_is_the_number_of_bytes(backend):
+    backend.plant("d/full", DATA)
+    backend.plant("d/empty", b"")
+    assert backend.storage.size("d/full") == len(DATA)
+    assert backend.storage.size("d/empty") == 0
+
+
+@pytest.mark.parametrize("operation", ["read", "size"])
+@pytest.mark.parametrize("name", ["absent", "no/such/directory", "d/absent"])
+def test_what_is_not_there_is_a_file_not_found_error_with_its_name(backend, operation, name):
+    backend.plant("d/f", b"")
+    with pytest.raises(FileNotFoundError, match=name):
+        getattr(backend.storage, operation)(name)
+
+
+def test_list_names_what_is_directly_in_a_directory(backend):
+    for name in ("a", "d/b", "d/c", "d/e/f", "dd/g"):
+        backend.plant(name, b"")
+    assert sorted(backend.storage.list("")) == ["a", "d", "dd"]
+    assert sorted(backend.storage.list("d")) == ["b", "c", "e"]
+    assert backend.storage.list("d/e") == ["f"]
+
+
+@pytest.mark.parametrize("directory", ["", "absent", "absent/too"])
+def test_a_directory_that_does_not_exist_is_empty(backend, directory):
+    assert backend.storage.list(directory) == []
+
+
+def test_delete_removes_that_file_only(backend):
+    for name in ("d/a", "d/ab", "a"):
+        backend.plant(name, b"")
+    backend.storage.delete("d/a")
+    assert set(backend.contents()) == {"d/ab", "a"}
+
+
+@pytest.mark.parametrize("name", ["absent", "no/such/directory"])
+def test_deleting_what_is_not_there_is_no_error(backend, name):
+    backend.plant("f", b"")
+    backend.storage.delete(name)
+    assert set(backend.contents()) == {"f"}
+
+
+def test_delete_tree_removes_a_directory_and_not_its_namesakes(backend):
+    for name in ("iter_1/a", "iter_1/deep/er/b", "iter_10/a", "xiter_1/a", "a"):
+        backend.plant(name, b"")
+    backend.storage.delete_tree("iter_1")
+    assert set(backend.contents()) == {"iter_10/a", "xiter_1/a", "a"}
+    assert "iter_1" not in backend.storage.list("")
+
+
+def test_a_finished_file_holds_what_was_written_in_any_order(backend):
+    writer = backend.storage.create("iter_0000001/shard", len(DATA))
+    writer.write_at(5000, memoryview(DATA)[5000:])
+    writer.write_at(0, DATA[:4096])
+    writer.write_at(4096, DATA[4096:5000])
+    writer.finish()
+    assert backend.contents() == {"iter_0000001/shard": DATA}
+
+
+def test_several_threads_may_write_one_file(backend):
+    writer = backend.storage.create("f", len(DATA))
+    with ThreadPoolExecutor(8) as pool:
+        starts = range(0, len(DATA), 512)
+        list(pool.map(lambda at: writer.write_at(at, DATA[at : at + 512]), starts))
+    writer.finish()
+    assert backend.contents() == {"f": DATA}
+
+
+@pytest.mark.parametrize("before", [b"", DATA * 2])
+def test_create_replaces_whatever_had_that_name(backend, before):
+    backend.plant("f", before)
+    writer = backend.storage.create("f", 3)
+    writer.write_at(0, b"new")
+    writer.finish()
+    assert backend.contents() == {"f": b"new"}
+
+
+def test_a_file_of_no_bytes_can_be_created(backend):
+    backend.storage.create("f", 0).finish()
+    assert backend.contents() == {"f": b""}
+
+
+@pytest.mark.parametrize("written", [b"", DATA[:100], DATA])
+def test_an_abandoned_file_leaves_nothing_behind(backend, written):
+    backend.plant("d/other", b"")
+    writer = backend.storage.create("d/f", len(DATA))
+    writer.write_at(0, written)
+    writer.abandon()
+    assert set(backend.contents()) == {"d/other"}
+    with pytest.raises(FileNotFoundError):
+        backend.storage.read("d/f")
+
+
+def test_abandoning_never_raises(backend):
+    writer = backend.storage.create("d/f", 3)
+    backend.storage.delete("d/f")
+    writer.abandon()
+    writer.abandon()
+    assert backend.contents() == {}
+
+
+def test_an_abandoned_or_finished_writer_takes_no_more_bytes(backend):
+    finished = backend.storage.create("finished", 3)
+    finished.write_at(0, b"abc")
+    finished.finish()
+    abandoned = backend.storage.create("abandoned", 3)
+    abandoned.abandon()
+    for writer in (finished, abandoned):
+        with pytest.raises(StorageError):
+            writer.write_at(0, b"xyz")
+    assert backend.contents() == {"finished": b"abc"}
+
+
+def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
+    one, other = backend.storage.create("one", 1), backend.storage.create("other", 1)
+    other.write_at(0, b"2")
+    one.write_at(0, b"1")
+    one.finish()
+    other.abandon()
+    assert backend.contents() == {"one": b"1"}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda storage, name: storage.put(name, b"planted"),
+        lambda storage, name: storage.create(name, 7),
+        lambda storage, name: storage.read(name),
+        lambda storage, name: storage.size(name),
+        lambda storage, name: storage.delete(name),
+        lambda storage, name: storage.delete_tree(name),
+        lambda storage, name: storage.list(name or ".."),  # the root itself may be listed
+    ],
+    ids=["put", "create", "read", "size", "delete", "delete_tree", "list"],
+)
+def test_a_name_that_is_not_inside_the_root_is_refused(backend, tmp_path, operation, name):
+    name = f"{tmp_path}/x" if name == ABSOLUTE else name
+    backend.plant("a/b", b"stays")
+    before = backend.contents()
+    with pytest.raises(StorageError, match="is not a name inside") as caught:
+        operation(backend.storage, name)
+    assert backend.storage.place in str(caught.value)
+    assert backend.contents() == before
+
+
+@pytest.mark.parametrize("name", ["..x", "x..", "...", "a b", "ä", "a\\b", "-rf", "a#0", "a\nb"])
+def test_odd_names_are_names(backend, name):
+    backend.storage.put(f"d/{name}", DATA)
+    assert backend.storage.list("d") == [name]
+    assert backend.contents() == {f"d/{name}": DATA}
+    backend.storage.delete(f"d/{name}")
+    assert backend.contents() == {}

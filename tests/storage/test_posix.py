@@ -1,0 +1,343 @@
+"""What only a directory can do wrong: symbolic links, permissions, read-only and full disks.
+
+Real file systems throughout: a tmpfs is mounted where the machine allows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.errors import FlashCkptError, StorageError
+from megatron_flashckpt.storage.posix import PosixStorage
+
+MIB = 1024 * 1024
+NOBODY = 65534
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "root"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def storage(root: Path) -> PosixStorage:
+    return PosixStorage(root)
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    path = tmp_path / "outside"
+    path.write_bytes(b"not ours")
+    return path
+
+
+@pytest.fixture
+def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mount small file systems; they go with the test."""
+    mounted = []
+
+    def mount(options: str) -> Path:
+        path = tmp_path / f"tmpfs{len(mounted)}"
+        path.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("needs the mount program")
+        if done.returncode:
+            pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def unprivileged() -> Iterator[None]:
+    """Give up root's exemption from permission bits."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_root_is_made_by_the_first_write_only(tmp_path):
+    storage = PosixStorage(tmp_path / "not" / "yet")
+    assert storage.list("") == []
+    assert not (tmp_path / "not").exists()
+    storage.put("a", b"1")
+    assert (tmp_path / "not/yet/a").read_bytes() == b"1"
+
+
+def test_a_relative_root_stays_where_it_was_when_the_process_moves_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    storage = PosixStorage("ckpt")
+    monkeypatch.chdir("/")
+    storage.put("a", b"1")
+    assert (tmp_path / "ckpt/a").read_bytes() == b"1"
+    assert storage.place == str(tmp_path / "ckpt")
+
+
+def test_put_never_writes_into_the_file_that_is_there(storage, root):
+    storage.put("tracker", b"old")
+    os.link(root / "tracker", root / "other_link")
+    with open(root / "tracker", "rb") as reader:
+        storage.put("tracker", b"new")
+        assert reader.read() == b"old"
+    assert (root / "other_link").read_bytes() == b"old"
+    assert (root / "tracker").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("data", [None, "text", 5])
+def test_a_put_that_fails_halfway_leaves_the_old_contents_and_no_temporary(storage, root, data):
+    storage.put("tracker", b"old")
+    with pytest.raises(TypeError):
+        storage.put("tracker", data)
+    assert os.listdir(root) == ["tracker"]
+    assert (root / "tracker").read_bytes() == b"old"
+
+
+def test_a_put_over_a_directory_fails_and_leaves_no_temporary(storage, root):
+    (root / "d").mkdir()
+    with pytest.raises(StorageError, match="a directory stands where a file should be") as caught:
+        storage.put("d", b"")
+    assert caught.value.errno == errno.EISDIR
+    assert os.listdir(root) == ["d"]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda storage: storage.put("file/x", b""),
+        lambda storage: storage.create("file/x", 1),
+        lambda storage: storage.read("file/x"),
+        lambda storage: storage.list("file"),
+        lambda storage: storage.delete_tree("file"),
+    ],
+    ids=["put", "create", "read", "list", "delete_tree"],
+)
+def test_a_file_where_a_directory_should_be_is_named_with_the_remedy(storage, root, operation):
+    (root / "file").write_bytes(b"stays")
+    with pytest.raises(StorageError) as caught:
+        operation(storage)
+    assert str(root / "file") in str(caught.value)
+    assert "move it away" in str(caught.value)
+    assert caught.value.errno in (errno.ENOTDIR, errno.EEXIST)
+    assert (root / "file").read_bytes() == b"stays"
+
+
+@pytest.mark.parametrize("operation", ["read", "delete"])
+def test_a_directory_where_a_file_should_be_is_named_with_the_remedy(storage, root, operation):
+    (root / "d").mkdir()
+    with pytest.raises(StorageError, match=f"{root}/d: .*a directory stands") as caught:
+        getattr(storage, operation)("d")
+    assert caught.value.errno == errno.EISDIR
+    assert (root / "d").is_dir()
+
+
+def test_no_descriptor_stays_open_whatever_fails(storage, root, outside):
+    (root / "d").mkdir()
+    (root / "link").symlink_to(outside)
+    storage.put("f", b"1")
+    before = open_descriptors()
+    for attempt in (
+        lambda: storage.read("d"),
+        lambda: storage.read("link"),
+        lambda: storage.put("d", b""),
+        lambda: storage.put("f", None),
+        lambda: storage.create("d", 1),
+        lambda: storage.create("link", 1),
+    ):
+        with pytest.raises((StorageError, TypeError)):
+            attempt()
+    storage.read("f")
+    storage.create("g", 1).abandon()
+    storage.create("g", 1).finish()
+    assert open_descriptors() == before
+
+
+def test_create_does_not_follow_a_planted_link(storage, root, outside):
+    (root / "shard").symlink_to(outside)
+    with pytest.raises(StorageError, match=f"{root}/shard: .*symbolic link .* remove it") as caught:
+        storage.create("shard", 4)
+    assert caught.value.errno == errno.ELOOP
+    assert outside.read_bytes() == b"not ours"
+
+
+def test_create_does_not_make_the_target_of_a_dangling_link(storage, root, tmp_path):
+    (root / "shard").symlink_to(tmp_path / "absent")
+    with pytest.raises(StorageError, match="symbolic link"):
+        storage.create("shard", 4)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_read_does_not_follow_a_link(storage, root, outside):
+    (root / "manifest.json").symlink_to(outside)
+    with pytest.raises(StorageError, match="symbolic link") as caught:
+        storage.read("manifest.json")
+    assert caught.value.errno == errno.ELOOP
+
+
+def test_size_is_not_that_of_the_target_of_a_link(storage, root, tmp_path):
+    (tmp_path / "big").write_bytes(b"x" * 5000)
+    (root / "link").symlink_to(tmp_path / "big")
+    assert storage.size("link") != 5000
+
+
+def test_put_replaces_a_link_and_not_its_target(storage, root, outside):
+    (root / "tracker").symlink_to(outside)
+    storage.put("tracker", b"7")
+    assert not (root / "tracker").is_symlink()
+    assert (root / "tracker").read_bytes() == b"7"
+    assert outside.read_bytes() == b"not ours"
+
+
+def test_delete_removes_a_link_and_not_its_target(storage, root, outside):
+    (root / "link").symlink_to(outside)
+    storage.delete("link")
+    assert os.listdir(root) == []
+    assert outside.read_bytes() == b"not ours"
+
+
+def test_delete_tree_refuses_a_link_to_a_directory(storage, root, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "f").write_bytes(b"1")
+    (root / "iter_0000001").symlink_to(precious)
+    with pytest.raises(StorageError, match="symbolic link"):
+        storage.delete_tree("iter_0000001")
+    assert (precious / "f").read_bytes() == b"1"
+
+
+def test_delete_tree_does_not_follow_a_link_inside(storage, root, tmp_path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "f").write_bytes(b"1")
+    (root / "iter_0000001").mkdir()
+    (root / "iter_0000001/link").symlink_to(precious)
+    storage.delete_tree("iter_0000001")
+    assert os.listdir(root) == []
+    assert (precious / "f").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda storage: storage.put("f", b"new"),
+        lambda storage: storage.create("new", 4),
+        lambda storage: storage.delete("f"),
+        lambda storage: storage.delete_tree("d"),
+    ],
+    ids=["put", "create", "delete", "delete_tree"],
+)
+def test_a_directory_without_write_permission_is_named_with_the_remedy(operation):
+    # Not below tmp_path: its parents are closed to the user that root turns into here.
+    with tempfile.TemporaryDirectory() as made:
+        root = Path(made)
+        (root / "f").write_bytes(b"old")
+        (root / "d").mkdir()
+        root.chmod(0o555)
+        try:
+            with unprivileged(), pytest.raises(StorageError) as caught:
+                operation(PosixStorage(root))
+        finally:
+            root.chmod(0o755)
+        assert caught.value.errno == errno.EACCES
+        assert f"{root}/" in str(caught.value)
+        assert "give this user write permission there" in str(caught.value)
+        assert sorted(os.listdir(root)) == ["d", "f"]
+        assert (root / "f").read_bytes() == b"old"
+
+
+def test_a_file_without_read_permission_is_named_with_the_remedy():
+    with tempfile.TemporaryDirectory() as made:
+        root = Path(made)
+        root.chmod(0o755)
+        (root / "f").write_bytes(b"secret")
+        (root / "f").chmod(0)
+        with unprivileged(), pytest.raises(StorageError, match=f"{root}/f: cannot read") as caught:
+            PosixStorage(root).read("f")
+        assert caught.value.errno == errno.EACCES
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [lambda storage: storage.put("f", b"new"), lambda storage: storage.create("new", 4)],
+    ids=["put", "create"],
+)
+def test_a_read_only_file_system_is_named_with_the_remedy(tmpfs, operation):
+    root = tmpfs("ro,size=1m")
+    with pytest.raises(StorageError, match=f"{root}/") as caught:
+        operation(PosixStorage(root))
+    assert caught.value.errno == errno.EROFS
+    assert "the file system is read-only: remount it" in str(caught.value)
+    assert os.listdir(root) == []
+
+
+def test_a_full_disk_is_found_out_before_the_first_byte(tmpfs):
+    root = tmpfs("size=1m")
+    with pytest.raises(StorageError, match=f"{root}/shard: cannot reserve 2097152") as caught:
+        PosixStorage(root).create("shard", 2 * MIB)
+    assert caught.value.errno == errno.ENOSPC
+    assert "free space there or save elsewhere" in str(caught.value)
+    assert os.listdir(root) == []
+
+
+def test_what_was_reserved_can_be_written_and_is_free_again_after_abandon(tmpfs):
+    storage = PosixStorage(tmpfs("size=1m"))
+    for _ in range(3):
+        writer = storage.create("shard", MIB)
+        with pytest.raises(StorageError, match="free space there"):
+            storage.create("other", MIB // 2)
+        writer.write_at(0, bytes(MIB))
+        writer.abandon()
+        assert storage.list("") == []
+
+
+def test_writing_more_than_was_reserved_on_a_full_disk_is_told(tmpfs):
+    root = tmpfs("size=1m")
+    writer = PosixStorage(root).create("shard", MIB)
+    with pytest.raises(StorageError, match=f"{root}/shard: cannot write .*free space") as caught:
+        writer.write_at(MIB, b"one too many")
+    assert caught.value.errno == errno.ENOSPC
+    writer.abandon()
+    assert os.listdir(root) == []
+
+
+def test_a_put_on_a_full_disk_keeps_the_old_contents_and_leaves_no_temporary(tmpfs):
+    root = tmpfs("size=1m")
+    storage = PosixStorage(root)
+    storage.put("tracker", b"old")
+    with pytest.raises(StorageError, match=f"{root}/tracker: .*free space there") as caught:
+        storage.put("tracker", bytes(2 * MIB))
+    assert caught.value.errno == errno.ENOSPC
+    assert os.listdir(root) == ["tracker"]
+    assert storage.read("tracker") == b"old"
+
+
+def test_an_error_of_storage_is_also_an_os_error_of_ours(storage, root):
+    (root / "d").mkdir()
+    with pytest.raises(OSError, match="Is a directory") as caught:
+        storage.read("d")
+    assert isinstance(caught.value, FlashCkptError)
+    assert isinstance(caught.value.__cause__, IsADirectoryError)
