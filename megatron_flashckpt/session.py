@@ -32,16 +32,9 @@ class _Open:
 class Session:
     """The checkpointers of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
+        self.config = config
         self._open: dict[str, _Open] = {}
-        self._config: Config | None = None
-
-    @property
-    def config(self) -> Config:
-        """The settings, read once."""
-        if self._config is None:
-            self._config = load_config()
-        return self._config
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`, made on first use."""
@@ -74,6 +67,12 @@ class Session:
         if outcome.error is None:
             if save is not None:
                 around.announce_committed(checkpointing().get_args(), save)
+            if rank == 0:
+                print(
+                    f"  flashckpt: iteration {outcome.iteration} durable after "
+                    f"{outcome.seconds:.3f} s",
+                    flush=True,
+                )
             return True
         which = f"iteration {outcome.iteration}" if outcome.iteration >= 0 else "a checkpoint"
         logger.error(
@@ -104,7 +103,8 @@ class Session:
 
 
 def _make() -> Session:
-    made = Session()
+    # Settings are read when training starts: a wrong one must not show up at iteration 1,000.
+    made = Session(load_config())
     atexit.register(made.at_exit)
     return made
 

@@ -5,11 +5,13 @@ Nothing in this file knows megatron_flashckpt: checkpoints go through whatever `
 imports swapped, or unedited through `python -m megatron_flashckpt.launch`.
 
 It needs the megatron-core wheel (>= 0.17) and no Megatron-LM checkout. Without a GPU, put
-`tests/cpu_megatron` on PYTHONPATH.
+`tests/cpu_megatron` on PYTHONPATH. With LOSS_LOG=FILE each rank that computes losses appends
+`iteration loss` lines to FILE.<rank>, the loss as an exact hexadecimal float.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -73,6 +75,9 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 def loss_func(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the mean loss of the micro-batch, and its mean over the replicas for the log."""
     loss = (output.float() * mask).sum() / mask.sum()
+    if "LOSS_LOG" in os.environ:
+        with open(f"{os.environ['LOSS_LOG']}.{torch.distributed.get_rank()}", "a") as log:
+            print(get_args().curr_iteration + 1, float(loss).hex(), file=log)
     report = torch.stack([loss.detach(), torch.ones_like(loss)])
     torch.distributed.all_reduce(report, group=mpu.get_data_parallel_group())
     return loss, {"lm loss": report[0] / report[1]}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 from collections import defaultdict
+from typing import Protocol
 
-import torch
 import xxhash
 
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.layout.coverage import Read, Source
 from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
+from megatron_flashckpt.layout.plan import Template
 from megatron_flashckpt.layout.shard_file import (
     CHUNK_NBYTES,
     Shard,
@@ -19,10 +21,19 @@ from megatron_flashckpt.layout.shard_file import (
     decode_header,
     header_nbytes,
 )
-from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.base import Storage
 
 _OLDER = "load an older iteration with --ckpt-step"
+
+
+class Sink(Protocol):
+    """Where verified bytes go: `restore.targets.Targets`, or whatever a tool makes of them."""
+
+    def write_bytes(self, index: int, offset: int, source: memoryview) -> None:
+        """Put `source`, which is writable and not used again, at byte `offset` of `index`.
+
+        Called by several threads, for different ranges.
+        """
 
 
 class StoredCheckpoint:
@@ -44,45 +55,42 @@ class StoredCheckpoint:
     def place(self) -> str:
         return f"{self.storage.place}/{self.directory}"
 
-    def sources(self) -> list[Source]:
-        """Return every rank's layout, in rank order."""
-        templates = {
+    @functools.cached_property
+    def _templates(self) -> dict[str, Template]:
+        return {
             fingerprint: self.manifest.template(fingerprint)
             for fingerprint in self.manifest.templates
         }
+
+    def sources(self) -> list[Source]:
+        """Return every rank's layout, in rank order."""
         return [
-            Source(shard.rank, templates[shard.template], shard.placement)
+            Source(shard.rank, self._templates[shard.template], shard.placement)
             for shard in self.manifest.shards
         ]
 
     def common(self) -> bytes:
         """Return the contents of `common.pt`, verified."""
-        place = f"{self.place}/{names.COMMON}"
-        try:
-            encoded = self.storage.read(f"{self.directory}/{names.COMMON}")
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(f"{place}: is missing; {_OLDER}") from error
+        encoded = self._stored(names.COMMON)
         found = xxhash.xxh3_64_hexdigest(encoded)
         if found != self.manifest.common_digest:
             raise CorruptCheckpointError(
-                f"{place}: digest {found}, expected {self.manifest.common_digest}; {_OLDER}"
+                f"{self.place}/{names.COMMON}: digest {found}, expected "
+                f"{self.manifest.common_digest}; {_OLDER}"
             )
         return encoded
 
     def shard(self, rank: int) -> Shard:
         """Return the header of a rank's shard file, checked against the manifest."""
         entry = self.manifest.shards[rank]
-        name, place = f"{self.directory}/{entry.file}", f"{self.place}/{entry.file}"
-        try:
-            nbytes = self.storage.size(name)
-            prefix = self.storage.read(name, 0, 8)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(f"{place}: is missing; {_OLDER}") from error
+        place = f"{self.place}/{entry.file}"
+        prefix = self._stored(entry.file, 0, 8)
+        nbytes = self.storage.size(f"{self.directory}/{entry.file}")
         if nbytes != entry.nbytes:
             raise CorruptCheckpointError(
                 f"{place}: {nbytes} bytes long, the manifest says {entry.nbytes}; {_OLDER}"
             )
-        header = self.storage.read(name, 0, min(header_nbytes(prefix, place), nbytes))
+        header = self._stored(entry.file, 0, min(header_nbytes(prefix, place), nbytes))
         found = xxhash.xxh3_64_hexdigest(header)
         if found != entry.header_digest:
             raise CorruptCheckpointError(
@@ -93,15 +101,27 @@ class StoredCheckpoint:
         return shard
 
     def _check_identity(self, shard: Shard, entry: ShardEntry, place: str) -> None:
+        """Refuse a header that is sound by itself but not the one that the manifest describes.
+
+        Reads are planned from the manifest alone: where the two differ, wrong bytes would be read.
+        """
         said = (shard.metadata.iteration, shard.metadata.save_id, shard.metadata.rank)
         meant = (self.manifest.iteration, self.manifest.save_id, entry.rank)
-        if said != meant or shard.placement != entry.placement:
+        if said != meant:
             raise CorruptCheckpointError(
                 f"{place}: is the shard of (iteration, save, rank) {said}, expected {meant}; "
                 f"{_OLDER}"
             )
+        if (
+            shard.placement != entry.placement
+            or _described(shard.template) != _described(self._templates[entry.template])
+            or shard.data_offset + shard.template.nbytes != entry.nbytes
+        ):
+            raise CorruptCheckpointError(
+                f"{place}: holds other pieces than the manifest says; {_OLDER}"
+            )
 
-    def read(self, plan: dict[int, list[Read]], targets: Targets, threads: int) -> int:
+    def read(self, plan: dict[int, list[Read]], targets: Sink, threads: int) -> int:
         """Carry out `plan`; return the bytes read.
 
         Whole chunks are read, so that every byte is verified before it is used; at most `threads`
@@ -111,42 +131,63 @@ class StoredCheckpoint:
             CorruptCheckpointError: names file, chunk, bytes and both digests.
         """
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            jobs = []
-            for rank, reads in plan.items():
-                shard = self.shard(rank)
-                for chunk, parts in sorted(_by_chunk(reads).items()):
-                    jobs.append(pool.submit(self._chunk, rank, shard, chunk, parts, targets))
             try:
+                jobs = []
+                for rank, reads in plan.items():
+                    shard = self.shard(rank)
+                    for chunk, parts in sorted(_by_chunk(reads).items()):
+                        jobs.append(pool.submit(self._deliver, shard, chunk, parts, targets))
                 return sum(job.result() for job in jobs)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _chunk(
-        self, rank: int, shard: Shard, chunk: int, reads: list[Read], targets: Targets
-    ) -> int:
-        file = self.manifest.shards[rank].file
-        start = chunk * CHUNK_NBYTES
+    def chunk(self, shard: Shard, index: int) -> bytes:
+        """Return a chunk of the data section, verified.
+
+        Args:
+            shard: what `shard` returned.
+
+        Raises:
+            CorruptCheckpointError: names file, chunk, bytes and both digests.
+        """
+        file = self.manifest.shards[shard.metadata.rank].file
+        start = index * CHUNK_NBYTES
         nbytes = min(CHUNK_NBYTES, shard.template.nbytes - start)
-        data = bytearray(
-            self.storage.read(f"{self.directory}/{file}", shard.data_offset + start, nbytes)
-        )
+        data = self._stored(file, shard.data_offset + start, nbytes)
         found = chunk_digest(data)
-        if found != shard.digests[chunk]:
+        if found != shard.digests[index]:
             raise CorruptCheckpointError(
-                f"{self.place}/{file}, chunk {chunk} (bytes {start}-{start + nbytes - 1} of the "
-                f"data): digest {found}, expected {shard.digests[chunk]}; {_OLDER}"
+                f"{self.place}/{file}, chunk {index} (bytes {start}-{start + nbytes - 1} of the "
+                f"data): digest {found}, expected {shard.digests[index]}; {_OLDER}"
             )
-        source = torch.frombuffer(data, dtype=torch.uint8)
+        return data
+
+    def _deliver(self, shard: Shard, index: int, reads: list[Read], targets: Sink) -> int:
+        # A copy, because torch makes tensors of writable memory only.
+        data = memoryview(bytearray(self.chunk(shard, index)))
+        start, end = index * CHUNK_NBYTES, index * CHUNK_NBYTES + data.nbytes
         for read in reads:
             low = max(read.source_offset, start)
-            high = min(read.source_offset + read.nbytes, start + nbytes)
-            targets.write(
-                read.wanted,
-                read.target_offset + low - read.source_offset,
-                source[low - start : high - start],
-            )
-        return nbytes
+            high = min(read.source_offset + read.nbytes, end)
+            offset = read.target_offset + low - read.source_offset
+            targets.write_bytes(read.wanted, offset, data[low - start : high - start])
+        return data.nbytes
+
+    def _stored(self, file: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        """Return bytes of a file that the manifest promises."""
+        try:
+            return self.storage.read(f"{self.directory}/{file}", offset, nbytes)
+        except FileNotFoundError as error:
+            raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {_OLDER}") from error
+
+
+def _described(template: Template) -> list[tuple[object, ...]]:
+    """Return what header and manifest both say of a template, in terms that both can express."""
+    return [
+        (f"{it.kind}/{it.key}", it.dtype, it.global_shape, it.shape, it.numel, it.byte_offset)
+        for it in template.items
+    ]
 
 
 def _by_chunk(reads: list[Read]) -> dict[int, list[Read]]:

@@ -17,3 +17,7 @@ class Targets:
     def write(self, index: int, offset: int, source: torch.Tensor) -> None:
         """Put the bytes `source` (a flat uint8 tensor) at `offset` of tensor `index`."""
         self._bytes[index][offset : offset + source.numel()].copy_(source)
+
+    def write_bytes(self, index: int, offset: int, source: memoryview) -> None:
+        """Put `source`, which must be writable memory, at `offset` of tensor `index`."""
+        self.write(index, offset, torch.frombuffer(source, dtype=torch.uint8))

@@ -4,6 +4,8 @@ Environment:
     TRACE_DIR     where each rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
     KILL          `rank:iteration`: that rank ends itself with SIGKILL in that iteration's forward,
                   in the first incarnation only
+    KILL_AGENT    iteration in whose forward rank 0 ends the node's agent with SIGKILL
+    CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
 torch.distributed call made inside `save_checkpoint`; the plan counters at the end.
@@ -121,11 +123,24 @@ def killing_step(forward_step: Any) -> Any:
     rank, _, when = os.environ.get("KILL", "").partition(":")
 
     def wrapper(batches: Any, model: Any) -> Any:
-        if rank and ATTEMPT == 0 and RANK == int(rank) and iteration() == int(when):
+        if os.environ.get("KILL_AGENT") == str(iteration()) and RANK == 0:
+            kill_agent()
+        if rank and ATTEMPT == 0 and int(rank) == RANK and iteration() == int(when):
             os.kill(os.getpid(), signal.SIGKILL)
         return forward_step(batches, model)
 
     return wrapper
+
+
+def kill_agent() -> None:
+    """End the agent once (a forward runs once per micro-batch)."""
+    from megatron_flashckpt.session import session
+
+    for each in session._open.values():
+        client = each.checkpointer._client
+        if client is not None and client.agent_pid != kill_agent.__dict__.get("done"):
+            kill_agent.__dict__["done"] = client.agent_pid
+            os.kill(client.agent_pid, signal.SIGKILL)
 
 
 def report_counters() -> None:

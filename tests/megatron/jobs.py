@@ -195,7 +195,7 @@ def side_state(tensor: torch.Tensor) -> dict:
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two nests of dicts, sequences, tensors and arrays hold equal values of equal types."""
+    """Whether two nests of dicts, sequences, tensors and arrays are equal, types included."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

@@ -1,0 +1,280 @@
+"""What a save directory holds, from names and manifests alone. Torch-free; changes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, NotCommittedError
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.layout.shard_file import decode_header, header_nbytes
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.base import Storage
+
+COMMITTED = "committed"
+NOT_COMMITTED = "not committed"
+UNREADABLE = "unreadable"
+MEGATRON = "Megatron's own"
+
+_RELEASE = "release"
+_RECORD = re.compile(r"rank_(?P<rank>\d{5,})-(?P<save_id>[0-9a-f]{8,32})\.(?P<what>\w+)")
+#: How the parallel sizes of a description are shown.
+_SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp": "data_parallel_size",
+}
+#: Ranks named in a message.
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """One iteration directory."""
+
+    directory: str
+    iteration: int | None
+    """None: Megatron's `release`."""
+    state: str
+    remark: str = ""
+    """Why it is not committed or cannot be read, or which format it has."""
+    ranks: int | None = None
+    nbytes: int | None = None
+    layout: str = ""
+
+
+def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
+    """Return the committed checkpoint of `iteration`.
+
+    Raises:
+        NotCommittedError: there is none.
+        CorruptCheckpointError: its manifest is damaged.
+        FormatVersionError: a newer release wrote it.
+    """
+    return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+
+
+def tracker(storage: Storage) -> str | None:
+    """Return what the tracker says (an iteration or `release`); None if there is no tracker."""
+    try:
+        return storage.read(names.TRACKER).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+
+
+def chosen_iteration(storage: Storage) -> int:
+    """Return the iteration that a job would load: the tracked one, else the newest committed.
+
+    Raises:
+        NotCommittedError: the tracker names none, and none of ours is committed.
+    """
+    text = tracker(storage)
+    if text is not None and text.isdecimal() and len(text) < 20:
+        return int(text)
+    newest = max(committed_iterations(storage), default=None)
+    if newest is None:
+        raise NotCommittedError(
+            f"{storage.place}: holds no committed checkpoint of this format; "
+            "'flashckpt ls DIR' shows what it holds"
+        )
+    return newest
+
+
+def committed_iterations(storage: Storage) -> list[int]:
+    """Return the iterations that have a manifest, readable or not, in order."""
+    return [
+        iteration
+        for iteration, directory in _directories(storage)
+        if iteration is not None and names.MANIFEST in _entries(storage, directory)
+    ]
+
+
+def checkpoints(storage: Storage) -> list[Found]:
+    """Return all iteration directories in order, whatever state they are in."""
+    found = []
+    for iteration, directory in _directories(storage):
+        try:
+            present = _entries(storage, directory)
+            if names.MANIFEST in present and iteration is not None:
+                found.append(_committed(open_checkpoint(storage, iteration)))
+            elif megatron := _megatron_format(storage, directory, present):
+                found.append(Found(directory, iteration, MEGATRON, megatron))
+            else:
+                found.append(_uncommitted(storage, directory, iteration, present))
+        except (FlashCkptError, OSError) as error:
+            found.append(Found(directory, iteration, UNREADABLE, str(error)))
+    return found
+
+
+def _directories(storage: Storage) -> list[tuple[int | None, str]]:
+    found: list[tuple[int | None, str]] = []
+    for name in storage.list(""):
+        iteration = names.parse_iteration_dir(name)
+        # Not any name with a number in it: only the one that loading would look for.
+        if name == _RELEASE or (iteration is not None and name == names.iteration_dir(iteration)):
+            found.append((iteration, name))
+    return sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0])
+
+
+def _entries(storage: Storage, directory: str) -> set[str]:
+    return set(storage.list(directory))
+
+
+def _committed(stored: StoredCheckpoint) -> Found:
+    manifest = stored.manifest
+    return Found(
+        directory=stored.directory,
+        iteration=manifest.iteration,
+        state=COMMITTED,
+        ranks=manifest.world_size,
+        nbytes=sum(shard.nbytes for shard in manifest.shards),
+        layout=layout_of(manifest.description),
+    )
+
+
+def _megatron_format(storage: Storage, directory: str, present: set[str]) -> str | None:
+    """Return the name of the format if the files are those of Megatron's own checkpoints."""
+    if any(name.startswith("mp_rank_") for name in present):
+        return "torch"
+    if "metadata.json" in present:
+        try:
+            said = msgspec.json.decode(storage.read(f"{directory}/metadata.json"))
+        except (msgspec.DecodeError, RecursionError):
+            said = None
+        return str(said.get("sharded_backend", "?")) if isinstance(said, dict) else "?"
+    return "torch.distributed" if ".metadata" in present else None
+
+
+def _uncommitted(
+    storage: Storage, directory: str, iteration: int | None, present: set[str]
+) -> Found:
+    """Say how far the save came: its failure, the ranks that are missing, or nothing at all."""
+    ours = sorted(name for name in present if _RECORD.fullmatch(name))
+    failed = [name for name in ours if name.endswith(".failed")]
+    shards = [name for name in ours if name.endswith(".safetensors")]
+    remark = "no files of ours in it"
+    ranks = None
+    if ours:
+        ranks = _world_size(storage, directory, shards)
+        durable = {int(n.split("-")[0][5:]) for n in ours if n.endswith(".commit")}
+        remark = f"no {names.MANIFEST}; {len(durable)} ranks are durable"
+        if ranks is not None:
+            missing = sorted(set(range(ranks)) - durable)
+            remark = f"no {names.MANIFEST}; {len(durable)} of {ranks} ranks are durable"
+            if missing:
+                remark += f", missing: {some(missing)}"
+    if failed:
+        said = storage.read(f"{directory}/{failed[0]}").decode(errors="replace")
+        remark = f"the save failed: {said}"
+    nbytes = sum(storage.size(f"{directory}/{name}") for name in shards)
+    return Found(directory, iteration, NOT_COMMITTED, remark, ranks, nbytes if ours else None)
+
+
+def _world_size(storage: Storage, directory: str, shards: Iterable[str]) -> int | None:
+    """Return what the first complete shard says; shards are written header last."""
+    for name in shards:
+        try:
+            place = f"{storage.place}/{directory}/{name}"
+            prefix = storage.read(f"{directory}/{name}", 0, 8)
+            nbytes = min(header_nbytes(prefix, place), storage.size(f"{directory}/{name}"))
+            header = storage.read(f"{directory}/{name}", 0, nbytes)
+            said = decode_header(header, place).metadata.world_size
+        except CorruptCheckpointError:
+            continue
+        # A claim: not to be believed if it would take gigabytes to list its ranks.
+        return said if 0 < said <= 1 << 24 else None
+    return None
+
+
+def layout_of(description: dict[str, Any]) -> str:
+    """Return the parallel sizes that matter, as `tp2 pp1 dp4`; empty if there are none."""
+    return " ".join(
+        f"{short}{description[name]}"
+        for short, name in _SIZES.items()
+        if description.get(name) is not None
+        and (short in ("tp", "pp", "dp") or description[name] != 1)
+    )
+
+
+def some(ranks: list[int]) -> str:
+    """Return the first few of `ranks`, for a message."""
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return ", ".join(map(str, ranks[:_SHOWN])) + more
+
+
+class TensorSummary(msgspec.Struct, frozen=True):
+    """One global tensor as the manifest has it."""
+
+    key: str
+    kind: str
+    dtype: str
+    global_shape: Shape
+    nbytes: int
+    """Stored, over all ranks."""
+    pieces: int
+
+
+class FileSummary(msgspec.Struct, frozen=True):
+    """One shard file as the manifest has it."""
+
+    rank: int
+    coordinates: names.Coordinates
+    file: str
+    nbytes: int
+    pieces: int
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What `flashckpt inspect` shows."""
+
+    place: str
+    iteration: int
+    save_id: str
+    version: int
+    world_size: int
+    tracked: bool
+    nbytes: int
+    description: dict[str, Any]
+    tensors: tuple[TensorSummary, ...]
+    files: tuple[FileSummary, ...]
+
+
+def summary(stored: StoredCheckpoint) -> Summary:
+    """Return the contents of a checkpoint as its manifest tells them; reads no shard file."""
+    manifest = stored.manifest
+    nbytes: Counter[tuple[str, str, str, Shape]] = Counter()
+    pieces: Counter[tuple[str, str, str, Shape]] = Counter()
+    shards_of = Counter(shard.template for shard in manifest.shards)
+    # By template, not by rank: at 16,384 ranks there are a few of the one and many of the other.
+    for fingerprint, items in manifest.templates.items():
+        for item in items:
+            name = (manifest.keys[item.key], item.kind, item.dtype, item.global_shape)
+            nbytes[name] += shards_of[fingerprint] * item.numel * itemsize(item.dtype)
+            pieces[name] += shards_of[fingerprint]
+    return Summary(
+        place=stored.place,
+        iteration=manifest.iteration,
+        save_id=manifest.save_id,
+        version=manifest.version,
+        world_size=manifest.world_size,
+        tracked=tracker(stored.storage) == str(manifest.iteration),
+        nbytes=sum(shard.nbytes for shard in manifest.shards),
+        description=manifest.description,
+        tensors=tuple(TensorSummary(*name, nbytes[name], pieces[name]) for name in sorted(pieces)),
+        files=tuple(
+            FileSummary(
+                shard.rank, shard.coordinates, shard.file, shard.nbytes, len(shard.placement)
+            )
+            for shard in manifest.shards
+        ),
+    )

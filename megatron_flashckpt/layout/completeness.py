@@ -1,0 +1,124 @@
+"""Whether stored pieces, taken together, are whole tensors: every element there exactly once.
+
+`coverage` asks whether one rank's wanted pieces can be filled; this asks about the checkpoint
+itself, whoever may load it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.layout.coverage import Source
+from megatron_flashckpt.layout.piece import BUFFER, RANK_STATE, WEIGHT, Shape
+from megatron_flashckpt.layout.plan import pieces_of
+
+#: Kinds whose tensors must be there as a whole. Optimizers keep nothing of frozen parameters, so a
+#: stacked tensor may lack the boxes of some layers there.
+_WHOLE = (WEIGHT, BUFFER)
+#: An outline has 2**axes corners per box; models cut along four axes at most.
+_MAX_CUT_AXES = 10
+
+_Box = tuple[Shape, Shape]
+"""Offset and shape."""
+_Runs = dict[_Box, list[tuple[int, int, int]]]
+"""Start, end, rank: what is there of each box."""
+
+
+def incomplete(sources: Iterable[Source]) -> list[str]:
+    """Return one line per tensor that is not there exactly once; empty if all are.
+
+    The ranges of every box must tile it, and the boxes of a tensor must tile the tensor. Rank
+    state is no tensor of the model: each rank has a box of its own size.
+    """
+    tensors: dict[tuple[str, str], _Runs] = defaultdict(lambda: defaultdict(list))
+    shapes: dict[tuple[str, str], set[tuple[Shape, str]]] = defaultdict(set)
+    problems = []
+    for source in sources:
+        for piece in pieces_of(source.template, source.placement):
+            try:
+                piece.check()
+            except LayoutError as error:
+                problems.append(f"rank {source.rank}: {error}")
+                continue
+            name = (piece.kind, piece.key)
+            shapes[name].add((piece.global_shape, piece.dtype))
+            if piece.numel:
+                run = (piece.start, piece.end, source.rank)
+                tensors[name][piece.offset, piece.shape].append(run)
+    for (kind, key), said in sorted(shapes.items()):
+        found = _problem(kind, tensors[kind, key], said, tensors.get((WEIGHT, key), {}))
+        if found is not None:
+            problems.append(f"{kind}/{key}: {found}")
+    return problems
+
+
+def _problem(kind: str, boxes: _Runs, shapes: set[tuple[Shape, str]], weight: _Runs) -> str | None:
+    """Return what is wrong with one tensor, or None."""
+    if kind != RANK_STATE:
+        if len(shapes) > 1:
+            said = ", ".join(f"{shape} {dtype}" for shape, dtype in sorted(shapes))
+            return f"ranks do not agree what it is: {said}"
+        ((global_shape, _),) = shapes
+        found = None
+        # Boxes that the weight has too are checked there.
+        if kind in _WHOLE or not boxes.keys() <= weight.keys():
+            found = _untiled(list(boxes), global_shape)
+        if found is not None:
+            return found
+    for box, runs in sorted(boxes.items()):
+        found = _gap_or_overlap(runs, math.prod(box[1]))
+        if found is not None:
+            return f"box at {box[0]} of shape {box[1]}: {found}"
+    return None
+
+
+def _gap_or_overlap(runs: list[tuple[int, int, int]], volume: int) -> str | None:
+    position, last = 0, -1
+    for start, end, rank in sorted(runs):
+        if start > position:
+            return f"elements {position}-{start - 1} are missing"
+        if start < position:
+            return (
+                f"elements {start}-{min(end, position) - 1} are there twice "
+                f"(ranks {last} and {rank})"
+            )
+        position, last = end, rank
+    return None if position == volume else f"elements {position}-{volume - 1} are missing"
+
+
+def _untiled(boxes: list[_Box], global_shape: Shape) -> str | None:
+    """Return why `boxes` do not tile the global shape; None if they do.
+
+    No pairwise comparison, which a mixture of experts on many ranks would make too slow: boxes
+    tile a region exactly if their corners, with alternating signs, add up to the corners of that
+    region (the mixed difference of an indicator function determines it).
+    """
+    # Axes that no box cuts are alike in all corners.
+    cut = [
+        axis
+        for axis, size in enumerate(global_shape)
+        if any((offset[axis], shape[axis]) != (0, size) for offset, shape in boxes)
+    ]
+    if len(cut) > _MAX_CUT_AXES:
+        return f"is cut along {len(cut)} axes"
+    volume = math.prod(global_shape)
+    outline: Counter[Shape] = Counter()
+    _add_corners(outline, (0,) * len(cut), tuple(global_shape[i] for i in cut), -1 if volume else 0)
+    for offset, shape in boxes:
+        _add_corners(outline, tuple(offset[i] for i in cut), tuple(shape[i] for i in cut), 1)
+    if not any(outline.values()):
+        return None
+    held = sum(math.prod(shape) for _, shape in boxes)
+    if held < volume:
+        return f"at least {volume - held} of {volume} elements are in no box"
+    return f"boxes overlap: they hold {held} elements, the tensor has {volume}"
+
+
+def _add_corners(outline: Counter[Shape], offset: Shape, shape: Shape, sign: int) -> None:
+    ends = (((low, 1), (low + n, -1)) for low, n in zip(offset, shape, strict=True))
+    for corner in itertools.product(*ends):
+        outline[tuple(place for place, _ in corner)] += sign * math.prod(s for _, s in corner)

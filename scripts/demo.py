@@ -1,0 +1,194 @@
+"""The demo: what a crash costs with megatron_flashckpt.
+
+A small GPT is trained by Megatron's own loop on CPU ranks (on GPUs if there are any), three times
+from the same seed: to the end; killed with SIGKILL in mid-run and started again, which restores from
+the agent's memory; killed together with the agent and started again, which restores from storage.
+Training draws dropout masks, so a single lost random state would show in the losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+REPO = Path(__file__).resolve().parents[1]
+ITERATIONS, INTERVAL, KILLED_AT = 12, 4, 7
+MODEL = (
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 "
+    "--min-lr 1e-4 --lr-decay-iters 100 --lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 "
+    "--bf16 --use-distributed-optimizer --swiglu --vocab-size 8000 "
+    "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --transformer-impl local "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--attention-backend unfused --log-interval 1 --eval-interval 1000 --eval-iters 0"
+).split()
+console = Console()
+
+
+class Job:
+    """One training job in its own directory; `run` starts or restarts it."""
+
+    def __init__(self, where: Path, name: str) -> None:
+        self.where = where
+        self.name = name
+        self.save = where / name / "checkpoints"
+        self.starts = 0
+        self.log = ""
+        (where / name).mkdir()
+
+    def run(self, *, kill_at: int | None = None, kill_agent: bool = False) -> None:
+        """Train to the end, or until iteration `kill_at` has been logged; then kill everything."""
+        self.starts += 1
+        losses = self.where / self.name / f"losses-{self.starts}"
+        process = subprocess.Popen(
+            self._command(),
+            env=self._environment(losses),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        with console.status(f"{self.name}: starting") as status:
+            for line in process.stdout:
+                self.log += line
+                found = re.search(r" iteration +(\d+)/", line)
+                if found:
+                    status.update(f"{self.name}: iteration {found[1]} of {ITERATIONS}")
+                    if int(found[1]) == kill_at:
+                        kill(process.pid)
+        process.wait()
+        if kill_at is None and process.returncode != 0:
+            log = self.where / f"{self.name}.log"
+            log.write_text(self.log)
+            raise SystemExit(f"demo: {self.name} ended with {process.returncode}; see {log}")
+        if kill_agent:
+            for agent in agents(self.where):
+                kill(agent)
+
+    def losses(self, start: int) -> dict[str, list[list[str]]]:
+        """Exact losses of one start, by rank: `[iteration, hexadecimal float]` in order."""
+        files = sorted((self.where / self.name).glob(f"losses-{start}.*"))
+        return {f.suffix: [line.split() for line in f.read_text().splitlines()] for f in files}
+
+    def said(self, pattern: str) -> list[str]:
+        return re.findall(pattern, self.log)
+
+    def _command(self) -> list[str]:
+        ranks = min(4, torch.cuda.device_count()) if torch.cuda.is_available() else 4
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), "-m", "megatron_flashckpt.launch"),
+            *(str(REPO / "scripts/pretrain_gpt_tiny.py"), *MODEL),
+            *("--tensor-model-parallel-size", str(min(2, ranks))),
+            *("--train-iters", str(ITERATIONS), "--save-interval", str(INTERVAL)),
+            *("--save", str(self.save), "--load", str(self.save)),
+        ]
+
+    def _environment(self, losses: Path) -> dict[str, str]:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "LOSS_LOG": str(losses),
+            "FLASHCKPT_RUNTIME_DIR": str(self.where / "agents"),
+        }
+        if not torch.cuda.is_available():
+            environment["PYTHONPATH"] = str(REPO / "tests/cpu_megatron")
+            environment["CPU_CUDA_STUBS"] = "triton apex"
+        return environment
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process and all its children, children first seen alive."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in family:
+        process.kill()
+    psutil.wait_procs(family, timeout=10)
+
+
+def agents(where: Path) -> list[int]:
+    """Return the agents that serve this demo: they are nobody's children."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        command = process.info["cmdline"] or []
+        if "megatron_flashckpt.agent" in command and any(str(where) in word for word in command):
+            found.append(process.info["pid"])
+    return found
+
+
+def equal(whole: Job, resumed: Job) -> tuple[bool, int]:
+    """Return whether every loss after the restart is the uninterrupted run's, and how many."""
+    compared = 0
+    for rank, losses in resumed.losses(resumed.starts).items():
+        expected = [entry for entry in whole.losses(1)[rank] if int(entry[0]) > INTERVAL]
+        if losses != expected:
+            return False, compared
+        compared += len(losses)
+    return compared > 0, compared
+
+
+def show(whole: Job, resumed: list[Job]) -> bool:
+    saves = Table(title="Saves of the uninterrupted run (rank 0)")
+    for column in ("iteration", "MiB per rank", "training blocked, ms", "durable after, s"):
+        saves.add_column(column, justify="right")
+    staged = whole.said(r"iteration (\d+) staged, ([\d.]+) MiB on rank 0, blocked ([\d.]+) ms")
+    durable = dict(whole.said(r"iteration (\d+) durable after ([\d.]+) s"))
+    for iteration, mib, blocked in staged:
+        saves.add_row(iteration, mib, blocked, durable.get(iteration, "never"))
+    restarts = Table(title=f"Killed with SIGKILL in iteration {KILLED_AT + 1}, started again")
+    for column in ("killed", "restored from", "losses compared", "losses equal"):
+        restarts.add_column(column, justify="right")
+    good = len(durable) == ITERATIONS // INTERVAL
+    for job in resumed:
+        same, compared = equal(whole, job)
+        good &= same
+        source = job.said(r"flashckpt: iteration (\d+) was restored from (\w+)")
+        restarts.add_row(
+            job.name,
+            "; ".join(f"{where}, iteration {iteration}" for iteration, where in source),
+            str(compared),
+            "[green]yes[/]" if same else "[red]no[/]",
+        )
+    console.print(saves, restarts, sep="\n")
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints and logs")
+    keep = parser.parse_args().keep
+    where = Path(tempfile.mkdtemp(prefix="flashckpt-demo-"))
+    try:
+        whole = Job(where, "uninterrupted")
+        whole.run()
+        trainers, node = Job(where, "all trainers"), Job(where, "all trainers and the agent")
+        for job in (trainers, node):
+            job.run(kill_at=KILLED_AT, kill_agent=job is node)
+            job.run()
+        good = show(whole, [trainers, node])
+    finally:
+        for agent in agents(where):
+            kill(agent)
+        if keep:
+            console.print(f"kept: {where}")
+        else:
+            shutil.rmtree(where)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

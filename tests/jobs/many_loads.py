@@ -1,0 +1,80 @@
+"""One Megatron job that calls `load_checkpoint` and `save_checkpoint` many times.
+
+Run by torchrun from the tests. Starting Megatron costs most of a test's time, so one job takes
+many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`; `args`
+are set on Megatron's arguments before the call. What each call did on each rank is appended to
+`TRACE_DIR/rank_<r>.jsonl`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import pretrain_gpt_tiny as tiny
+import torch
+from megatron.training import get_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import setup_model_and_optimizer
+
+from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
+from megatron_flashckpt.session import session
+
+RANK = int(os.environ["RANK"])
+
+
+def trace(**event: Any) -> None:
+    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
+        print(json.dumps({"attempt": 0, **event}), file=file)
+
+
+def weights_digest(model: list[torch.nn.Module]) -> str:
+    digest = hashlib.sha256()
+    for chunk in model:
+        for parameter in chunk.parameters():
+            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = get_args()
+    load, args.load = args.load, None
+    model, optimizer, scheduler = setup_model_and_optimizer(
+        tiny.model_provider, tiny.ModelType.encoder_or_decoder
+    )
+    args.load = load
+    original = copy.copy(vars(args))
+    for case in json.loads(Path(os.environ["CASES"]).read_text()):
+        vars(args).clear()
+        vars(args).update({**original, **case["args"]})
+        before = weights_digest(model)
+        result, error = None, None
+        try:
+            if case["call"] == "load":
+                result = load_checkpoint(model, optimizer, scheduler)[0]
+            else:
+                save_checkpoint(case["iteration"], model, optimizer, scheduler, 0)
+                outcomes = session.checkpointer(args.save).wait()
+                result = [outcome.error for outcome in outcomes]
+        except Exception as failure:
+            error = [type(failure).__name__, str(failure)]
+        trace(
+            event=case["name"],
+            result=result,
+            error=error,
+            weights_changed=weights_digest(model) != before,
+        )
+        session.close(leave=True)  # cases must not see each other's memory
+        torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""What a user can get wrong, through Megatron's real `load_checkpoint` and `save_checkpoint`.
+
+Each case gives one clear error on every rank that names file, fact and remedy; nothing on disk is
+changed. One job makes a good checkpoint, a second one takes all cases.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.jobs import REPO, Result, run_job, succeeded
+
+MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+RANKS = 2
+ITERATION = "iter_0000002"
+
+
+def shard(directory: Path, rank: int) -> Path:
+    (found,) = (directory / ITERATION).glob(f"rank_{rank:05d}-*.safetensors")
+    return found
+
+
+def cut_short(directory: Path) -> None:
+    file = shard(directory, 1)
+    with open(file, "r+b") as opened:
+        opened.truncate(file.stat().st_size - 1)
+
+
+def flip_bit(directory: Path) -> None:
+    file = shard(directory, 0)
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 0x10
+    file.write_bytes(content)
+
+
+def not_json(directory: Path) -> None:
+    (directory / ITERATION / "manifest.json").write_text("{ not json")
+
+
+def newer_version(directory: Path) -> None:
+    manifest = directory / ITERATION / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["version"] = 99
+    manifest.write_text(json.dumps(content))
+
+
+def missing_iteration(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION)
+
+
+def missing_shard(directory: Path) -> None:
+    shard(directory, 1).unlink()
+
+
+def foreign_files(directory: Path) -> None:
+    (directory / "notes.txt").write_text("mine")
+    (directory / ITERATION / "rank_00007.bak").write_text("mine too")
+    (directory / "iter_9").mkdir()
+
+
+#: name -> (damage, extra arguments, error class or None, what its message must say)
+CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str]]] = {
+    "intact": (None, {}, None, []),
+    "foreign_files": (foreign_files, {}, None, []),
+    "cut_short": (
+        cut_short,
+        {},
+        "CorruptCheckpointError",
+        [r"rank_00001-\w+\.safetensors", r"bytes long, the manifest says", "--ckpt-step"],
+    ),
+    "flipped_bit": (
+        flip_bit,
+        {},
+        "CorruptCheckpointError",
+        [r"rank_00000-\w+\.safetensors, chunk 0", r"digest \w{16}, expected \w{16}", "--ckpt-step"],
+    ),
+    "not_json": (
+        not_json,
+        {},
+        "CorruptCheckpointError",
+        [r"manifest\.json: is not a manifest", "--ckpt-step"],
+    ),
+    "newer_version": (
+        newer_version,
+        {},
+        "FormatVersionError",
+        [r"manifest\.json: format version 99", "up to 1", "upgrade"],
+    ),
+    "missing_iteration": (
+        missing_iteration,
+        {},
+        "NotCommittedError",
+        [r"iter_0000002/manifest\.json: does not exist", "--ckpt-step"],
+    ),
+    "missing_shard": (
+        missing_shard,
+        {},
+        "CorruptCheckpointError",
+        [r"rank_00001-\w+\.safetensors: is missing", "--ckpt-step"],
+    ),
+}
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(file.relative_to(directory)): (file.stat().st_mtime_ns, file.read_bytes())
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+class Ran:
+    """The job over all cases, and the directories before and after."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        good = tmp_path / "good"
+        succeeded(
+            run_job(
+                tmp_path,
+                "save",
+                [*MODEL, "--train-iters", "2", "--save", str(good), "--save-interval", "2"],
+                ranks=RANKS,
+            )
+        )
+        cases = []
+        self.directories = {}
+        for name, (damage, args, _, _) in CASES.items():
+            directory = tmp_path / name
+            shutil.copytree(good, directory)
+            if damage is not None:
+                damage(directory)
+            self.directories[name] = directory
+            cases.append({"name": name, "call": "load", "args": {"load": str(directory), **args}})
+        blocked = tmp_path / "file"
+        blocked.write_text("a file where the save directory should be")
+        cases += [
+            {
+                "name": "no_such_directory",
+                "call": "load",
+                "args": {"load": str(tmp_path / "nowhere")},
+            },
+            {
+                "name": "save_into_a_file",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(blocked)},
+            },
+            {
+                "name": "save_makes_the_directory",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(tmp_path / "new/deep")},
+            },
+        ]
+        self.tmp_path = tmp_path
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        self.before = {name: snapshot(path) for name, path in self.directories.items()}
+        self.result = self.run("cases", MODEL, tmp_path / "cases.json")
+        self.after = {name: snapshot(path) for name, path in self.directories.items()}
+        self.good = good
+
+    def run(self, name: str, model: list[str], cases: Path) -> Result:
+        return succeeded(
+            run_job(
+                self.tmp_path,
+                name,
+                [*model, "--train-iters", "2"],
+                ranks=RANKS,
+                door="stock",
+                env={"CASES": str(cases)},
+                script=REPO / "tests/jobs/many_loads.py",
+            )
+        )
+
+    def of(self, name: str) -> list[dict]:
+        events = self.result.named(name)
+        assert [event["rank"] for event in events] == list(range(RANKS))
+        return events
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(tmp_path_factory.mktemp("bad_input"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: Ran, name: str) -> None:
+    _, _, error, says = CASES[name]
+    for event in ran.of(name):
+        if error is None:
+            assert event["error"] is None
+            assert event["result"] == 2
+        else:
+            assert event["error"] is not None, "loaded without a word"
+            # A rank that is not affected itself repeats the error of the one that is.
+            assert event["error"][0] in (error, "FlashCkptError")
+            assert error in (event["error"][0], *event["error"][1].split(": "))
+            for pattern in says:
+                assert re.search(pattern, event["error"][1]), event["error"][1]
+    assert ran.after[name] == ran.before[name]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case[2] and name != "flipped_bit"]
+)
+def test_nothing_is_overwritten_when_a_load_is_refused(ran: Ran, name: str) -> None:
+    assert [event["weights_changed"] for event in ran.of(name)] == [False] * RANKS
+
+
+def test_a_missing_directory_starts_from_random_as_stock_does(ran: Ran) -> None:
+    for event in ran.of("no_such_directory"):
+        assert (event["result"], event["error"]) == (0, None)
+    assert "will not load any checkpoints and will start from random" in ran.result.log
+
+
+def test_saving_into_a_file_fails_on_every_rank_with_the_path_and_a_remedy(ran: Ran) -> None:
+    for event in ran.of("save_into_a_file"):
+        (message,) = event["result"]
+        assert str(ran.tmp_path / "file") in message
+        assert "move it away" in message
+    assert (ran.tmp_path / "file").read_text().startswith("a file where")
+
+
+def test_saving_makes_a_missing_directory(ran: Ran) -> None:
+    for event in ran.of("save_makes_the_directory"):
+        assert event["result"] == [None]
+    assert (ran.tmp_path / "new/deep/iter_0000005/manifest.json").exists()
+
+
+def test_a_checkpoint_of_another_model_names_every_differing_key_and_both_shapes(
+    ran: Ran,
+) -> None:
+    cases = ran.tmp_path / "other.json"
+    load = {"name": "other", "call": "load", "args": {"load": str(ran.good)}}
+    cases.write_text(json.dumps([load]))
+    before = snapshot(ran.good)
+    wider = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+    wider += ["--ffn-hidden-size", "192"]
+    result = ran.run("other", wider, cases)
+    assert len(result.named("other")) == RANKS
+    for event in result.named("other"):
+        kind, message = event["error"]
+        assert kind == "MissingStateError"
+        key = "decoder.layers.mlp.linear_fc1.weight"
+        found = re.search(
+            rf"weight/{key}: (\(.*?\)) BF16 in the checkpoint, (\(.*?\)) BF16", message
+        )
+        assert found, message
+        assert found[1] != found[2]
+        for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            assert f"{kind}/{key}: " in message
+        assert not event["weights_changed"]
+    assert snapshot(ran.good) == before
+
+
+def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> None:
+    result = run_job(
+        tmp_path,
+        "unknown",
+        [
+            *MODEL,
+            "--train-iters",
+            "1",
+            "--save",
+            str(tmp_path / "s"),
+            "--load",
+            str(tmp_path / "s"),
+        ],
+        ranks=1,
+        env={"FLASHCKPT_SLOTTS": "3"},
+    )
+    assert result.returncode != 0
+    assert "unknown setting FLASHCKPT_SLOTTS; known ones: runtime_dir, slots" in result.log

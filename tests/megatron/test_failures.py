@@ -1,0 +1,77 @@
+"""Saves that fail in the background: every rank hears of it, and training goes on unless asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.jobs import Result, run_job, succeeded
+
+MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+RANKS = 2
+
+
+def failing_save(tmp_path: Path, **kwargs: object) -> Result:
+    """Train while a file stands where the directory of iteration 2 should be."""
+    save = tmp_path / "save"
+    save.mkdir()
+    (save / "iter_0000002").write_text("in the way")
+    return run_job(
+        tmp_path,
+        "failing",
+        [*MODEL, "--train-iters", "6", "--save", str(save), "--save-interval", "2"],
+        ranks=RANKS,
+        **kwargs,
+    )
+
+
+def test_an_io_error_reaches_every_rank_and_training_goes_on(tmp_path: Path) -> None:
+    result = succeeded(failing_save(tmp_path))
+    assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
+    for rank in range(RANKS):
+        (error,) = re.findall(rf"rank {rank}: iteration 2 was not saved: (.*)", result.log)
+        assert f"{tmp_path}/save/iter_0000002" in error
+        assert "move it away" in error
+        assert "training goes on, the previous checkpoint is intact" in error
+    assert (tmp_path / "save/iter_0000002").read_text() == "in the way"
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
+    result = failing_save(tmp_path, env={"FLASHCKPT_ON_FAILURE": "raise"})
+    assert result.returncode != 0
+    assert "SaveFailedError" in result.log
+    assert max(result.losses()) < 6
+
+
+@pytest.fixture(scope="module")
+def killed_agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    tmp_path = tmp_path_factory.mktemp("agent")
+    save = str(tmp_path / "save")
+    arguments = [*MODEL, "--train-iters", "6", "--save", save, "--save-interval", "2"]
+    return tmp_path, succeeded(
+        run_job(tmp_path, "agent", arguments, ranks=RANKS, env={"KILL_AGENT": "4"})
+    )
+
+
+def test_an_agent_that_is_gone_is_reported_on_every_rank(
+    killed_agent: tuple[Path, Result],
+) -> None:
+    _, result = killed_agent
+    for rank in range(RANKS):
+        found = re.findall(
+            rf"rank {rank}: .* was not saved: the agent of this node is gone.*", result.log
+        )
+        assert len(found) == 1
+        assert "agent.log" in found[0]
+    assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_next_save_starts_a_new_agent_and_is_committed(
+    killed_agent: tuple[Path, Result],
+) -> None:
+    tmp_path, result = killed_agent
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
+    assert "successfully saved checkpoint from iteration       6" in result.log
