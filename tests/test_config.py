@@ -1,0 +1,250 @@
+"""Settings come from defaults, then a file, then the environment; what is unknown is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.config import FILE_VARIABLE, Config, Replicated, load_config
+from megatron_flashckpt.errors import ConfigError, FlashCkptError
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Return a function that writes a settings file and returns its path."""
+
+    def write(text: str | bytes) -> Path:
+        path = tmp_path / "flashckpt.yaml"
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    return write
+
+
+def fields_of(struct: type[msgspec.Struct], prefix: str = "") -> dict[str, object]:
+    """Return the default of every setting by its dotted name."""
+    found: dict[str, object] = {}
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.default, msgspec.Struct):
+            found |= fields_of(type(field.default), f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = field.default
+    return found
+
+
+def test_without_file_and_environment_the_defaults_hold():
+    assert load_config(environ={}) == Config()
+
+
+def test_the_process_environment_is_read_by_default(monkeypatch):
+    monkeypatch.setenv("FLASHCKPT_SLOTS", "3")
+    assert load_config().slots == 3
+
+
+def test_a_file_changes_what_it_names_and_nothing_else(write):
+    path = write("slots: 4\nagent:\n  grace_s: 60\n")
+    config = load_config(path, {})
+    assert config == msgspec.structs.replace(
+        Config(), slots=4, agent=msgspec.structs.replace(Config().agent, grace_s=60.0)
+    )
+
+
+@pytest.mark.parametrize("as_type", [str, Path])
+def test_the_path_may_be_text_or_a_path(write, as_type):
+    assert load_config(as_type(write("slots: 4")), {}).slots == 4
+
+
+def test_the_environment_can_name_the_file(write):
+    assert load_config(environ={FILE_VARIABLE: str(write("slots: 5"))}).slots == 5
+
+
+def test_a_path_given_in_code_wins_over_the_one_in_the_environment(write):
+    assert load_config(write("slots: 5"), {FILE_VARIABLE: "/no/such/file"}).slots == 5
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a comment\n", "{}", "agent: {}"])
+def test_a_file_without_settings_means_the_defaults(write, text):
+    assert load_config(write(text), {}) == Config()
+
+
+def test_the_environment_wins_over_the_file(write):
+    path = write("slots: 4\nbusy: skip\nagent: {grace_s: 60, persist_threads: 5}")
+    config = load_config(path, {"FLASHCKPT_SLOTS": "6", "FLASHCKPT_AGENT__GRACE_S": "7.5"})
+    assert (config.slots, config.busy) == (6, "skip")
+    assert (config.agent.grace_s, config.agent.persist_threads) == (7.5, 5)
+
+
+def test_a_double_underscore_names_a_nested_setting():
+    config = load_config(
+        environ={"FLASHCKPT_AGENT__GRACE_S": "60", "FLASHCKPT_REPLICATED__WEIGHT": "first"}
+    )
+    assert config.agent.grace_s == 60.0
+    assert config.replicated == Replicated(weight="first", optimizer="share")
+
+
+@pytest.mark.parametrize(("name", "default"), fields_of(Config).items())
+def test_every_setting_can_be_set_in_file_and_environment(write, name, default):
+    text = "null" if default is None else str(default).lower()
+    variable = "FLASHCKPT_" + name.upper().replace(".", "__")
+    *sections, field = name.split(".")
+    lines = [f"{'  ' * depth}{section}:\n" for depth, section in enumerate(sections)]
+    path = write("".join(lines) + f"{'  ' * len(sections)}{field}: {text}\n")
+    assert load_config(path, {}) == load_config(environ={variable: text}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("false", False), ("yes", True), ("off", False)]
+)
+def test_booleans_in_the_environment_are_those_of_yaml(text, value):
+    config = load_config(environ={"FLASHCKPT_RESTORE_FROM_MEMORY": text})
+    assert config.restore_from_memory is value
+
+
+@pytest.mark.parametrize("text", ["/tmp/x", "relative/x", "/with space/x", "/a:b/x"])
+def test_text_in_the_environment_stays_as_it_is(text):
+    assert load_config(environ={"FLASHCKPT_RUNTIME_DIR": text}).runtime_dir == text
+
+
+def test_other_variables_are_nobodys_business():
+    environ = {"PATH": "/bin", "MY_FLASHCKPT_SLOTS": "x", "FLASHCKPTSLOTS": "x", "SLOTS": "9"}
+    assert load_config(environ=environ) == Config()
+
+
+def test_unknown_settings_in_a_file_are_all_named(write):
+    path = write("slot: 3\nslots: 2\nagent:\n  grace: 1\nzebra:\n  a: 1\n1: 2\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {})
+    message = str(caught.value)
+    assert message.startswith(f"{path}: unknown settings 1, agent.grace, slot, zebra; known ones:")
+    for name in fields_of(Config):
+        assert name in message.partition("known ones:")[2]
+
+
+def test_unknown_variables_are_all_named():
+    environ = {
+        "FLASHCKPT_SLOT": "3",
+        "FLASHCKPT_SLOTS": "3",
+        "FLASHCKPT_AGENT_GRACE_S": "1",
+        "FLASHCKPT_AGENT": "{}",
+        "FLASHCKPT_SLOTS__X": "1",
+        "FLASHCKPT_": "1",
+    }
+    with pytest.raises(ConfigError, match=r"^environment: unknown settings") as caught:
+        load_config(environ=environ)
+    named = str(caught.value).partition(";")[0].removeprefix("environment: unknown settings ")
+    assert set(named.split(", ")) == set(environ) - {"FLASHCKPT_SLOTS"}
+
+
+def test_a_single_unknown_setting_reads_in_the_singular(write):
+    with pytest.raises(ConfigError, match=": unknown setting slot; known ones: runtime_dir, slots"):
+        load_config(write("slot: 3"), {})
+
+
+@pytest.mark.parametrize("text", ["agent: 5", "agent: null", "agent: [grace_s]", "agent: x"])
+def test_a_section_that_is_no_section_is_refused(write, text):
+    with pytest.raises(ConfigError, match="agent"):
+        load_config(write(text), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("slots", "two"),
+        ("slots", "2.5"),
+        ("slots", "true"),
+        ("slots", "null"),
+        ("slots", "[2]"),
+        ("staging", "later"),
+        ("staging", "Deferred"),
+        ("busy", "7"),
+        ("on_failure", "no"),
+        ("restore_from_memory", "1"),
+        ("restore_from_memory", "'true'"),
+        ("drain_timeout_s", "1h"),
+        ("runtime_dir", "7"),
+        ("agent.grace_s", "never"),
+        ("replicated.weight", "last"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, text):
+    variable = "FLASHCKPT_" + name.upper().replace(".", "__")
+    with pytest.raises(ConfigError, match=rf"{variable}: .*\$\.{name}.*see configs/"):
+        load_config(environ={variable: text})
+    section, _, field = name.rpartition(".")
+    path = write(f"{section}:\n  {field}: {text}" if section else f"{field}: {text}")
+    with pytest.raises(ConfigError, match=rf"{path}: .*\$\.{name}"):
+        load_config(path, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "below", "least"),
+    [
+        ("slots", "1", "2"),
+        ("slots", "-1", "2"),
+        ("read_threads", "0", "1"),
+        ("agent.persist_threads", "0", "1"),
+        ("agent.grace_s", "-0.5", "0"),
+        ("agent.start_timeout_s", "0.05", "0.1"),
+        ("agent.commit_timeout_s", "0.5", "1"),
+        ("drain_timeout_s", "-1", "0"),
+    ],
+)
+def test_a_value_below_the_minimum_is_refused_and_the_minimum_is_not(name, below, least):
+    variable = "FLASHCKPT_" + name.upper().replace(".", "__")
+    with pytest.raises(ConfigError, match=rf"{name} must be at least {least}, got {below}"):
+        load_config(environ={variable: below})
+    *sections, field = name.split(".")
+    found = load_config(environ={variable: least})
+    for section in sections:
+        found = getattr(found, section)
+    assert getattr(found, field) == float(least)
+
+
+def test_a_file_that_is_not_there_is_named_with_the_remedy(tmp_path):
+    path = tmp_path / "absent.yaml"
+    with pytest.raises(ConfigError, match=f"{path}: cannot be read .*unset {FILE_VARIABLE}"):
+        load_config(environ={FILE_VARIABLE: str(path)})
+
+
+def test_a_directory_is_no_settings_file(tmp_path):
+    with pytest.raises(ConfigError, match=f"{tmp_path}: cannot be read"):
+        load_config(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    "text", ["slots: [", "a: b: c", "\tslots: 2", b"\xff\xfe\x00", b"\x00", "? {a: b}\n: c"]
+)
+def test_what_is_not_yaml_is_refused(write, text):
+    path = write(text)
+    with pytest.raises(ConfigError, match=f"{path}: is not valid YAML"):
+        load_config(path, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("- slots", "list"), ("slots", "str"), ("7", "int"), ("true", "bool")]
+)
+def test_a_file_that_holds_no_fields_is_refused(write, text, kind):
+    with pytest.raises(ConfigError, match=f"must hold 'field: value' lines, holds {kind}"):
+        load_config(write(text), {})
+
+
+def test_a_settings_file_cannot_call_anything(write, tmp_path):
+    made = tmp_path / "made"
+    path = write(f"slots: !!python/object/apply:os.mkdir ['{made}']")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load_config(path, {})
+    assert not made.exists()
+
+
+def test_settings_cannot_be_changed_afterwards():
+    config = Config()
+    with pytest.raises(AttributeError):
+        config.slots = 3
+
+
+def test_a_config_error_is_a_value_error_of_ours():
+    with pytest.raises(ValueError, match="unknown setting") as caught:
+        load_config(environ={"FLASHCKPT_X": "1"})
+    assert isinstance(caught.value, FlashCkptError)
