@@ -17,7 +17,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError
@@ -64,7 +64,7 @@ atoms = (
     | st.booleans()
     | st.integers(-(2**130), 2**130)
     | st.floats(allow_nan=False)
-    | st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+    | st.text(max_size=5)
     | st.just(TAG)
     | st.binary(max_size=5)
     | st.sampled_from([*Colour, *Level, torch.bfloat16, torch.float8_e4m3fn])
@@ -99,11 +99,11 @@ def typed(value):
     if isinstance(value, list | tuple):
         return (type(value), [typed(item) for item in value])
     if isinstance(value, set | frozenset):
-        return (type(value), collections.Counter(repr(typed(item)) for item in value))
+        return (type(value), sorted(repr(typed(item)) for item in value))
     return (type(value), value)
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees)
 def test_everything_with_a_plain_form_comes_back_equal_and_of_its_type(tree):
     assert typed(round_trip(tree)) == typed(tree)
