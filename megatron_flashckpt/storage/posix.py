@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ _REMEDY = {
     errno.ENOTDIR: "a file stands where a directory should be: move it away",
     errno.EEXIST: "a file stands where a directory should be: move it away",
     errno.EISDIR: "a directory stands where a file should be: move it away",
+    errno.ESPIPE: "a pipe or device stands where a file should be: move it away",
     errno.ELOOP: "a symbolic link stands where a file should be: remove it",
 }
 
@@ -159,7 +161,12 @@ class PosixStorage:
 def _open_nofollow(path: str, flags: int) -> int:
     """An opener, so that `open` closes the descriptor too if it turns out to be a directory."""
     # O_NONBLOCK: opening a FIFO in a file's place must not wait for a writer. Files ignore it.
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    mode = os.fstat(fd).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        os.close(fd)
+        raise OSError(errno.ESPIPE, "is not a file")
+    return fd
 
 
 def _sync_directory(path: Path) -> None:
