@@ -1,9 +1,9 @@
 """The demo: what a crash costs with megatron_flashckpt.
 
 A small GPT is trained by Megatron's own loop on CPU ranks (on GPUs if there are any), three times
-from the same seed: to the end; killed with SIGKILL in mid-run and started again, which restores from
-the agent's memory; killed together with the agent and started again, which restores from storage.
-Training draws dropout masks, so a single lost random state would show in the losses.
+from the same seed: to the end; killed with SIGKILL in mid-run and started again, which restores
+from the agent's memory; killed together with the agent and started again, which restores from
+storage. Training draws dropout masks, so a single lost random state would show in the losses.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Job:
             "FLASHCKPT_RUNTIME_DIR": str(self.where / "agents"),
         }
         if not torch.cuda.is_available():
-            environment["PYTHONPATH"] = str(REPO / "tests/cpu_megatron")
+            environment["PYTHONPATH"] = f"{REPO / 'tests/cpu_megatron'}{os.pathsep}{REPO}"
             environment["CPU_CUDA_STUBS"] = "triton apex"
         return environment
 

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _COMMIT_POLL_S = (0.02, 1.0)
+#: Seconds for which ranks wait for the one that computes a template they all need.
+_COMPUTING_S = 1.0
 #: Seconds for which an agent that nobody has talked to yet stays.
 _UNCLAIMED_S = 60.0
 
@@ -68,6 +70,7 @@ class Agent:
         self._ranks: dict[int, _Rank] = {}
         self._pending: dict[str, PendingSave] = {}
         self._templates: dict[str, bytes] = {}
+        self._computing: dict[str, float] = {}
         self._connections = 0
         self._last_seen = time.monotonic()
         self._pool = concurrent.futures.ThreadPoolExecutor(options.persist_threads, "persist")
@@ -190,9 +193,10 @@ class Agent:
                     self._enqueue(number, request.slot)
                     return (p.Done(),)
                 case p.GetTemplate():
-                    return (p.TemplateReply(self._templates.get(request.fingerprint)),)
+                    return (p.TemplateReply(self._template(request.fingerprint)),)
                 case p.PutTemplate():
                     self._templates[request.fingerprint] = request.encoded
+                    self._changed.notify_all()
                     return (p.Done(),)
                 case p.Poll():
                     return (self._poll(rank, request.wait_s),)
@@ -225,6 +229,22 @@ class Agent:
             if not self._changed.wait(deadline - time.monotonic()):
                 return -1
         return index
+
+    def _template(self, fingerprint: str) -> bytes | None:
+        """Return a template; None tells the asker to compute it, and others to wait for that.
+
+        The ranks of a node make their first save at the same moment: without the wait all of them
+        would find nothing and compute the same template.
+        """
+        if fingerprint not in self._templates:
+            if fingerprint not in self._computing:
+                self._computing[fingerprint] = time.monotonic() + _COMPUTING_S
+                return None
+            while fingerprint not in self._templates:
+                left = self._computing[fingerprint] - time.monotonic()
+                if not self._changed.wait(max(left, 0.0)):
+                    break
+        return self._templates.get(fingerprint)
 
     def _poll(self, rank: _Rank, wait_s: float) -> p.Outcomes:
         deadline = time.monotonic() + wait_s

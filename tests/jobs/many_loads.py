@@ -2,8 +2,8 @@
 
 Run by torchrun from the tests. Starting Megatron costs most of a test's time, so one job takes
 many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`; `args`
-are set on Megatron's arguments before the call. What each call did on each rank is appended to
-`TRACE_DIR/rank_<r>.jsonl`.
+are set on Megatron's arguments before the call, `config` are settings of ours. What each call did
+on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import msgspec
 import pretrain_gpt_tiny as tiny
 import torch
 from megatron.training import get_args
@@ -25,6 +26,7 @@ from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.session import session
 
 RANK = int(os.environ["RANK"])
@@ -55,6 +57,9 @@ def main() -> None:
     for case in json.loads(Path(os.environ["CASES"]).read_text()):
         vars(args).clear()
         vars(args).update({**original, **case["args"]})
+        runtime_dir = os.environ["FLASHCKPT_RUNTIME_DIR"]
+        settings = {"runtime_dir": runtime_dir, **case.get("config", {})}
+        session.config = msgspec.convert(settings, Config)
         before = weights_digest(model)
         result, error = None, None
         try:

@@ -15,7 +15,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from megatron_flashckpt.layout.plan import pieces_of
 from megatron_flashckpt.megatron_lm import plain
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
 
 REPO = Path(__file__).resolve().parents[2]
 JOB = REPO / "tests/jobs/traced_gpt.py"
@@ -207,3 +210,32 @@ def same(one: object, other: object) -> bool:
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
     return one == other
+
+
+def assemble(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
+    """Put the global tensors together from the pieces, element by element; each exactly once."""
+    storage = PosixStorage(save)
+    stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    shards = tensors(save, iteration)
+    wholes: dict[tuple[str, str], torch.Tensor] = {}
+    filled: dict[tuple[str, str], torch.Tensor] = {}
+    for source in stored.sources():
+        # In file order, which is the layout's.
+        contents = [tensor for (rank, _), tensor in shards.items() if rank == source.rank]
+        for piece, content in zip(
+            pieces_of(source.template, source.placement), contents, strict=True
+        ):
+            if piece.kind == "rank_state":
+                continue
+            name = (piece.kind, piece.key)
+            whole = wholes.setdefault(name, torch.zeros(piece.global_shape, dtype=content.dtype))
+            count = filled.setdefault(name, torch.zeros(piece.global_shape, dtype=torch.int8))
+            box = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.shape, strict=True))
+            flat = whole[box].reshape(-1).clone()
+            flat[piece.start : piece.end] = content
+            whole[box] = flat.view(piece.shape)
+            times = count[box].reshape(-1).clone()
+            times[piece.start : piece.end] += 1
+            count[box] = times.view(piece.shape)
+    assert all(bool((count == 1).all()) for count in filled.values())
+    return wholes

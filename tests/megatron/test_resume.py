@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import (
     Result,
     differing,
@@ -109,6 +111,19 @@ def test_no_save_communicates(jobs: Jobs) -> None:
     saves = jobs.a.named("save") + jobs.b.named("save") + jobs.c.named("save")
     assert len(saves) == 4 * (2 + 2 + 1)
     assert [save for save in saves if save["calls"]] == []
+
+
+def test_plans_are_computed_once_per_template_then_shared_and_cached(jobs: Jobs) -> None:
+    """Over all ranks one miss per template; a second save hits; a restarted rank computes none."""
+    storage = PosixStorage(jobs.tmp_path / "A")
+    templates = StoredCheckpoint(storage, 6, read_manifest(storage, 6)).manifest.templates
+    plans = jobs.a.named("plans")
+    assert len(plans) == 4
+    assert sum(plan["misses"] for plan in plans) == len(templates)
+    assert sum(plan["misses"] + plan["shared"] for plan in plans) == 4
+    assert [plan["local"] for plan in plans] == [1, 1, 1, 1]
+    restarted = jobs.b.named("plans", attempt=1)
+    assert [(plan["misses"], plan["shared"]) for plan in restarted] == [(0, 1)] * 4
 
 
 def test_every_job_ends_without_an_agent_and_with_the_last_save_committed(jobs: Jobs) -> None:

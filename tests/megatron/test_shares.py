@@ -1,0 +1,140 @@
+"""Who writes what, and what else a load may ask for: several saves and loads in a few jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.megatron.jobs import REPO, Result, assemble, run_job, succeeded
+
+PLAIN = ["--num-layers", "2", "--bf16"]
+RANKS = 4
+
+
+def run_cases(
+    tmp_path: Path, name: str, model: list[str], cases: list[dict], ranks: int = RANKS
+) -> Result:
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(cases))
+    result = succeeded(
+        run_job(
+            tmp_path,
+            name,
+            [*model, "--train-iters", "2"],
+            ranks=ranks,
+            door="stock",
+            env={"CASES": str(file)},
+            script=REPO / "tests/jobs/many_loads.py",
+        )
+    )
+    for event in result.events:
+        assert event["error"] is None, event
+    return result
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of the same plainly optimised model on 4 replicas."""
+    tmp_path = tmp_path_factory.mktemp("shares")
+    policies = {
+        "share": {},
+        "first": {"replicated": {"weight": "first", "optimizer": "first"}},
+        "mixed": {"replicated": {"weight": "first", "optimizer": "share"}},
+    }
+    save = [
+        {
+            "name": name,
+            "call": "save",
+            "iteration": 2,
+            "args": {"save": str(tmp_path / name)},
+            "config": config,
+        }
+        for name, config in policies.items()
+    ]
+    run_cases(tmp_path, "policies", PLAIN, save)
+    return tmp_path
+
+
+def written(save: Path) -> list[dict[str, int]]:
+    """Bytes per kind of state, for every rank."""
+    found = []
+    for file in sorted((save / "iter_0000002").glob("*.safetensors")):
+        kinds: dict[str, int] = {}
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
+                kind = name.split("/")[0]
+                tensor = shard.get_tensor(name)
+                kinds[kind] = kinds.get(kind, 0) + tensor.numel() * tensor.element_size()
+        found.append(kinds)
+    assert len(found) == RANKS
+    return found
+
+
+def state_bytes(kinds: dict[str, int]) -> int:
+    return sum(nbytes for kind, nbytes in kinds.items() if kind != "rank_state")
+
+
+def test_replicas_write_equal_byte_shares(where: Path) -> None:
+    shares = [state_bytes(kinds) for kinds in written(where / "share")]
+    # The cuts fall on elements of at most four bytes, in two streams (optimizer and weights).
+    assert max(shares) - min(shares) <= 8
+    assert min(shares) > 0
+
+
+def test_the_first_replica_writes_all_where_configured(where: Path) -> None:
+    first, *others = written(where / "first")
+    assert state_bytes(first) > 0
+    assert [state_bytes(kinds) for kinds in others] == [0, 0, 0]
+    weights = [kinds.get("weight", 0) for kinds in written(where / "mixed")]
+    masters = [kinds.get("master", 0) for kinds in written(where / "mixed")]
+    assert weights[0] > 0
+    assert weights[1:] == [0, 0, 0]
+    assert sum(masters) == 2 * sum(weights)
+    assert max(masters) < sum(masters)
+
+
+def test_the_shares_make_up_the_same_tensors_whoever_writes_them(where: Path) -> None:
+    one, *others = (assemble(where / name, 2) for name in ("share", "first", "mixed"))
+    assert {kind for kind, _ in one} == {"weight", "master"}
+    for other in others:
+        assert other.keys() == one.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_the_number_of_replicas_may_change(where: Path) -> None:
+    model = [*PLAIN, "--use-distributed-optimizer"]
+    four, two = where / "four", where / "two"
+    run_cases(
+        where,
+        "dp4",
+        model,
+        [{"name": "save", "call": "save", "iteration": 2, "args": {"save": str(four)}}],
+    )
+    cases = [
+        {"name": "load", "call": "load", "args": {"load": str(four)}},
+        {"name": "save", "call": "save", "iteration": 2, "args": {"save": str(two)}},
+    ]
+    result = run_cases(where, "dp2", [*model, "--seed", "77"], cases, ranks=2)
+    assert [event["result"] for event in result.named("load")] == [2, 2]
+    assert all(event["weights_changed"] for event in result.named("load"))
+    before, after = assemble(four, 2), assemble(two, 2)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_what_a_load_leaves_out_follows_megatrons_flags(where: Path) -> None:
+    load = {"load": str(where / "share")}
+    cases = [
+        {"name": "finetune", "call": "load", "args": {**load, "finetune": True}},
+        {"name": "no_optim", "call": "load", "args": {**load, "no_load_optim": True}},
+        {"name": "no_rng", "call": "load", "args": {**load, "no_load_rng": True}},
+        {"name": "step", "call": "load", "args": {**load, "ckpt_step": 2}},
+    ]
+    result = run_cases(where, "flags", [*PLAIN, "--seed", "78"], cases, ranks=1)
+    found = {event["event"]: event["result"] for event in result.events}
+    assert found == {"finetune": 0, "no_optim": 2, "no_rng": 2, "step": 2}
+    assert result.named("finetune")[0]["weights_changed"]
