@@ -1,0 +1,315 @@
+"""Imports run one way: reads every import of the package with `ast` and holds the rules of design.
+
+Imports inside functions count too; those under `TYPE_CHECKING` count for the layers, but load
+nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import graphlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import megatron_flashckpt
+
+PACKAGE = "megatron_flashckpt"
+HOME = Path(megatron_flashckpt.__file__).parent
+
+#: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
+LAYERS = (
+    {"", "errors"},
+    {"config"},
+    {"layout", "storage"},
+    {"memory"},
+    {"agent", "restore", "megatron_lm"},
+    {"checkpointer", "inspection", "verification"},
+    {"session", "loading"},
+    {"resume", "cli"},
+    {"checkpointing", "async_utils"},
+    {"launch"},
+)
+#: Never torch, neither themselves nor through what they import, not even inside a function.
+TORCH_FREE = ("", "errors", "config", "layout", "storage", "agent", "memory.slot", "memory.slab")
+#: Not when they start; a command that needs torch may import it when it runs.
+TORCH_FREE_AT_START = ("cli", "inspection", "verification")
+#: All others get what they need to know of Megatron from these.
+KNOW_MEGATRON = {
+    "megatron_lm",
+    "checkpointer",
+    "session",
+    "loading",
+    "resume",
+    "checkpointing",
+    "async_utils",
+    "launch",
+}
+#: Clients of object stores: an optional dependency, and one module's business.
+STORE_CLIENTS = {"obstore", "boto3", "botocore", "fsspec", "s3fs", "google", "azure"}
+#: `layout` has no I/O and no clock.
+IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}
+IMPURE |= {"asyncio", "datetime", "logging", "mmap", "multiprocessing", "random", "uuid"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    target: str
+    """Dotted name; the package's own modules without the package's name, `""` for the package."""
+    line: int
+    own: bool
+    loads: bool = True
+    """False under `TYPE_CHECKING`."""
+    at_start: bool = True
+    """False inside a function."""
+
+
+def imports_in(source: str, module: str, own_modules: Iterable[str]) -> list[Import]:
+    """Return every import of `source`, the text of the package's `module` (dotted, `""`: root).
+
+    A module that is a package ends with `.__init__`.
+    """
+    own_modules = set(own_modules)
+    found: list[Import] = []
+
+    def note(name: str, node: ast.AST, loads: bool, at_start: bool) -> None:
+        root, _, rest = name.partition(".")
+        own = root == PACKAGE
+        if own:
+            while rest not in own_modules:  # the name of something in a module
+                rest = rest.rpartition(".")[0]
+        found.append(Import(rest if own else name, node.lineno, own, loads, at_start))
+
+    def walk(node: ast.AST, loads: bool, at_start: bool) -> None:
+        match node:
+            case ast.Import(names=names):
+                for alias in names:
+                    note(alias.name, node, loads, at_start)
+            case ast.ImportFrom(module=base, names=names, level=level):
+                if level:
+                    parents = f"{PACKAGE}.{module}".split(".")[:-level]
+                    base = ".".join([*parents, *filter(None, [base])])
+                for alias in names:
+                    note(f"{base}.{alias.name}", node, loads, at_start)
+            case ast.Call(func=ast.Name(id=called) | ast.Attribute(attr=called), args=[first, *_]):
+                is_import = called in ("import_module", "__import__")
+                if is_import and isinstance(first, ast.Constant) and isinstance(first.value, str):
+                    note(first.value, node, loads, at_start)
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
+                for child in node.body:
+                    walk(child, False, at_start)
+                for child in node.orelse:
+                    walk(child, loads, at_start)
+                return
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+                at_start = False
+        for child in ast.iter_child_nodes(node):
+            walk(child, loads, at_start)
+
+    walk(ast.parse(source), True, True)
+    return found
+
+
+def read_package() -> dict[str, list[Import]]:
+    """Return the imports of every module by its dotted name; packages by theirs."""
+    files = {}
+    for path in HOME.rglob("*.py"):
+        files[".".join(path.relative_to(HOME).with_suffix("").parts)] = path
+    modules = {name.removesuffix("__init__").rstrip("."): name for name in files}
+    return {
+        module: imports_in(files[name].read_text(), name, modules)
+        for module, name in sorted(modules.items())
+    }
+
+
+MODULES = read_package()
+
+
+def unit_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def level_of(module: str) -> int:
+    (level,) = [n for n, units in enumerate(LAYERS) if unit_of(module) in units]
+    return level
+
+
+def belongs(module: str, names: Iterable[str]) -> bool:
+    return any(module == name or (name != "" and module.startswith(f"{name}.")) for name in names)
+
+
+def where(module: str, found: Import) -> str:
+    return f"{module or '__init__'}:{found.line} imports {found.target or PACKAGE}"
+
+
+def loaded_by(module: str, *, at_start: bool) -> dict[str, str]:
+    """Return all that importing `module` can load, each with the import that does so."""
+    reached: dict[str, str] = {module: module}
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        parents = [current.rpartition(".")[0]] if current else []
+        loads = [(name, f"{current} lies in {name}") for name in parents]
+        loads += [
+            (found.target, where(current, found))
+            for found in MODULES.get(current, [])
+            if found.loads and (found.at_start or not at_start)
+        ]
+        for target, how in loads:
+            if target not in reached:
+                reached[target] = how
+                if target in MODULES:
+                    waiting.append(target)
+    return reached
+
+
+def roots(names: Iterable[str], wanted: set[str]) -> set[str]:
+    return {name for name in names if name.partition(".")[0] in wanted}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("a", "import torch.nn as nn", Import("torch.nn", 1, False)),
+        ("a", "from torch import nn", Import("torch.nn", 1, False)),
+        ("a", "def f():\n  import torch", Import("torch", 2, False, at_start=False)),
+        ("a", "f = lambda: __import__('torch')", Import("torch", 1, False, at_start=False)),
+        ("a", "importlib.import_module('torch.x')", Import("torch.x", 1, False)),
+        ("a", "if TYPE_CHECKING:\n  import torch", Import("torch", 2, False, loads=False)),
+        ("a", "if not TYPE_CHECKING:\n  import torch", Import("torch", 2, False)),
+        ("a", "try:\n  import torch\nexcept ImportError: pass", Import("torch", 2, False)),
+        ("a", "class C:\n  import torch", Import("torch", 2, False)),
+        ("a", "import megatron_flashckpt", Import("", 1, True)),
+        ("a", "from megatron_flashckpt import VERSION", Import("", 1, True)),
+        ("a", "from megatron_flashckpt import b", Import("b", 1, True)),
+        ("a", "from megatron_flashckpt.b.c import D", Import("b.c", 1, True)),
+        ("a", "import megatron_flashckpt.b.c", Import("b.c", 1, True)),
+        ("a", "from . import b", Import("b", 1, True)),
+        ("b.c", "from . import c", Import("b.c", 1, True)),
+        ("b.c", "from .. import a", Import("a", 1, True)),
+        ("b.__init__", "from .c import D", Import("b.c", 1, True)),
+        ("__init__", "from .a import D", Import("a", 1, True)),
+    ],
+)
+def test_no_way_to_import_is_overlooked(module, source, expected):
+    assert imports_in(source, module, ["", "a", "b", "b.c"]) == [expected]
+
+
+def test_every_module_is_read():
+    assert {"", "errors", "layout", "layout.plan", "agent.server", "launch"} <= set(MODULES)
+
+
+def test_every_module_has_one_place_in_the_layers():
+    placed = [unit for units in LAYERS for unit in units]
+    assert len(placed) == len(set(placed))
+    homeless = sorted({unit_of(module) for module in MODULES} - set(placed))
+    assert homeless == [], "give them a place in LAYERS, and in the design"
+
+
+def test_imports_run_one_way():
+    wrong = [
+        where(module, found)
+        for module, imports in MODULES.items()
+        for found in imports
+        if found.own
+        and unit_of(found.target) != unit_of(module)
+        and level_of(found.target) >= level_of(module)
+    ]
+    assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {
+        module: {found.target for found in imports if found.own and found.target != module}
+        for module, imports in MODULES.items()
+    }
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(MODULES)
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if belongs(name, TORCH_FREE)])
+def test_the_agent_and_what_it_stands_on_never_import_torch(module):
+    reached = loaded_by(module, at_start=False)
+    assert {name: reached[name] for name in roots(reached, {"torch", "megatron"})} == {}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if belongs(name, TORCH_FREE_AT_START)])
+def test_the_command_line_starts_without_torch(module):
+    reached = loaded_by(module, at_start=True)
+    assert {name: reached[name] for name in roots(reached, {"torch", "megatron"})} == {}
+
+
+def test_only_who_knows_megatron_imports_it():
+    wrong = [
+        where(module, found)
+        for module, imports in MODULES.items()
+        for found in imports
+        if unit_of(module) not in KNOW_MEGATRON
+        and (
+            belongs(found.target, ["megatron_lm"])
+            if found.own
+            else belongs(found.target, ["megatron"])
+        )
+    ]
+    assert wrong == []
+
+
+def test_only_the_object_store_imports_its_client_library():
+    wrong = [
+        where(module, found)
+        for module, imports in MODULES.items()
+        for found in imports
+        if not found.own
+        and belongs(found.target, STORE_CLIENTS)
+        and module != "storage.object_store"
+    ]
+    assert wrong == []
+
+
+def test_layouts_are_pure():
+    layout = {module: found for module, found in MODULES.items() if unit_of(module) == "layout"}
+    wrong = [
+        where(module, found)
+        for module, imports in layout.items()
+        for found in imports
+        if not found.own and belongs(found.target, IMPURE)
+    ]
+    wrong += [
+        f"{path.name}:{node.lineno} opens a file"
+        for path in (HOME / "layout").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "open"
+    ]
+    assert len(layout) > 1
+    assert wrong == []
+
+
+def loaded_in_a_new_process(modules: list[str]) -> set[str]:
+    """Return the names in `sys.modules` after nothing but `modules` were imported."""
+    script = f"import sys, {', '.join(modules)}\nprint(*sys.modules, sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(HOME.parent)},  # no sitecustomize of other tests
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.split())
+
+
+def test_the_agents_server_leaves_torch_and_megatron_out_of_its_process():
+    loaded = loaded_in_a_new_process(["megatron_flashckpt.agent.server"])
+    assert "megatron_flashckpt.agent.server" in loaded
+    assert roots(loaded, {"torch", "megatron"}) == set()
+
+
+def test_nothing_that_should_start_fast_loads_torch_or_megatron():
+    fast = [name for name in MODULES if belongs(name, (*TORCH_FREE, *TORCH_FREE_AT_START))]
+    names = [f"{PACKAGE}.{name}".rstrip(".") for name in fast if not name.endswith("__main__")]
+    loaded = loaded_in_a_new_process(names)
+    assert set(names) <= loaded
+    assert roots(loaded, {"torch", "megatron"}) == set()
