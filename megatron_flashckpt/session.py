@@ -92,11 +92,12 @@ class Session:
     def at_exit(self) -> None:
         """Drain: a job that ends right after its last save leaves that save committed.
 
-        After an unhandled exception the agent keeps the slots: a restart will want them.
+        After an unhandled exception nothing is awaited (other ranks may be dead, and a restart is
+        waiting for this process to end): the agent finishes alone and keeps the slots.
         """
         crashed = getattr(sys, "last_value", None) is not None
         try:
-            self.finalize(blocking=True)
+            self.finalize(blocking=not crashed)
         except SaveFailedError as error:
             logger.error("%s", error)
         self.close(leave=not crashed)

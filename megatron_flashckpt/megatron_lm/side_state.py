@@ -8,6 +8,7 @@ stand-alone file `common.pt`.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -82,32 +83,31 @@ def rank_state(
 
 def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
     """Return what modules keep beside tensors (TransformerEngine's FP8 state), by name."""
-    found = {}
-    for number, name in geometry.objects:
-        module = _module(chunks[number], name)
-        if module is not None:
-            found[f"{number}.{name}"] = module.get_extra_state()
-    return found
+    return {name: module.get_extra_state() for name, module in _keepers(chunks, geometry)}
 
 
 def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]) -> None:
     """Give modules back what `extra_states` returned."""
+    for name, module in _keepers(chunks, geometry):
+        if name in saved:
+            module.set_extra_state(saved[name])
+
+
+def _keepers(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules that really have an extra state, by chunk number and state-dict name.
+
+    Megatron lists an entry for every layer that could have one.
+    """
+    modules = [dict(chunk.named_modules()) for chunk in chunks]
     for number, name in geometry.objects:
-        module = _module(chunks[number], name)
-        if module is not None and f"{number}.{name}" in saved:
-            module.set_extra_state(saved[f"{number}.{name}"])
-
-
-def _module(chunk: Any, name: str) -> Any:
-    """Return the module whose `_extra_state` has this state-dict name, if it has one to give."""
-    path, _, leaf = name.rpartition(".")
-    if leaf != "_extra_state":
-        return None
-    module = dict(chunk.named_modules()).get(path)
-    has_own = module is not None and (
-        type(module).get_extra_state is not torch.nn.Module.get_extra_state
-    )
-    return module if has_own else None
+        path, _, leaf = name.rpartition(".")
+        module = modules[number].get(path)
+        if (
+            leaf == "_extra_state"
+            and module is not None
+            and type(module).get_extra_state is not torch.nn.Module.get_extra_state
+        ):
+            yield f"{number}.{name}", module
 
 
 def common_state(

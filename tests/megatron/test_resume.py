@@ -44,6 +44,11 @@ LAYOUTS = {
         *("--num-layers-per-virtual-pipeline-stage", "1", "--no-overlap-p2p-communication"),
         "--untie-embeddings-and-output-weights",
     ],
+    "moe-ep2-plain-optimizer": [
+        *("--num-layers", "2", "--bf16", "--expert-model-parallel-size", "2"),
+        *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
+        *("--moe-token-dispatcher-type", "alltoall"),
+    ],
     "moe-tp2-ep2": [
         *("--num-layers", "2", "--bf16", "--tensor-model-parallel-size", "2", *DISTRIBUTED),
         *("--sequence-parallel", "--expert-model-parallel-size", "2"),
