@@ -29,6 +29,7 @@ ALIGNMENT = 4096
 MAX_HEADER_NBYTES = 100_000_000
 
 _LENGTH = struct.Struct("<Q")
+_OLDER = "load an older iteration with --ckpt-step"
 
 
 class ShardMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,10 +99,14 @@ def encode_header(
 def header_nbytes(prefix: bytes, place: str) -> int:
     """Return the bytes before the data section, from the first 8 bytes of a file."""
     if len(prefix) < _LENGTH.size:
-        raise CorruptCheckpointError(f"{place}: {len(prefix)} bytes long, too short for a header")
+        raise CorruptCheckpointError(
+            f"{place}: {len(prefix)} bytes long, too short for a header; {_OLDER}"
+        )
     (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
     if not 2 <= length <= MAX_HEADER_NBYTES:
-        raise CorruptCheckpointError(f"{place}: header claims {length} bytes; not a shard file")
+        raise CorruptCheckpointError(
+            f"{place}: header claims {length} bytes, so this is not a shard file; {_OLDER}"
+        )
     return int(_LENGTH.size + length)
 
 
@@ -126,7 +131,7 @@ class Shard(msgspec.Struct, frozen=True):
             try:
                 piece.check()
             except LayoutError as error:
-                raise CorruptCheckpointError(f"{place}: {error}") from error
+                raise CorruptCheckpointError(f"{place}: {error}; {_OLDER}") from error
 
 
 def decode_header(header: bytes, place: str) -> Shard:
@@ -149,12 +154,11 @@ def decode_header(header: bytes, place: str) -> Shard:
         tensors = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{place}: header is not that of a flashckpt shard ({error}); "
-            "load an older iteration with --ckpt-step"
+            f"{place}: header is not that of a flashckpt shard ({error}); {_OLDER}"
         ) from error
     if len(tensors) != len(metadata.pieces):
         raise CorruptCheckpointError(
-            f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}"
+            f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}; {_OLDER}"
         )
     items, position = [], 0
     for (name, entry), piece in zip(tensors.items(), metadata.pieces, strict=True):
@@ -163,12 +167,17 @@ def decode_header(header: bytes, place: str) -> Shard:
         numel = entry.shape[0] if len(entry.shape) == 1 else -1
         end = position + numel * ITEMSIZE.get(entry.dtype, 0)
         if numel < 0 or entry.dtype not in ITEMSIZE or entry.data_offsets != (position, end):
-            raise CorruptCheckpointError(f"{place}: tensor {name!r} does not lie where it should")
+            raise CorruptCheckpointError(
+                f"{place}: tensor {name!r} does not lie where it should; {_OLDER}"
+            )
         items.append(TemplateItem(key, kind, entry.dtype, piece[0], piece[2], numel, position))
         position = end
     digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
     if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(position):
-        raise CorruptCheckpointError(f"{place}: digests do not match {position} bytes of data")
+        raise CorruptCheckpointError(
+            f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not stand for "
+            f"{position} bytes of data; {_OLDER}"
+        )
     shard = Shard(
         metadata,
         Template(tuple(items), position, b""),
