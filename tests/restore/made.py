@@ -1,0 +1,226 @@
+"""Checkpoints made without Megatron: known tensors, cut as TP 2 x DP 2, persisted and committed.
+
+Everything after the training process is the real thing: slot, persist, commit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from megatron_flashckpt.agent.commit import PendingSave, commit
+from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.manifest import Coordinates
+from megatron_flashckpt.layout.piece import Piece, equal_shares
+from megatron_flashckpt.layout.plan import PlanCache, order
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.storage.posix import PosixStorage
+
+TP, DP = 2, 2
+WORLD = TP * DP
+LAYERS = 2
+SAVE_ID = "0123456789ab"
+DESCRIPTION = {
+    "tensor_model_parallel_size": TP,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "data_parallel_size": DP,
+    "megatron_core": "0.0",
+}
+
+
+def content(piece: Piece, seed: int = 0) -> bytes:
+    """Return the bytes of `piece`: a part of a global tensor that only its name and seed decide."""
+    name = f"{seed} {piece.kind} {piece.key}"
+    source = np.random.default_rng(list(hashlib.sha256(name.encode()).digest()))
+    width = itemsize(piece.dtype)
+    whole = source.integers(0, 256, (*piece.global_shape, width), dtype=np.uint8)
+    region = zip(piece.offset, piece.shape, strict=True)
+    box = whole[tuple(slice(low, low + extent) for low, extent in region)]
+    return box.reshape(-1, width)[piece.start : piece.end].tobytes()
+
+
+def whole_boxes(tp: int) -> list[Piece]:
+    """Return what a rank at `tp` holds of the model before replicas share it out."""
+    found = []
+    for kind, dtype in (("weight", "BF16"), ("master", "F32"), ("exp_avg", "F32")):
+        for layer in range(LAYERS):
+            # Odd numbers, so that shares end within rows.
+            shape, offset = (1, 3, 5), (layer, 3 * tp, 0)
+            found.append(Piece("layers.w", kind, dtype, (LAYERS, 6, 5), offset, shape, 0, 15))
+            if tp == 0:
+                norm = Piece("layers.norm", kind, dtype, (LAYERS, 7), (layer, 0), (1, 7), 0, 7)
+                found.append(norm)
+    return found
+
+
+def pieces_of_rank(rank: int) -> list[Piece]:
+    """Return what `rank` writes; over all ranks every element comes exactly once."""
+    tp, dp = rank % TP, rank // TP
+    boxes = whole_boxes(tp)
+    shares = equal_shares([(b.numel, itemsize(b.dtype)) for b in boxes], DP, dp)
+    found = [
+        msgspec.structs.replace(box, start=start, end=end)
+        for box, (start, end) in zip(boxes, shares, strict=True)
+        if start < end
+    ]
+    if rank == 0:
+        found.append(Piece("layers.bias", "buffer", "F32", (3,), (0,), (3,), 0, 3))
+    # As in Megatron's jobs, the sizes of the ranks' own states need not agree.
+    nbytes = 40 + 8 * rank
+    shape = (WORLD, nbytes)
+    found.append(
+        Piece("rank_state", "rank_state", "U8", shape, (rank, 0), (1, nbytes), 0, nbytes)
+    )
+    return [found[i] for i in order(found)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A committed checkpoint and what is known of it."""
+
+    root: Path
+    iteration: int
+    save_id: str
+    pieces: list[list[Piece]]
+    seed: int
+
+    @property
+    def directory(self) -> Path:
+        return self.root / names.iteration_dir(self.iteration)
+
+    @property
+    def manifest(self) -> Path:
+        return self.directory / names.MANIFEST
+
+    def shard(self, rank: int) -> Path:
+        return self.directory / names.shard_name(rank, self.save_id)
+
+    def stored(self) -> StoredCheckpoint:
+        storage = PosixStorage(self.root)
+        return StoredCheckpoint(storage, self.iteration, read_manifest(storage, self.iteration))
+
+    def change_manifest(self, change: Callable[[dict], object]) -> None:
+        """Write a manifest that is the present one with `change` applied to its JSON."""
+        said = msgspec.json.decode(self.manifest.read_bytes())
+        change(said)
+        self.manifest.write_bytes(msgspec.json.encode(said))
+
+    def forge(self, rank: int, header: bytes) -> None:
+        """Give a shard another header, and have the manifest vouch for it."""
+        file = self.shard(rank)
+        length = int.from_bytes(file.read_bytes()[:8], "little")
+        forged = header + file.read_bytes()[8 + length :]
+        file.write_bytes(forged)
+
+        def vouch(said: dict) -> None:
+            said["shards"][rank]["nbytes"] = len(forged)
+            said["shards"][rank]["header_digest"] = xxhash.xxh3_64_hexdigest(header)
+
+        self.change_manifest(vouch)
+
+
+def make(
+    root: Path,
+    iteration: int = 10,
+    save_id: str = SAVE_ID,
+    *,
+    ranks: list[list[Piece]] | None = None,
+    seed: int = 0,
+) -> Made:
+    """Return a committed checkpoint under `root`."""
+    pieces = [pieces_of_rank(rank) for rank in range(WORLD)] if ranks is None else ranks
+    storage = PosixStorage(root)
+    metas = [
+        persist(storage, iteration, save_id, rank, len(pieces), held, seed)
+        for rank, held in enumerate(pieces)
+    ]
+    commit(PendingSave(storage, iteration, save_id, 0.0, metas={0: metas[0]}))
+    return Made(root, iteration, save_id, pieces, seed)
+
+
+def persist(
+    storage: PosixStorage,
+    iteration: int,
+    save_id: str,
+    rank: int,
+    world_size: int,
+    pieces: list[Piece],
+    seed: int = 0,
+) -> SlotMeta:
+    """Make one rank's shard and commit record durable, by way of a real slot."""
+    layout = PlanCache().layout(pieces)
+    meta = SlotMeta(
+        root=storage.place,
+        rank=rank,
+        world_size=world_size,
+        coordinates=Coordinates(tp=rank % TP, dp=rank // TP),
+        template_fingerprint=layout.template_fingerprint,
+        template=layout.template,
+        placement=layout.placement,
+        common=b"common of %d" % iteration if rank == 0 else b"",
+        description=DESCRIPTION,
+    )
+    encoded = msgspec.msgpack.encode(meta)
+    slab = Slab.create(1, len(encoded), layout.nbytes, str(rank))
+    try:
+        (slot,) = slab.slots
+        header = SlotHeader(SlotState.STAGED, iteration, save_id, len(encoded), layout.nbytes)
+        slot.set_header(header)
+        slot.set_meta(encoded)
+        with slot.data() as data:
+            data[:] = b"".join(content(piece, seed) for piece in pieces)
+        persist_slot(storage, slot, header, slot.meta)
+    finally:
+        slab.close()
+    return meta
+
+
+def read(stored: StoredCheckpoint, wanted: list[Piece], threads: int = 2) -> list[torch.Tensor]:
+    """Return `wanted`, each as flat bytes, filled from storage."""
+    tensors = [torch.zeros(piece.nbytes, dtype=torch.uint8) for piece in wanted]
+    plan = read_plan(wanted, stored.sources(), stored.place)
+    stored.read(plan, Targets(tensors), threads)
+    return tensors
+
+
+def read_all(made: Made, threads: int = 2) -> list[torch.Tensor]:
+    """Read everything that a job would, `common.pt` included."""
+    stored = made.stored()
+    stored.common()
+    return read(stored, [piece for held in made.pieces for piece in held], threads)
+
+
+def expected(pieces: Iterable[Piece], seed: int = 0) -> list[torch.Tensor]:
+    """Return what `read` must return."""
+    contents = (np.frombuffer(content(piece, seed), dtype=np.uint8) for piece in pieces)
+    return [torch.from_numpy(flat.copy()) for flat in contents]
+
+
+def snapshot(root: Path) -> dict[str, tuple[object, ...]]:
+    """Return names, types, modes, times and bytes of all under `root`."""
+    found: dict[str, tuple[object, ...]] = {}
+    for path in sorted(root.rglob("*")):
+        status = path.lstat()
+        held: object = None
+        if stat.S_ISLNK(status.st_mode):
+            held = os.readlink(path)
+        elif stat.S_ISREG(status.st_mode):
+            held = path.read_bytes()
+        found[str(path.relative_to(root))] = (status.st_mode, status.st_mtime_ns, held)
+    return found
