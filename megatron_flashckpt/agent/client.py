@@ -22,6 +22,10 @@ _R = TypeVar("_R")
 _RETRY_S = 0.02
 
 
+class _HungUpError(AgentError):
+    """The agent ended the conversation, or was gone before it."""
+
+
 class AgentClient:
     """A connection of one rank. Safe to use from several threads, one request at a time."""
 
@@ -40,7 +44,7 @@ class AgentClient:
                 p.send(self._sock, request, fd)
                 body, received = p.receive(self._sock)
         except (OSError, EOFError) as error:
-            raise AgentError(
+            raise _HungUpError(
                 f"the agent of this node is gone ({error or 'connection closed'}); checkpoints "
                 f"are not written until the job restarts; its log: {self._log}"
             ) from error
@@ -111,10 +115,14 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         try:
             sock.connect(str(directory / SOCKET))
             if p.peer_uid(sock) != os.getuid():
-                raise AgentError(f"{directory / SOCKET}: belongs to user {p.peer_uid(sock)}")
+                raise AgentError(
+                    f"{directory / SOCKET}: belongs to user {p.peer_uid(sock)}; "
+                    "remove it or set 'runtime_dir'"
+                )
             return AgentClient(sock, rank, directory)
-        except (FileNotFoundError, ConnectionError):
-            # Also where an agent has just left, directory and all: start over.
+        except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _HungUpError):
+            # Also where an agent has just left, directory and all: start over. But a refusal (an
+            # agent of another release or user) is final.
             sock.close()
         except BaseException:
             sock.close()
