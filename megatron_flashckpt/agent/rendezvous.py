@@ -22,6 +22,9 @@ SOCKET = "agent.sock"
 LOCK = "lock"
 LOG = "agent.log"
 
+#: unix(7): 108 with the final zero.
+_MAX_SOCKET_PATH_NBYTES = 107
+
 
 def private_directory(path: Path) -> Path:
     """Create `path` (mode 0700) or check that nobody else can reach into it.
@@ -52,7 +55,17 @@ def private_directory(path: Path) -> Path:
 
 
 def agent_directory(root: str, runtime_dir: str | None) -> Path:
-    """Return the private directory of the agent for save directory `root` on this node."""
-    base = Path(runtime_dir or f"/tmp/flashckpt-{os.getuid()}")
+    """Return the private directory of the agent for save directory `root` on this node.
+
+    Raises:
+        AgentError: it is not private, or its path is too long for a socket.
+    """
+    base = Path(runtime_dir or f"/tmp/flashckpt-{os.getuid()}").absolute()
+    directory = base / xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(root)))
+    if len(os.fsencode(directory / SOCKET)) > _MAX_SOCKET_PATH_NBYTES:
+        raise AgentError(
+            f"{directory / SOCKET}: more than {_MAX_SOCKET_PATH_NBYTES} bytes, too long for a "
+            "socket; set 'runtime_dir' to a shorter path"
+        )
     private_directory(base)
-    return private_directory(base / xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(root))))
+    return private_directory(directory)
