@@ -33,11 +33,16 @@ def main() -> int:
     parser.add_argument("--commit-timeout-s", type=float, required=True)
     arguments = parser.parse_args()
 
-    lock = os.open(arguments.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        lock = os.open(arguments.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return 0  # another agent serves this directory
+        # An agent that leaves removes its files while it still holds the lock. If it did so since
+        # we opened them, they are no longer what others see: whoever started us starts another.
+        for fd, name in ((lock, LOCK), (sys.stderr.fileno(), LOG)):
+            if not os.path.samestat(os.fstat(fd), os.stat(arguments.directory / name)):
+                return 0
+    except (BlockingIOError, FileNotFoundError):
+        return 0  # another agent serves this directory, or has just left, directory and all
 
     logging.basicConfig(
         level=logging.INFO,

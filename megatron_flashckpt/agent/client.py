@@ -163,7 +163,11 @@ def _start(directory: Path, root: str, config: Config) -> None:
         *("--persist-threads", str(config.agent.persist_threads)),
         *("--commit-timeout-s", str(config.agent.commit_timeout_s)),
     ]
-    with open(directory / LOG, "ab") as log:
+    try:
+        fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return  # an agent has just left, directory and all: the caller tries again
+    with open(fd, "ab") as log:
         status = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,

@@ -41,7 +41,10 @@ def private_directory(path: Path) -> Path:
             f"{path}: cannot be created ({error.strerror}); set 'runtime_dir' to a directory "
             "on this node that this user can write"
         ) from error
-    status = path.lstat()
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return private_directory(path)  # the agent that it was of has just left
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise AgentError(
             f"{path}: is not a directory of user {os.getuid()}; remove it or set 'runtime_dir'"
