@@ -15,9 +15,6 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.plan import Placement, Template
 
-_SHOWN = 40
-
-
 class Read(NamedTuple):
     """`nbytes` from `source_offset` of a data section to `target_offset` of a wanted piece."""
 
@@ -70,11 +67,9 @@ def read_plan(
         for rank, read in reads:
             plan[rank].append(read)
     if problems:
-        lines = list(problems)
-        more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         raise MissingStateError(
-            f"{place} does not hold what this model needs ({len(lines)} differences):\n  "
-            + "\n  ".join(lines[:_SHOWN] + more)
+            f"{place} does not hold what this model needs ({len(problems)} differences):\n  "
+            + "\n  ".join(problems)
             + "\nUse the model settings and the TP, PP, VPP and EP sizes of the run that saved it, "
             "or --ckpt-step for another iteration; nothing was loaded"
         )

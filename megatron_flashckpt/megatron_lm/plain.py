@@ -42,10 +42,11 @@ def decode(encoded: bytes, place: str) -> Any:
     try:
         return from_plain(torch.load(io.BytesIO(encoded), weights_only=True, map_location="cpu"))
     except Exception as error:  # torch.load raises whatever the broken bytes lead to
+        # Not torch's own message: it advises to load the file with weights_only=False.
         raise CorruptCheckpointError(
-            f"{place}: side state cannot be read ({error}); load an older iteration with "
-            "--ckpt-step"
-        ) from error
+            f"{place}: side state is damaged or wants to run code ({type(error).__name__}); load "
+            "an older iteration with --ckpt-step"
+        ) from None
 
 
 def to_plain(value: Any) -> Any:
