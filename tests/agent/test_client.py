@@ -1,0 +1,248 @@
+"""Connecting: who starts the agent, what happens when it is gone, and what a rank is told."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import protocol
+from megatron_flashckpt.agent.client import AgentClient, connect
+from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
+from megatron_flashckpt.errors import AgentError
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import PATIENCE_S, eventually, is_alive, new_save_id
+
+
+def kill_agent(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    eventually("the agent's end", lambda: not is_alive(pid))
+
+
+REQUESTS: dict[str, Callable[[AgentClient], object]] = {
+    "poll": lambda client: client.poll(),
+    "waiting poll": lambda client: client.poll(5.0),
+    "acquire": lambda client: client.acquire(1, new_save_id(), 0.0),
+    "staged": lambda client: client.staged(0),
+    "take": lambda client: client.take(),
+    "adopt": lambda client: client.adopt(None, 0),
+    "template": lambda client: client.fetch_template("x"),
+    "leave": lambda client: client.leave(),
+}
+
+
+@pytest.mark.parametrize("request_name", REQUESTS)
+def test_every_request_to_a_killed_agent_is_an_agent_error_that_names_the_log(
+    node: Node, root: Path, request_name: str
+) -> None:
+    trainer = node.trainer(root)
+    kill_agent(trainer.client.agent_pid)
+    log = node.directory(root) / LOG
+    for _ in range(2):
+        with pytest.raises(AgentError, match="the agent of this node is gone") as raised:
+            REQUESTS[request_name](trainer.client)
+        assert str(log) in str(raised.value)
+    assert "serves" in log.read_text()
+
+
+def test_a_poll_that_waits_is_told_when_the_agent_is_killed(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, 0, 2)
+    trainer.stage(1, new_save_id())  # pending: rank 1 does not come
+    raised: list[AgentError] = []
+
+    def poll() -> None:
+        try:
+            trainer.client.poll(60.0)
+        except AgentError as error:
+            raised.append(error)
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    kill_agent(trainer.client.agent_pid)
+    poller.join(PATIENCE_S)
+    assert len(raised) == 1
+
+
+def test_after_a_killed_agent_the_next_connect_starts_a_new_one_that_saves(
+    node: Node, root: Path
+) -> None:
+    first = node.trainer(root)
+    assert first.save(1).error is None
+    kill_agent(first.client.agent_pid)
+    assert (node.directory(root) / SOCKET).exists(), "its socket is a leftover"
+    second = node.trainer(root)
+    assert second.client.agent_pid != first.client.agent_pid
+    assert node.agents() == [second.client.agent_pid]
+    assert second.take() == (), "what the former agent held is gone with it"
+    assert second.save(2).error is None
+    assert_intact(root, 2, [second])
+
+
+def test_a_slab_goes_on_with_the_next_agent(node: Node, root: Path) -> None:
+    first = node.trainer(root)
+    assert first.save(1).error is None
+    kill_agent(first.client.agent_pid)
+    second = node.trainer(root)
+    second.slab, first.slab = first.slab, None
+    assert second.slab is not None
+    second.client.attach(second.slab)
+    assert [offer.iteration for offer in second.take()] == [1], "memory outlives the agent"
+    assert second.save(2).error is None
+    assert_intact(root, 2, [second])
+
+
+def test_ranks_that_come_at_the_same_time_start_one_agent(node: Node, root: Path) -> None:
+    clients: list[AgentClient] = []
+    barrier = threading.Barrier(6)
+
+    def come(rank: int) -> None:
+        barrier.wait()
+        clients.append(connect(str(root), rank, 0, node.config()))
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    try:
+        assert len(clients) == 6
+        assert {client.agent_pid for client in clients} == set(node.agents())
+        assert len(node.agents()) == 1
+    finally:
+        for client in clients:
+            client.close()
+
+
+def test_only_the_first_rank_of_a_node_starts_the_agent(node: Node, root: Path) -> None:
+    config = node.config(start_timeout_s=0.3)
+    with pytest.raises(AgentError, match="no agent answered at") as raised:
+        connect(str(root), 1, 1, config)
+    assert str(node.directory(root) / SOCKET) in str(raised.value)
+    assert str(node.directory(root) / LOG) in str(raised.value)
+    assert node.agents() == []
+
+
+def test_the_other_ranks_wait_for_the_first(node: Node, root: Path) -> None:
+    found: list[AgentClient] = []
+    waiting = threading.Thread(target=lambda: found.append(connect(str(root), 1, 1, node.config())))
+    waiting.start()
+    trainer = node.trainer(root)
+    waiting.join(PATIENCE_S)
+    assert [client.agent_pid for client in found] == [trainer.client.agent_pid]
+    found[0].close()
+
+
+def test_an_agent_that_cannot_start_says_why_at_once(node: Node, root: Path) -> None:
+    obstacle = node.directory(root) / SOCKET
+    obstacle.mkdir()
+    started = time.monotonic()
+    with pytest.raises(AgentError, match=r"ended with status 1: .*Error") as raised:
+        connect(str(root), 0, 0, node.config())
+    assert time.monotonic() - started < PATIENCE_S
+    assert str(obstacle) in str(raised.value)
+    assert str(node.directory(root) / LOG) in str(raised.value)
+
+
+def test_an_agent_of_another_release_is_named_at_once_with_its_process(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = node.trainer(root)
+    pid = trainer.client.agent_pid
+    with monkeypatch.context() as patch:
+        patch.setattr(protocol, "PROTOCOL_VERSION", 999)
+        started = time.monotonic()
+        with pytest.raises(AgentError, match=rf"speaks protocol 1; end it \(pid {pid}\)"):
+            connect(str(root), 1, 0, node.config())
+        assert time.monotonic() - started < 10.0, "it does not retry: that would not help"
+    assert trainer.save(1).error is None
+
+
+def test_one_agent_per_save_directory_however_it_is_spelled(
+    node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    monkeypatch.chdir(tmp_path)
+    pids = {
+        spelling: node.trainer(Path(spelling), rank).client.agent_pid
+        for rank, spelling in enumerate([str(root), str(tmp_path / "link"), "save", "./save/"])
+    }
+    assert len(set(pids.values())) == 1, pids
+    assert node.trainer(tmp_path / "other").client.agent_pid not in pids.values()
+    assert len(node.agents()) == 2
+
+
+def test_agents_that_come_and_go_quickly_never_leave_a_rank_without_one(
+    node: Node, root: Path
+) -> None:
+    """Ranks that come meet the former agent somewhere in its leaving."""
+    config = node.config()
+    failures: list[BaseException] = []
+    until = time.monotonic() + 3.0
+
+    def come_and_go(rank: int) -> None:
+        while time.monotonic() < until:
+            try:
+                client = connect(str(root), rank, 0, config)
+                assert client.poll().pending == 0
+                client.leave()
+                client.close()
+            except BaseException as error:
+                failures.append(error)
+            time.sleep(random.random() * 0.3)  # about what an agent takes to notice
+
+    threads = [threading.Thread(target=come_and_go, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert failures == []
+    eventually("all have left", lambda: not node.agents())
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_several_threads_may_use_one_client(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    wrong: list[str] = []
+
+    def use(name: str) -> None:
+        for number in range(50):
+            key = f"{name}-{number}"
+            trainer.client.publish_template(key, key.encode())
+            if trainer.client.fetch_template(key) != key.encode():
+                wrong.append(key)
+
+    threads = [threading.Thread(target=use, args=(str(n),)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert wrong == []
+    assert trainer.save(1).error is None
+
+
+@pytest.mark.parametrize("index", [-1, 2, 10**6])
+def test_a_doorbell_for_a_slot_that_does_not_exist_is_refused(
+    node: Node, root: Path, index: int
+) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    with pytest.raises(AgentError, match=f"rank 0 has no slot {index}"):
+        trainer.client.staged(index)
+    assert trainer.save(2).error is None
+
+
+def test_a_doorbell_for_a_slot_that_is_not_complete_is_refused(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    slot = trainer.begin(1, new_save_id())
+    assert slot is not None
+    with pytest.raises(AgentError, match="slot 0 of rank 0 is STAGING, not STAGED"):
+        trainer.client.staged(slot.index)
+    assert trainer.save(2).error is None
