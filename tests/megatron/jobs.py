@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
-import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -66,6 +69,7 @@ def run_job(
     arguments: list[str],
     *,
     ranks: int = 4,
+    nodes: int = 1,
     door: str = "launch",
     max_restarts: int = 0,
     env: dict[str, str] | None = None,
@@ -75,6 +79,7 @@ def run_job(
     """Run one torchrun job to its end.
 
     Args:
+        ranks: over all nodes.
         door: `launch` (the launcher, script unedited), `swap` (Megatron's training.py with the
             imports swapped by our patch), or `stock` (Megatron alone).
     """
@@ -98,35 +103,61 @@ def run_job(
         "FLASHCKPT_AGENT__GRACE_S": "30",
         **(env or {}),
     }
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)),
-        *runner,
-        str(script),
-        *TINY,
-        *arguments,
-    ]
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    port = free_port()
+    processes = []
+    logs = [tmp_path / f"log-{name}-{node}" for node in range(nodes)]
+    for node, log in enumerate(logs):
+        rendezvous = ["--standalone"]
+        if nodes > 1:
+            # Each "node" of this one machine has its own agent.
+            environment["FLASHCKPT_RUNTIME_DIR"] = str(tmp_path / f"run/{node}")
+            rendezvous = [
+                *("--nnodes", str(nodes), "--node-rank", str(node), "--rdzv-id", name),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
+            ]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
+            *("--nproc-per-node", str(ranks // nodes), "--max-restarts", str(max_restarts)),
+            *(*runner, str(script), *TINY, *arguments),
+        ]
+        with open(log, "w") as output:
+            processes.append(
+                subprocess.Popen(
+                    command, env=environment, cwd=tmp_path, stdout=output, stderr=output
+                )
+            )
+    deadline = time.monotonic() + timeout_s
     try:
-        log, _ = process.communicate(timeout=timeout_s)
+        for process in processes:
+            process.wait(deadline - time.monotonic())
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        log, _ = process.communicate()
-        raise AssertionError(f"job {name} did not end in {timeout_s} s:\n{log[-4000:]}") from None
+        raise AssertionError(f"{name} did not end in {timeout_s} s, see {logs}") from None
+    finally:
+        for process in processes:
+            end(process)
+    log = "".join(file.read_text(errors="replace") for file in logs)
     events = []
     for file in sorted(trace.glob("rank_*.jsonl")):
         rank = int(file.stem.split("_")[1])
         events += [{"rank": rank, **json.loads(line)} for line in file.read_text().splitlines()]
-    return Result(process.returncode, log, events)
+    return Result(max(process.returncode for process in processes), log, events)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])
+
+
+def end(process: subprocess.Popen) -> None:
+    """Kill what is left of a job: torchrun and its ranks."""
+    if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        for child in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
 
 def succeeded(result: Result) -> Result:
