@@ -140,7 +140,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); unset {FILE_VARIABLE} or correct the path"
         ) from error
-    except msgspec.DecodeError as error:
+    except Exception as error:  # 2020-99-99 is a ValueError of PyYAML's; other tags, other errors
         raise ConfigError(f"{path}: is not valid YAML ({error})") from error
     if loaded is None:
         return {}
@@ -152,7 +152,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _parse_scalar(text: str) -> Any:
     try:
         return msgspec.yaml.decode(text.encode())
-    except msgspec.DecodeError:
+    except Exception:  # as in a file; here it is just a string
         return text
 
 
