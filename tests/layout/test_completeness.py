@@ -1,0 +1,212 @@
+"""A checkpoint is complete if and only if every element of every tensor is there exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flashckpt.layout.completeness import incomplete
+from megatron_flashckpt.layout.coverage import Source
+from megatron_flashckpt.layout.piece import Piece
+from tests.layout.strategies import in_layout_order, layout_of
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def source(rank: int, pieces: list[Piece]) -> Source:
+    layout = layout_of(in_layout_order(pieces))
+    return Source(rank, layout.template, layout.placement)
+
+
+def problems(*ranks: list[Piece]) -> list[str]:
+    return incomplete([source(rank, pieces) for rank, pieces in enumerate(ranks)])
+
+
+def part(
+    offset: tuple[int, ...], shape: tuple[int, ...], start: int = 0, end: int | None = None
+) -> Piece:
+    end = math.prod(shape) if end is None else end
+    return Piece("w", "weight", "U8", (4, 6), offset, shape, start, end)
+
+
+WHOLE = [part((0, 0), (2, 6)), part((2, 0), (2, 4), 0, 3), part((2, 0), (2, 4), 3, 8)]
+LAST = part((2, 4), (2, 2))
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
+    """A tensor, cut into boxes by guillotine and each box into ranges."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        offset, extent = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, extent[axis]))
+        first, second = list(extent), list(extent)
+        moved = list(offset)
+        first[axis], second[axis] = cut, extent[axis] - cut
+        moved[axis] += cut
+        boxes += [(offset, tuple(first)), (tuple(moved), tuple(second))]
+    pieces = []
+    for offset, extent in boxes:
+        volume = math.prod(extent)
+        cuts = sorted(draw(st.lists(st.integers(0, volume), max_size=2)))
+        for start, end in itertools.pairwise([0, *cuts, volume]):
+            pieces.append(Piece("w", "weight", "U8", shape, offset, extent, start, end))
+    return shape, draw(st.permutations(pieces))
+
+
+@given(tilings(), st.integers(1, 4))
+def test_whatever_tiles_a_tensor_is_complete_however_ranks_share_it(tiling, ranks):
+    _, pieces = tiling
+    assert problems(*(pieces[rank::ranks] for rank in range(ranks))) == []
+
+
+@given(tilings(), st.data())
+def test_a_lost_or_doubled_piece_is_always_found(tiling, data):
+    _, pieces = tiling
+    victim = data.draw(st.sampled_from([piece for piece in pieces if piece.numel]))
+    others = [piece for piece in pieces if piece is not victim]
+    (lost,) = problems(others, [msgspec.structs.replace(victim, end=victim.start)])
+    assert lost.startswith("weight/w: ")
+    (doubled,) = problems(pieces, [victim])
+    assert doubled.startswith("weight/w: ")
+    assert "twice" in doubled
+
+
+@given(tilings(), st.data())
+def test_incomplete_is_what_counting_the_elements_says(tiling, data):
+    shape, pieces = tiling
+    index = data.draw(st.integers(0, len(pieces) - 1))
+    axis = data.draw(st.integers(0, len(shape) - 1)) if shape else None
+    if axis is not None:  # move one piece, if it can be moved
+        victim = pieces[index]
+        offset = list(victim.offset)
+        offset[axis] = data.draw(st.integers(0, shape[axis] - victim.shape[axis]))
+        pieces = [*pieces]
+        pieces[index] = msgspec.structs.replace(victim, offset=tuple(offset))
+    counts = dict.fromkeys(itertools.product(*map(range, shape)), 0)
+    for piece in pieces:
+        region = [range(low, low + n) for low, n in zip(piece.offset, piece.shape, strict=True)]
+        for element in list(itertools.product(*region))[piece.start : piece.end]:
+            counts[element] += 1
+    assert (problems(pieces) == []) == (set(counts.values()) <= {1})
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([*WHOLE], "at least 4 of 24 elements are in no box"),
+        ([*WHOLE, LAST, LAST], "box at (2, 4) of shape (2, 2): elements 0-3 are there twice"),
+        ([*WHOLE, part((2, 4), (2, 2), 0, 3)], "elements 3-3 are missing"),
+        ([*WHOLE, part((2, 4), (2, 2), 1)], "elements 0-0 are missing"),
+        ([*WHOLE, LAST, part((2, 0), (2, 4), 2, 4)], "elements 2-2 are there twice"),
+        ([*WHOLE, part((2, 3), (2, 3))], "boxes overlap: they hold 26 elements"),
+        ([*WHOLE, part((2, 3), (2, 2))], "boxes overlap: they hold 24 elements"),
+        (
+            [*WHOLE, LAST, Piece("w", "weight", "F16", (4, 6), (0, 0), (4, 6), 0, 0)],
+            "ranks do not agree what it is: (4, 6) F16, (4, 6) U8",
+        ),
+    ],
+)
+def test_the_message_says_what_is_wrong_with_the_tensor(pieces, said):
+    (problem,) = problems(pieces)
+    assert problem.startswith("weight/w: ")
+    assert said in problem
+
+
+def test_the_example_is_complete_by_itself():
+    assert problems([*WHOLE, LAST]) == []
+    assert problems(WHOLE, [LAST]) == []
+
+
+def test_who_holds_an_element_twice_is_named():
+    (problem,) = problems(WHOLE, [], [LAST], [LAST])
+    assert problem.endswith("(ranks 2 and 3)")
+
+
+def of_kind(kind: str, pieces: list[Piece]) -> list[Piece]:
+    return [msgspec.structs.replace(piece, kind=kind) for piece in pieces]
+
+
+def test_optimizer_state_may_lack_whole_boxes_of_frozen_layers():
+    assert problems([*WHOLE, LAST], of_kind("exp_avg", [LAST])) == []
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[part((2, 4), (2, 2), 1)], [LAST, LAST], [part((2, 3), (2, 2))]],
+    ids=["part of a box", "a box twice", "a box that the weight has not"],
+)
+def test_optimizer_state_may_lack_nothing_else(pieces):
+    (problem,) = problems([*WHOLE, LAST], of_kind("exp_avg", pieces))
+    assert problem.startswith("exp_avg/w: ")
+
+
+def test_optimizer_state_whose_weight_is_not_there_must_be_whole():
+    assert problems(of_kind("master", [*WHOLE, LAST])) == []
+    assert len(problems(of_kind("master", WHOLE))) == 1
+
+
+def test_a_lost_weight_is_not_excused_by_its_optimizer_state():
+    assert problems(WHOLE, of_kind("master", [*WHOLE, LAST])) == [
+        "weight/w: at least 4 of 24 elements are in no box"
+    ]
+
+
+def test_states_of_ranks_may_differ_in_size():
+    def state(rank: int, nbytes: int) -> Piece:
+        shape = (2, nbytes)
+        return Piece("rank_state", "rank_state", "U8", shape, (rank, 0), (1, nbytes), 0, nbytes)
+
+    assert problems([state(0, 16)], [state(1, 32)]) == []
+    (problem,) = problems([state(0, 16)], [msgspec.structs.replace(state(1, 32), end=31)])
+    assert problem == "rank_state/rank_state: box at (1, 0) of shape (1, 32): elements 31-31 " + (
+        "are missing"
+    )
+
+
+def test_a_piece_outside_its_tensor_is_named_with_its_rank():
+    sound = source(0, [*WHOLE, LAST])
+    offset = (9, 0)
+    moved = (msgspec.structs.replace(sound.placement[0], offset=offset), *sound.placement[1:])
+    outside, left = incomplete([Source(5, sound.template, moved)])
+    assert outside.startswith("rank 5: ")
+    assert "leaves the global shape (4, 6)" in outside
+    assert left == "weight/w: at least 12 of 24 elements are in no box"
+
+
+def test_tensors_without_elements_are_complete():
+    nothing = Piece("w", "weight", "U8", (0, 3), (0, 0), (0, 3), 0, 0)
+    scalar = Piece("s", "weight", "F32", (), (), (), 0, 1)
+    assert problems([nothing, scalar]) == []
+    (problem,) = problems([msgspec.structs.replace(scalar, end=0)])
+    assert problem == "weight/s: at least 1 of 1 elements are in no box"
+
+
+def test_a_tensor_cut_along_absurdly_many_axes_is_refused_in_no_time():
+    shape = (2,) * 60
+    pieces = [Piece("w", "weight", "U8", shape, (0,) * 60, (1,) * 60, 0, 1)]
+    started = time.monotonic()
+    assert problems(pieces) == ["weight/w: is cut along 60 axes"]
+    assert time.monotonic() - started < 5
+
+
+def test_thousands_of_experts_are_checked_without_comparing_pairs():
+    layers, experts = 20, 250
+    shape = (layers, experts, 2, 2)
+    pieces = [
+        Piece("experts", "weight", "U8", shape, (layer, expert, half, 0), (1, 1, 1, 2), 0, 2)
+        for layer, expert, half in itertools.product(range(layers), range(experts), range(2))
+    ]
+    started = time.monotonic()
+    assert problems(pieces) == []
+    assert problems(pieces[:-1]) == ["weight/experts: at least 2 of 20000 elements are in no box"]
+    # Pairs would be 10**8 comparisons; this is 10**5 corners.
+    assert time.monotonic() - started < 10
