@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ UNREADABLE = "unreadable"
 MEGATRON = "Megatron's own"
 
 _RELEASE = "release"
-_RECORD = re.compile(r"rank_(?P<rank>\d{5,})-(?P<save_id>[0-9a-f]{8,32})\.(?P<what>\w+)")
+_OURS = re.compile(r"rank_[0-9]{5,}-(?P<save_id>[0-9a-f]{8,32})\.(safetensors|commit|failed)")
 #: How the parallel sizes of a description are shown.
 _SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -36,6 +35,7 @@ _SIZES = {
 }
 #: Ranks named in a message.
 _SHOWN = 8
+_MAX_RANKS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +57,21 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
     """Return the committed checkpoint of `iteration`.
 
     Raises:
-        NotCommittedError: there is none.
+        NotCommittedError: there is none, or it is one of Megatron's own.
         CorruptCheckpointError: its manifest is damaged.
         FormatVersionError: a newer release wrote it.
     """
-    return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    try:
+        encoded = read_manifest(storage, iteration)
+    except NotCommittedError as error:
+        megatron = megatron_format(storage, names.iteration_dir(iteration))
+        if megatron is None:
+            raise
+        raise NotCommittedError(
+            f"{storage.place}/{names.iteration_dir(iteration)}: is in Megatron's own format "
+            f"'{megatron}', which has no digests to check; Megatron itself reads it"
+        ) from error
+    return StoredCheckpoint(storage, iteration, encoded)
 
 
 def tracker(storage: Storage) -> str | None:
@@ -72,31 +82,45 @@ def tracker(storage: Storage) -> str | None:
         return None
 
 
+def tracked_iteration(storage: Storage) -> int | None:
+    """Return the iteration that the tracker names; None if it names none."""
+    text = tracker(storage) or ""
+    # Python refuses to make numbers of thousands of digits.
+    return int(text) if text.isdecimal() and len(text) < 20 else None
+
+
 def chosen_iteration(storage: Storage) -> int:
     """Return the iteration that a job would load: the tracked one, else the newest committed.
 
     Raises:
         NotCommittedError: the tracker names none, and none of ours is committed.
     """
-    text = tracker(storage)
-    if text is not None and text.isdecimal() and len(text) < 20:
-        return int(text)
-    newest = max(committed_iterations(storage), default=None)
-    if newest is None:
-        raise NotCommittedError(
-            f"{storage.place}: holds no committed checkpoint of this format; "
-            "'flashckpt ls DIR' shows what it holds"
-        )
-    return newest
+    tracked = tracked_iteration(storage)
+    return loadable_iterations(storage)[-1] if tracked is None else tracked
 
 
-def committed_iterations(storage: Storage) -> list[int]:
-    """Return the iterations that have a manifest, readable or not, in order."""
-    return [
+def loadable_iterations(storage: Storage) -> list[int]:
+    """Return in order what jobs may be told to load: what is committed, and what is tracked.
+
+    Iterations in Megatron's own formats are left out.
+
+    Raises:
+        NotCommittedError: there is none.
+    """
+    iterations = {
         iteration
         for iteration, directory in _directories(storage)
-        if iteration is not None and names.MANIFEST in _entries(storage, directory)
-    ]
+        if iteration is not None and names.MANIFEST in storage.list(directory)
+    }
+    tracked = tracked_iteration(storage)
+    if tracked is not None and not megatron_format(storage, names.iteration_dir(tracked)):
+        iterations.add(tracked)
+    if not iterations:
+        raise NotCommittedError(
+            f"{storage.place}: holds no committed checkpoint; 'flashckpt ls DIR' shows what it "
+            "holds"
+        )
+    return sorted(iterations)
 
 
 def checkpoints(storage: Storage) -> list[Found]:
@@ -104,10 +128,10 @@ def checkpoints(storage: Storage) -> list[Found]:
     found = []
     for iteration, directory in _directories(storage):
         try:
-            present = _entries(storage, directory)
+            present = set(storage.list(directory))
             if names.MANIFEST in present and iteration is not None:
                 found.append(_committed(open_checkpoint(storage, iteration)))
-            elif megatron := _megatron_format(storage, directory, present):
+            elif megatron := megatron_format(storage, directory):
                 found.append(Found(directory, iteration, MEGATRON, megatron))
             else:
                 found.append(_uncommitted(storage, directory, iteration, present))
@@ -126,10 +150,6 @@ def _directories(storage: Storage) -> list[tuple[int | None, str]]:
     return sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0])
 
 
-def _entries(storage: Storage, directory: str) -> set[str]:
-    return set(storage.list(directory))
-
-
 def _committed(stored: StoredCheckpoint) -> Found:
     manifest = stored.manifest
     return Found(
@@ -142,8 +162,9 @@ def _committed(stored: StoredCheckpoint) -> Found:
     )
 
 
-def _megatron_format(storage: Storage, directory: str, present: set[str]) -> str | None:
-    """Return the name of the format if the files are those of Megatron's own checkpoints."""
+def megatron_format(storage: Storage, directory: str) -> str | None:
+    """Return the name of Megatron's own format that `directory` is in; None if it is in none."""
+    present = storage.list(directory)
     if any(name.startswith("mp_rank_") for name in present):
         return "torch"
     if "metadata.json" in present:
@@ -158,41 +179,41 @@ def _megatron_format(storage: Storage, directory: str, present: set[str]) -> str
 def _uncommitted(
     storage: Storage, directory: str, iteration: int | None, present: set[str]
 ) -> Found:
-    """Say how far the save came: its failure, the ranks that are missing, or nothing at all."""
-    ours = sorted(name for name in present if _RECORD.fullmatch(name))
-    failed = [name for name in ours if name.endswith(".failed")]
-    shards = [name for name in ours if name.endswith(".safetensors")]
-    remark = "no files of ours in it"
-    ranks = None
-    if ours:
+    """Say how far each attempt to save this iteration came."""
+    saves: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(present):
+        if match := _OURS.fullmatch(name):
+            saves[match["save_id"]].append(name)
+    if not saves:
+        return Found(directory, iteration, NOT_COMMITTED, "no files of ours in it")
+    remarks, ranks, nbytes = [], None, 0
+    for ours in saves.values():
+        shards = [name for name in ours if name.endswith(".safetensors")]
+        nbytes += sum(storage.size(f"{directory}/{name}") for name in shards)
+        failed = [name for name in ours if name.endswith(".failed")]
+        if failed:
+            said = storage.read(f"{directory}/{failed[0]}").decode(errors="replace")
+            remarks.append(f"the save failed: {said}")
+            continue
         ranks = _world_size(storage, directory, shards)
-        durable = {int(n.split("-")[0][5:]) for n in ours if n.endswith(".commit")}
-        remark = f"no {names.MANIFEST}; {len(durable)} ranks are durable"
-        if ranks is not None:
-            missing = sorted(set(range(ranks)) - durable)
-            remark = f"no {names.MANIFEST}; {len(durable)} of {ranks} ranks are durable"
-            if missing:
-                remark += f", missing: {some(missing)}"
-    if failed:
-        said = storage.read(f"{directory}/{failed[0]}").decode(errors="replace")
-        remark = f"the save failed: {said}"
-    nbytes = sum(storage.size(f"{directory}/{name}") for name in shards)
-    return Found(directory, iteration, NOT_COMMITTED, remark, ranks, nbytes if ours else None)
+        durable = {int(name[5:].split("-")[0]) for name in ours if name.endswith(".commit")}
+        remark = f"no {names.MANIFEST}; {len(durable)} of {ranks or '?'} ranks are durable"
+        missing = [rank for rank in range(ranks or 0) if rank not in durable]
+        remarks.append(f"{remark}, missing: {_some(missing)}" if missing else remark)
+    return Found(directory, iteration, NOT_COMMITTED, "; ".join(remarks), ranks, nbytes)
 
 
-def _world_size(storage: Storage, directory: str, shards: Iterable[str]) -> int | None:
+def _world_size(storage: Storage, directory: str, shards: list[str]) -> int | None:
     """Return what the first complete shard says; shards are written header last."""
-    for name in shards:
+    for name in (f"{directory}/{shard}" for shard in shards):
         try:
-            place = f"{storage.place}/{directory}/{name}"
-            prefix = storage.read(f"{directory}/{name}", 0, 8)
-            nbytes = min(header_nbytes(prefix, place), storage.size(f"{directory}/{name}"))
-            header = storage.read(f"{directory}/{name}", 0, nbytes)
-            said = decode_header(header, place).metadata.world_size
+            nbytes = header_nbytes(storage.read(name, 0, 8), name)
+            header = storage.read(name, 0, min(nbytes, storage.size(name)))
+            said = decode_header(header, name).metadata.world_size
         except CorruptCheckpointError:
             continue
-        # A claim: not to be believed if it would take gigabytes to list its ranks.
-        return said if 0 < said <= 1 << 24 else None
+        # A claim; not to be believed if its ranks would not even fit into memory.
+        return said if 0 < said <= _MAX_RANKS else None
     return None
 
 
@@ -206,7 +227,7 @@ def layout_of(description: dict[str, Any]) -> str:
     )
 
 
-def some(ranks: list[int]) -> str:
+def _some(ranks: list[int]) -> str:
     """Return the first few of `ranks`, for a message."""
     more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
     return ", ".join(map(str, ranks[:_SHOWN])) + more
@@ -267,7 +288,7 @@ def summary(stored: StoredCheckpoint) -> Summary:
         save_id=manifest.save_id,
         version=manifest.version,
         world_size=manifest.world_size,
-        tracked=tracker(stored.storage) == str(manifest.iteration),
+        tracked=tracked_iteration(stored.storage) == manifest.iteration,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         description=manifest.description,
         tensors=tuple(TensorSummary(*name, nbytes[name], pieces[name]) for name in sorted(pieces)),
