@@ -84,9 +84,7 @@ def pieces_of_rank(rank: int) -> list[Piece]:
     # As in Megatron's jobs, the sizes of the ranks' own states need not agree.
     nbytes = 40 + 8 * rank
     shape = (WORLD, nbytes)
-    found.append(
-        Piece("rank_state", "rank_state", "U8", shape, (rank, 0), (1, nbytes), 0, nbytes)
-    )
+    found.append(Piece("rank_state", "rank_state", "U8", shape, (rank, 0), (1, nbytes), 0, nbytes))
     return [found[i] for i in order(found)]
 
 

@@ -1,0 +1,440 @@
+"""Files that lie: each gives one clear error with file, fact and remedy, and is left as it is.
+
+The same error comes from `verify` and from a read; no lie makes either hang, crash or allocate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt import FORMAT_VERSION
+from megatron_flashckpt.cli import main
+from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
+    FlashCkptError,
+    FormatVersionError,
+    NotCommittedError,
+    StorageError,
+)
+from megatron_flashckpt.inspection import open_checkpoint
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.verification import verify
+from tests.restore.made import Made, make, read_all, snapshot
+
+OTHER_SAVE = "ba9876543210"
+SHARD_0 = r"rank_00000-0123456789ab\.safetensors"
+SHARD_1 = r"rank_00001-0123456789ab\.safetensors"
+OLDER = r"load an older iteration with --ckpt-step$"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lie:
+    """A way to damage a checkpoint, and the one error that must come of it."""
+
+    tell: Callable[[Made], object]
+    says: str
+    """Pattern of file, fact and remedy."""
+    error: type[FlashCkptError] = CorruptCheckpointError
+
+
+def rewrite(file: Path, change: Callable[[bytes], bytes]) -> None:
+    file.write_bytes(change(file.read_bytes()))
+
+
+def swap(one: Path, other: Path) -> None:
+    kept = one.with_suffix(".kept")
+    one.rename(kept)
+    other.rename(one)
+    kept.rename(other)
+
+
+def put_in_place_of(file: Path, make_it: Callable[[Path], object]) -> None:
+    file.rename(file.with_suffix(".kept"))
+    make_it(file)
+
+
+def link_to_kept(file: Path) -> None:
+    """A link to the true file: even that is refused, or a link out of the directory would pass."""
+    put_in_place_of(file, lambda path: path.symlink_to(path.with_suffix(".kept")))
+
+
+def shard_of(made: Made, iteration: int, save_id: str) -> None:
+    other = make(made.root.parent / "other", iteration, save_id)
+    shutil.copyfile(other.shard(1), made.shard(1))
+
+
+def vouched_shard_of(made: Made, iteration: int, save_id: str) -> None:
+    """A shard of another save, with a manifest that holds its digests."""
+    other = make(made.root.parent / "other", iteration, save_id)
+    content = other.shard(1).read_bytes()
+    made.forge(1, content[: 8 + int.from_bytes(content[:8], "little")])
+
+
+def header(body: bytes) -> bytes:
+    return struct.pack("<Q", len(body)) + body
+
+
+def forge_metadata(made: Made, change: Callable[[dict], object]) -> None:
+    """Change what the header of rank 1 says of itself; the manifest vouches for the result."""
+    content = made.shard(1).read_bytes()
+    entries = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    metadata = json.loads(entries["__metadata__"]["flashckpt"])
+    change(metadata)
+    entries["__metadata__"]["flashckpt"] = json.dumps(metadata)
+    made.forge(1, header(json.dumps(entries).encode()))
+
+
+def change_entry(**fields: object) -> Callable[[Made], None]:
+    return lambda made: made.change_manifest(lambda said: said["shards"][1].update(fields))
+
+
+def change_item(position: int, value: object) -> Callable[[Made], None]:
+    """Change one field of the first item of the template of rank 1."""
+
+    def change(said: dict) -> None:
+        said["templates"][said["shards"][1]["template"]][0][position] = value
+
+    return lambda made: made.change_manifest(change)
+
+
+def change_placement(position: int, value: object) -> Callable[[Made], None]:
+    def change(said: dict) -> None:
+        said["shards"][1]["placement"][0][position] = value
+
+    return lambda made: made.change_manifest(change)
+
+
+LIES = {
+    # ------------------------------------------------------------------ shard files
+    "one byte short": Lie(
+        lambda made: rewrite(made.shard(1), lambda held: held[:-1]),
+        rf"{SHARD_1}: \d+ bytes long, the manifest says \d+; {OLDER}",
+    ),
+    "cut inside the header": Lie(
+        lambda made: rewrite(made.shard(1), lambda held: held[:100]),
+        rf"{SHARD_1}: 100 bytes long, the manifest says \d+; {OLDER}",
+    ),
+    "cut inside the length": Lie(
+        lambda made: rewrite(made.shard(1), lambda held: held[:5]),
+        rf"{SHARD_1}: 5 bytes long, the manifest says \d+; {OLDER}",
+    ),
+    "empty": Lie(
+        lambda made: made.shard(1).write_bytes(b""),
+        rf"{SHARD_1}: 0 bytes long, the manifest says \d+; {OLDER}",
+    ),
+    "one byte more": Lie(
+        lambda made: rewrite(made.shard(1), lambda held: held + b"\0"),
+        rf"{SHARD_1}: \d+ bytes long, the manifest says \d+; {OLDER}",
+    ),
+    "all zero, as after a power cut": Lie(
+        lambda made: rewrite(made.shard(1), lambda held: bytes(len(held))),
+        rf"{SHARD_1}: header claims 0 bytes, so this is not a shard file; {OLDER}",
+    ),
+    "data zero": Lie(
+        lambda made: rewrite(made.shard(1), lambda held: held[:-64] + bytes(64)),
+        rf"{SHARD_1}, chunk 0 \(bytes 0-\d+ of the data\): digest \w+, expected \w+; {OLDER}",
+    ),
+    "a shard of another iteration": Lie(
+        lambda made: shard_of(made, 20, made.save_id),
+        rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
+    ),
+    "a shard of another save of this iteration": Lie(
+        lambda made: shard_of(made, made.iteration, OTHER_SAVE),
+        rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
+    ),
+    "a vouched shard of another iteration": Lie(
+        lambda made: vouched_shard_of(made, 20, made.save_id),
+        rf"{SHARD_1}: is the shard of \(iteration, save, rank\) \(20, '\w+', 1\), expected "
+        rf"\(10, '\w+', 1\); {OLDER}",
+    ),
+    "a vouched shard of another save": Lie(
+        lambda made: vouched_shard_of(made, made.iteration, OTHER_SAVE),
+        rf"{SHARD_1}: is the shard of .*'{OTHER_SAVE}', 1\), expected .*; {OLDER}",
+    ),
+    "missing": Lie(lambda made: made.shard(1).unlink(), rf"{SHARD_1}: is missing; {OLDER}"),
+    "a symbolic link": Lie(
+        lambda made: link_to_kept(made.shard(1)),
+        rf"{SHARD_1}: cannot read .*a symbolic link stands where a file should be: remove it$",
+        StorageError,
+    ),
+    "a dangling symbolic link": Lie(
+        lambda made: put_in_place_of(made.shard(1), lambda path: path.symlink_to("nowhere")),
+        rf"{SHARD_1}: cannot read .*a symbolic link stands where a file should be: remove it$",
+        StorageError,
+    ),
+    "a directory": Lie(
+        lambda made: put_in_place_of(made.shard(1), Path.mkdir),
+        rf"{SHARD_1}: cannot read .*a directory stands where a file should be: move it away$",
+        StorageError,
+    ),
+    "a pipe": Lie(
+        lambda made: put_in_place_of(made.shard(1), os.mkfifo),
+        rf"{SHARD_1}: cannot read .*stands where a file should be: move it away$",
+        StorageError,
+    ),
+    # ------------------------------------------------------------------ hostile headers
+    "a header of 2**60 bytes": Lie(
+        lambda made: rewrite(made.shard(1), lambda held: struct.pack("<Q", 1 << 60) + held[8:]),
+        rf"{SHARD_1}: header claims {1 << 60} bytes, so this is not a shard file; {OLDER}",
+    ),
+    "a header longer than the file": Lie(
+        lambda made: rewrite(made.shard(1), lambda held: struct.pack("<Q", 99_999_999) + held[8:]),
+        rf"{SHARD_1}: header digest \w+, expected \w+; {OLDER}",
+    ),
+    "a deeply nested header": Lie(
+        lambda made: made.forge(1, header(b'{"__metadata__":' + b"[" * 500_000)),
+        rf"{SHARD_1}: header is not that of a flashckpt shard .*; {OLDER}",
+    ),
+    "a header of another tool": Lie(
+        lambda made: made.forge(1, header(b'{"__metadata__":{"format":"pt"}}')),
+        rf"{SHARD_1}: header is not that of a flashckpt shard .*; {OLDER}",
+    ),
+    "a header of a newer release": Lie(
+        lambda made: forge_metadata(made, lambda said: said.update(version=FORMAT_VERSION + 1)),
+        rf"{SHARD_1}: format version {FORMAT_VERSION + 1}; .* upgrade megatron_flashckpt, or load",
+        FormatVersionError,
+    ),
+    "a header with fewer digests": Lie(
+        lambda made: forge_metadata(made, lambda said: said.update(digests="")),
+        rf"{SHARD_1}: 0 digests of \d+ bytes do not stand for \d+ bytes of data; {OLDER}",
+    ),
+    "a header that moves a tensor": Lie(
+        lambda made: forge_metadata(made, lambda said: said["pieces"][0].__setitem__(3, 1)),
+        rf"{SHARD_1}: .*range \[1, \d+\) leaves the box; {OLDER}",
+    ),
+    "a header that puts a tensor outside the global one": Lie(
+        lambda made: forge_metadata(made, lambda said: said["pieces"][0][1].__setitem__(0, 99)),
+        rf"{SHARD_1}: .*box leaves the global shape .*; {OLDER}",
+    ),
+    # ------------------------------------------------------------------ common.pt
+    "common.pt missing": Lie(
+        lambda made: (made.directory / "common.pt").unlink(), rf"common\.pt: is missing; {OLDER}"
+    ),
+    "common.pt with a flipped bit": Lie(
+        lambda made: rewrite(made.directory / "common.pt", lambda h: bytes([h[0] ^ 1]) + h[1:]),
+        rf"common\.pt: digest \w+, expected \w+; {OLDER}",
+    ),
+    "common.pt cut short": Lie(
+        lambda made: rewrite(made.directory / "common.pt", lambda held: held[:-1]),
+        rf"common\.pt: digest \w+, expected \w+; {OLDER}",
+    ),
+    "common.pt a symbolic link": Lie(
+        lambda made: link_to_kept(made.directory / "common.pt"),
+        r"common\.pt: cannot read .*a symbolic link stands where a file should be: remove it$",
+        StorageError,
+    ),
+    # ------------------------------------------------------------------ manifest.json
+    "manifest not JSON": Lie(
+        lambda made: made.manifest.write_text("{ not json"),
+        rf"manifest\.json: is not a manifest .*; {OLDER}",
+    ),
+    "manifest empty": Lie(
+        lambda made: made.manifest.write_bytes(b""),
+        rf"manifest\.json: is not a manifest .*; {OLDER}",
+    ),
+    "manifest cut short": Lie(
+        lambda made: rewrite(made.manifest, lambda held: held[:-1]),
+        rf"manifest\.json: is not a manifest .*; {OLDER}",
+    ),
+    "manifest not UTF-8": Lie(
+        lambda made: rewrite(made.manifest, lambda held: held.replace(b"layers", b"lay\xff\xfes")),
+        rf"manifest\.json: is not a manifest .*; {OLDER}",
+    ),
+    "manifest deeply nested": Lie(
+        lambda made: made.manifest.write_bytes(b'{"version":1,"keys":' + b"[" * 500_000),
+        rf"manifest\.json: is not a manifest .*; {OLDER}",
+    ),
+    "manifest of a newer release": Lie(
+        lambda made: made.change_manifest(lambda said: said.update(version=FORMAT_VERSION + 1)),
+        rf"manifest\.json: format version {FORMAT_VERSION + 1}; .*upgrade megatron_flashckpt, or l",
+        FormatVersionError,
+    ),
+    "manifest of another iteration": Lie(
+        lambda made: made.change_manifest(lambda said: said.update(iteration=20)),
+        rf"manifest\.json: is that of iteration 20; {OLDER}",
+    ),
+    "manifest naming a file above": Lie(
+        change_entry(file="../x"), rf"manifest\.json: '\.\./x' is not a shard's name; {OLDER}"
+    ),
+    "manifest naming an absolute path": Lie(
+        change_entry(file="/etc/passwd"),
+        rf"manifest\.json: '/etc/passwd' is not a shard's name; {OLDER}",
+    ),
+    "manifest naming one file twice": Lie(
+        change_entry(file="rank_00000-0123456789ab.safetensors"), rf"{SHARD_0}: .*; {OLDER}"
+    ),
+    "manifest of an absurd world": Lie(
+        lambda made: made.change_manifest(lambda said: said.update(world_size=10**15)),
+        rf"manifest\.json: shards are not those of ranks 0 to 9{{15}}; {OLDER}",
+    ),
+    "manifest of no world": Lie(
+        lambda made: made.change_manifest(lambda said: said.update(world_size=0, shards=[])),
+        rf"manifest\.json: shards are not those of ranks .*; {OLDER}",
+    ),
+    "manifest without the last rank": Lie(
+        lambda made: made.change_manifest(lambda said: said["shards"].pop()),
+        rf"manifest\.json: shards are not those of ranks 0 to 3; {OLDER}",
+    ),
+    "manifest with an unknown type": Lie(
+        change_item(2, "F12"),
+        rf"manifest\.json: \d+ elements of type 'F12' cannot be; {OLDER}",
+    ),
+    "manifest with negative elements": Lie(
+        change_item(5, -5), rf"manifest\.json: -5 elements of type '\w+' cannot be; {OLDER}"
+    ),
+    "manifest with another size of a file": Lie(
+        change_entry(nbytes=17),
+        rf"{SHARD_1}: \d+ bytes long, the manifest says 17; {OLDER}",
+    ),
+    "manifest a symbolic link": Lie(
+        lambda made: link_to_kept(made.manifest),
+        r"manifest\.json: cannot read .*a symbolic link stands where a file should be: remove it$",
+        StorageError,
+    ),
+    "manifest a directory": Lie(
+        lambda made: put_in_place_of(made.manifest, Path.mkdir),
+        r"manifest\.json: cannot read .*a directory stands where a file should be: move it away$",
+        StorageError,
+    ),
+    "manifest a pipe": Lie(
+        lambda made: put_in_place_of(made.manifest, os.mkfifo),
+        r"manifest\.json: cannot read .*stands where a file should be: move it away$",
+        StorageError,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("good") / "save")
+
+
+@pytest.fixture
+def made(good: Made, tmp_path: Path) -> Made:
+    """A copy of a good checkpoint, to be damaged."""
+    root = tmp_path / "save"
+    shutil.copytree(good.root, root)
+    return dataclasses.replace(good, root=root)
+
+
+def damages(made: Made) -> list[FlashCkptError]:
+    """Return what `flashckpt verify` finds."""
+    try:
+        return verify(open_checkpoint(PosixStorage(made.root), made.iteration))
+    except FlashCkptError as error:
+        return [error]
+
+
+def test_the_checkpoint_is_intact_before_anyone_lies(made: Made) -> None:
+    assert damages(made) == []
+    assert len(read_all(made)) == sum(map(len, made.pieces))
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_lie_gives_one_clear_error_and_nothing_is_changed(
+    made: Made, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lie = LIES[name]
+    lie.tell(made)
+    before = snapshot(made.root)
+    (damage,) = damages(made)
+    with pytest.raises(lie.error) as caught:
+        read_all(made)
+    for error in (damage, caught.value):
+        assert type(error) is lie.error
+        assert re.search(lie.says, str(error)), str(error)
+        assert str(made.directory) in str(error)
+    assert main(["verify", str(made.root)]) == 1
+    shown = capsys.readouterr()
+    assert str(damage) in shown.out
+    assert re.search(r"^iter_0000010: 1 problem( \(.*\))?$", shown.out, re.MULTILINE)
+    assert snapshot(made.root) == before
+
+
+def test_swapped_shard_files_are_both_found(made: Made) -> None:
+    swap(made.shard(1), made.shard(3))
+    before = snapshot(made.root)
+    found = damages(made)
+    assert [type(error) for error in found] == [CorruptCheckpointError] * 2
+    for rank, error in zip((1, 3), found, strict=True):
+        assert re.search(rf"{made.shard(rank).name}: .*; {OLDER}", str(error))
+    with pytest.raises(CorruptCheckpointError, match=SHARD_1):
+        read_all(made)
+    assert snapshot(made.root) == before
+
+
+def test_swapped_names_in_the_manifest_are_both_found(made: Made) -> None:
+    def change(said: dict) -> None:
+        one, other = said["shards"][1], said["shards"][3]
+        for field in ("file", "nbytes", "header_digest"):
+            one[field], other[field] = other[field], one[field]
+
+    made.change_manifest(change)
+    found = damages(made)
+    assert len(found) == 2
+    for meant, there, error in zip((1, 3), (3, 1), found, strict=True):
+        assert made.shard(there).name in str(error)
+        assert re.search(rf"'\w+', {there}\), expected \(10, '\w+', {meant}\); ", str(error))
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor"),
+    [
+        (change_placement(0, [1, 0, 0]), "master/layers.w"),
+        (change_placement(1, 1), "master/layers.w"),
+        (change_item(3, [3, 6, 5]), "master/layers.w"),
+        (change_item(5, 14), "master/layers.w"),
+        (change_item(2, "I32"), "master/layers.w"),
+    ],
+    ids=["box", "start", "global shape", "elements", "type"],
+)
+def test_a_manifest_that_contradicts_a_sound_shard_is_found_at_the_shard_and_in_the_tensor(
+    made: Made, change: Callable[[Made], None], tensor: str
+) -> None:
+    """Reads are planned by the manifest: such a lie would load wrong bytes with right digests."""
+    change(made)
+    before = snapshot(made.root)
+    *tensors, shard = damages(made)
+    assert re.search(rf"{SHARD_1}: holds other pieces than the manifest says; {OLDER}", str(shard))
+    for error in tensors:
+        assert re.search(rf"manifest\.json: (rank 1: .*|{tensor}: .*); {OLDER}", str(error))
+    with pytest.raises(FlashCkptError):
+        read_all(made)
+    with pytest.raises(CorruptCheckpointError, match=r"holds other pieces"):
+        made.stored().shard(1)
+    assert snapshot(made.root) == before
+
+
+def test_all_damages_are_listed_not_just_the_first(made: Made) -> None:
+    (made.directory / "common.pt").unlink()
+    made.shard(0).unlink()
+    rewrite(made.shard(2), lambda held: held[:-1] + bytes([held[-1] ^ 1]))
+    rewrite(made.shard(3), lambda held: held + b"more")
+    found = [str(error).removeprefix(f"{made.directory}/") for error in damages(made)]
+    patterns = [r"common\.pt: is missing", r"rank_00000-", r"rank_00002-.* chunk 0", r"rank_00003-"]
+    assert len(found) == len(patterns)
+    for pattern, message in zip(patterns, found, strict=True):
+        assert re.match(pattern, message)
+
+
+def test_foreign_files_are_not_damage(made: Made) -> None:
+    (made.directory / "notes.txt").write_text("mine")
+    (made.directory / "rank_00009-fedcba9876543210.safetensors").write_bytes(b"")
+    (made.root / "iter_9").mkdir()
+    assert damages(made) == []
+
+
+def test_a_checkpoint_that_is_gone_was_never_committed(made: Made) -> None:
+    shutil.rmtree(made.directory)
+    (error,) = damages(made)
+    assert isinstance(error, NotCommittedError)
+    assert re.search(r"manifest\.json: does not exist, so .* with --ckpt-step$", str(error))
