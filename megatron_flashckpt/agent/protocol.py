@@ -171,7 +171,9 @@ def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) ->
     if fd is not None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
     sent = sock.sendmsg([frame], rights)
-    sock.sendall(memoryview(frame)[sent:])
+    if sent < len(frame):
+        # Not for nothing: an empty send fails if the other side has answered and gone meanwhile.
+        sock.sendall(memoryview(frame)[sent:])
 
 
 def receive(sock: socket.socket) -> tuple[bytes, int | None]:
