@@ -119,7 +119,12 @@ class Agent:
             number = self._greet(connection)
             while number is not None:
                 body, fd = p.receive(connection)
-                request = p.decode_request(body)
+                try:
+                    request = p.decode_request(body)
+                except msgspec.MsgspecError:
+                    if fd is not None:
+                        os.close(fd)
+                    raise
                 try:
                     answer = self._answer(number, request, fd)
                 except FlashCkptError as error:

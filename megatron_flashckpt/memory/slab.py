@@ -10,7 +10,7 @@ import contextlib
 import mmap
 import os
 
-from megatron_flashckpt.errors import FlashCkptError, StorageError
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
 
 
@@ -54,10 +54,15 @@ class Slab:
         """Map a slab received from another process; takes ownership of `fd` either way."""
         try:
             nbytes = os.fstat(fd).st_size
+            if nbytes < PAGE:
+                raise CorruptCheckpointError(f"memory of {nbytes} bytes is too small for a slab")
             with mmap.mmap(fd, PAGE, mmap.MAP_SHARED) as page:
                 geometry = SlabGeometry.unpack(page[:PAGE], nbytes)
             return cls(fd, geometry)
-        except (OSError, FlashCkptError):
+        except OSError as error:
+            os.close(fd)
+            raise StorageError(error.errno, f"not a slab ({error.strerror})") from error
+        except FlashCkptError:
             os.close(fd)
             raise
 
