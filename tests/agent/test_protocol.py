@@ -1,0 +1,381 @@
+"""Frames and descriptors: what is said arrives, and nonsense harms nobody but who said it."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.rendezvous import SOCKET
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotState
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import FakeTrainer, eventually, is_alive, new_save_id
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    yield left, right
+    left.close()
+    right.close()
+
+
+def open_fds(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+# ---------------------------------------------------------------------- frames
+
+_words = st.text(max_size=40)
+_messages = st.one_of(
+    st.builds(p.Hello, st.integers(0, 2**31), st.integers(0, 2**31)),
+    st.builds(p.Acquire, st.integers(-(2**62), 2**62), _words, st.floats(0, 1e9)),
+    st.builds(p.Adopt, st.none() | _words, st.integers(-(2**62), 2**62)),
+    st.builds(p.PutTemplate, _words, st.binary(max_size=3000)),
+    st.builds(p.Staged, st.integers(0, 2**31)),
+    st.sampled_from([p.Poll(), p.Leave(), p.TakeSlab(), p.AttachSlab()]),
+)
+
+
+@given(messages=st.lists(_messages, max_size=5))
+def test_requests_arrive_whole_and_in_order(messages: list[p.Request]) -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        for message in messages:
+            p.send(left, message)
+        left.close()
+        for message in messages:
+            body, fd = p.receive(right)
+            assert p.decode_request(body) == message
+            assert fd is None
+        with pytest.raises(EOFError):
+            p.receive(right)
+
+
+def test_a_frame_larger_than_the_socket_buffer_arrives_whole(pair: Pair) -> None:
+    encoded = os.urandom(5_000_000)
+    sender = threading.Thread(target=p.send, args=(pair[0], p.PutTemplate("x", encoded)))
+    sender.start()
+    body, _ = p.receive(pair[1])
+    sender.join()
+    assert p.decode_request(body) == p.PutTemplate("x", encoded)
+
+
+def test_a_descriptor_arrives_with_its_frame_and_belongs_to_the_receiver(
+    pair: Pair, tmp_path: Path
+) -> None:
+    with open(tmp_path / "file", "w+") as file:
+        p.send(pair[0], p.Leave())
+        p.send(pair[0], p.AttachSlab(), file.fileno())
+        p.send(pair[0], p.Leave())
+        received = [p.receive(pair[1])[1] for _ in range(3)]
+        assert [fd is None for fd in received] == [True, False, True]
+        fd = received[1]
+        assert fd is not None
+        assert fd != file.fileno()
+        assert os.path.samestat(os.fstat(fd), os.fstat(file.fileno()))
+        assert not os.get_inheritable(fd)
+        os.close(fd)
+        file.write("still open")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3, 4, 5, 10])
+def test_a_connection_that_ends_inside_a_frame_is_an_eof(pair: Pair, cut: int) -> None:
+    body = msgspec.msgpack.encode(p.Hello(0, 1))
+    pair[0].sendall((struct.pack("<I", len(body)) + body)[:cut])
+    pair[0].close()
+    with pytest.raises(EOFError):
+        p.receive(pair[1])
+
+
+@pytest.mark.parametrize("nbytes", [p.MAX_FRAME_NBYTES + 1, 2**32 - 1])
+def test_an_oversized_frame_is_refused_before_it_is_read(pair: Pair, nbytes: int) -> None:
+    pair[0].sendall(struct.pack("<I", nbytes) + b"x")
+    with pytest.raises(AgentError, match=f"a frame of {nbytes} bytes"):
+        p.receive(pair[1])
+
+
+def test_descriptors_of_a_refused_frame_and_surplus_ones_are_closed(pair: Pair) -> None:
+    with open(os.devnull) as file:
+        before = open_fds()
+        for prefix in (struct.pack("<I", 2**32 - 1), struct.pack("<I", 8) + b"cut"):
+            _send_with(pair[0], prefix, [file.fileno()])
+            if prefix.endswith(b"cut"):
+                pair[0].shutdown(socket.SHUT_WR)
+            with pytest.raises((AgentError, EOFError)):
+                p.receive(pair[1])
+        assert open_fds() == before
+        left, right = socket.socketpair()
+        with left, right:
+            before = open_fds()
+            _send_with(left, struct.pack("<I", 1) + b"x", [file.fileno()] * 3)
+            _, fd = p.receive(right)
+            assert fd is not None
+            os.close(fd)
+            assert open_fds() == before
+
+
+def _send_with(sock: socket.socket, data: bytes, fds: list[int]) -> None:
+    sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+
+
+class _Hasty(socket.socket):
+    """Its other side reads the frame and hangs up before `send` has returned."""
+
+    other: socket.socket
+
+    def sendmsg(self, *what: Any) -> int:
+        sent = super().sendmsg(*what)
+        self.other.close()
+        return sent
+
+
+def test_sending_succeeds_if_the_other_side_has_read_all_and_gone() -> None:
+    """Else the sender never reads the refusal that came before the other side hung up."""
+    left, right = socket.socketpair()
+    with _Hasty(left.family, left.type, 0, left.detach()) as sender:
+        sender.other = right
+        p.send(sender, p.Hello(0, 1))
+        assert right.fileno() == -1
+
+
+# ---------------------------------------------------------------------- against the real agent
+
+
+def _frame(message: object) -> bytes:
+    body = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+_HELLO = _frame(p.Hello(77, p.PROTOCOL_VERSION))
+NONSENSE = {
+    "nothing": b"",
+    "half a length": b"\x01\x00",
+    "half a frame": _frame(p.Hello(0, 1))[:-3],
+    "oversized": struct.pack("<I", 2**32 - 1) + b"x" * 1000,
+    "promises more than it sends": struct.pack("<I", p.MAX_FRAME_NBYTES) + b"x" * 1000,
+    "an empty frame": _frame(b""),
+    "not msgpack": _frame(b"\xc1\xc1\xc1"),
+    "an unknown message": _frame({"type": "Explode", "rank": 0}),
+    "no type": _frame({"rank": 0}),
+    "a rank that is text": _frame({"type": "Hello", "rank": "0", "protocol": 1}),
+    "web traffic": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a request without a hello": _frame(p.Staged(0)),
+    "another protocol": _frame(p.Hello(77, 999)),
+    "nonsense after the hello": _HELLO + _frame(b"\xc1"),
+    "a second hello": _HELLO + _HELLO,
+    "a slab without a descriptor": _HELLO + _frame(p.AttachSlab()),
+    "a doorbell without a slab": _HELLO + _frame(p.Staged(0)),
+    "a slot without a slab": _HELLO + _frame(p.Acquire(1, "x")),
+    "an endless wait": _HELLO + _frame({"type": "Poll", "wait_s": 1e300}),
+    "no number": _HELLO + _frame({"type": "Poll", "wait_s": float("nan")}),
+}
+
+
+@contextlib.contextmanager
+def stranger(node: Node, root: Path) -> Iterator[socket.socket]:
+    """A connection to the agent that does not come from a trainer."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20.0)
+        sock.connect(str(node.directory(root) / SOCKET))
+        yield sock
+
+
+def _hang_up_and_read(sock: socket.socket) -> bytes:
+    """Stop talking; return all that the agent says until it hangs up too."""
+    sock.shutdown(socket.SHUT_WR)
+    said = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := sock.recv(1 << 16):
+            said += chunk
+    return said
+
+
+@pytest.fixture
+def busy(node: Node, root: Path) -> FakeTrainer:
+    """A rank with a committed checkpoint, whose agent strangers talk to."""
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    return trainer
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_nonsense_ends_its_own_connection_and_disturbs_nobody(
+    node: Node, root: Path, busy: FakeTrainer, kind: str
+) -> None:
+    before = open_fds(busy.client.agent_pid)
+    with stranger(node, root) as sock:
+        sock.sendall(NONSENSE[kind])
+        said = _hang_up_and_read(sock)
+    assert b"Granted" not in said
+    assert b"SlabOffer" not in said
+    eventually("its end", lambda: open_fds(busy.client.agent_pid) == before)
+    assert [offer.iteration for offer in busy.take()] == [1]
+    assert busy.save(2).error is None
+    assert_intact(root, 2, [busy])
+
+
+def test_a_stranger_that_never_says_a_word_keeps_nobody_waiting(
+    node: Node, root: Path, busy: FakeTrainer
+) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(stranger(node, root))
+        assert busy.save(2).error is None
+        other = node.trainer(root, 1, 1)
+        assert other.client.poll().pending == 0
+
+
+def test_another_protocol_is_told_so(node: Node, root: Path, busy: FakeTrainer) -> None:
+    for _ in range(100):
+        with stranger(node, root) as sock:
+            p.send(sock, p.Hello(0, 999))
+            reply = p.decode_reply(p.receive(sock)[0])
+        assert isinstance(reply, p.Refused)
+        assert f"pid {busy.client.agent_pid}" in reply.reason
+    assert [offer.iteration for offer in busy.take()] == [1], "rank 0 is still who it was"
+
+
+def _memory(contents: bytes) -> int:
+    fd = os.memfd_create("not-a-slab")
+    os.write(fd, contents)
+    return fd
+
+
+NOT_SLABS = {
+    "empty memory": lambda: _memory(b""),
+    "memory shorter than a page": lambda: _memory(b"x" * 100),
+    "memory without the mark": lambda: _memory(b"x" * 100_000),
+    "memory of zeros": lambda: _memory(bytes(100_000)),
+    "a device": lambda: os.open(os.devnull, os.O_RDWR),
+    "a directory": lambda: os.open("/", os.O_RDONLY),
+    "a pipe": lambda: os.pipe()[0],
+    "a socket": lambda: socket.socket().detach(),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_SLABS)
+def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
+    node: Node, root: Path, busy: FakeTrainer, kind: str
+) -> None:
+    before = open_fds(busy.client.agent_pid)
+    fd = NOT_SLABS[kind]()
+    with stranger(node, root) as sock:
+        sock.sendall(_HELLO)
+        assert b"Welcome" in p.receive(sock)[0]
+        p.send(sock, p.AttachSlab(), fd)
+        reply = p.decode_reply(p.receive(sock)[0])
+        assert isinstance(reply, p.Refused)
+        assert "slab" in reply.reason
+        p.send(sock, p.TakeSlab())
+        assert p.decode_reply(p.receive(sock)[0]) == p.SlabOffer(False, ())
+    os.close(fd)
+    eventually("its end", lambda: open_fds(busy.client.agent_pid) == before)
+    assert busy.save(2).error is None
+
+
+@pytest.mark.parametrize(
+    "request_with_fd",
+    [_frame(p.Poll()), _frame(p.Staged(9)), _frame(b"\xc1"), _frame(p.Hello(77, 1)), b"\x01"],
+    ids=["poll", "staged", "garbage", "hello", "cut"],
+)
+@pytest.mark.parametrize("greeted", [False, True])
+def test_a_descriptor_that_nobody_asked_for_is_closed(
+    node: Node, root: Path, busy: FakeTrainer, request_with_fd: bytes, greeted: bool
+) -> None:
+    before = open_fds(busy.client.agent_pid)
+    with stranger(node, root) as sock, open(os.devnull) as file:
+        if greeted:
+            sock.sendall(_HELLO)
+            assert b"Welcome" in p.receive(sock)[0]
+        _send_with(sock, request_with_fd, [file.fileno()])
+        _hang_up_and_read(sock)
+    eventually("its end", lambda: open_fds(busy.client.agent_pid) == before)
+    assert is_alive(busy.client.agent_pid)
+
+
+def test_strangers_do_not_keep_the_agent_when_all_ranks_have_left(
+    node: Node, root: Path, busy: FakeTrainer
+) -> None:
+    with stranger(node, root) as sock:
+        sock.sendall(b"\xff" * 100)
+        _hang_up_and_read(sock)
+    agent = busy.client.agent_pid
+    busy.hang_up(leave=True)
+    eventually("the agent's end", lambda: not is_alive(agent), within_s=5.0)
+
+
+# ---------------------------------------------------------------------- two lives of one rank
+
+
+def test_the_late_end_of_a_former_connection_does_not_touch_what_its_successor_copies(
+    node: Node, root: Path
+) -> None:
+    former = node.trainer(root)
+    assert former.save(1).error is None
+    successor = node.trainer(root)
+    successor.take()
+    slot = successor.begin(2, new_save_id())
+    assert slot is not None
+    sockets = open_fds(former.client.agent_pid)
+    former.hang_up()
+    eventually("that it was noticed", lambda: open_fds(successor.client.agent_pid) < sockets)
+    assert slot.header.state == SlotState.STAGING
+    assert successor.client.poll().pending == 0
+
+
+def test_a_new_life_of_a_rank_finds_torn_slots_empty_even_if_the_former_hangs_on(
+    node: Node, root: Path
+) -> None:
+    former = node.trainer(root)
+    assert former.save(1).error is None
+    assert former.begin(2, new_save_id()) is not None
+    successor = node.trainer(root)
+    assert [offer.iteration for offer in successor.take()] == [1]
+    assert isinstance(successor.slab, Slab)
+    assert SlotState.STAGING not in [slot.header.state for slot in successor.slab.slots]
+
+
+# ---------------------------------------------------------------------- templates
+
+
+def test_a_template_that_one_rank_published_is_fetched_by_another(node: Node, root: Path) -> None:
+    first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
+    mine, theirs = first.layout, second.layout
+    assert (first.plans.counters.misses, first.plans.counters.shared_hits) == (1, 0)
+    assert (second.plans.counters.misses, second.plans.counters.shared_hits) == (0, 1)
+    assert mine.template == theirs.template
+    assert mine.fingerprint != theirs.fingerprint, "they differ in their placement"
+    assert second.layout is theirs
+    assert second.plans.counters.local_hits == 1
+
+
+def test_a_template_outlives_the_ranks_that_published_it(node: Node, root: Path) -> None:
+    first = node.trainer(root)
+    template = first.layout.template
+    first.hang_up()
+    again = node.trainer(root)
+    assert again.layout.template == template
+    assert again.plans.counters.shared_hits == 1
+
+
+def test_a_template_that_nobody_published_is_a_miss(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert trainer.client.fetch_template("unknown") is None

@@ -1,0 +1,115 @@
+"""What an agent costs, and that it costs the same after a long run.
+
+The numbers are printed (`pytest -rP`); only generous bounds are asserted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from megatron_flashckpt.layout import manifest as names
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import eventually, held_back, new_save_id
+
+MIB = 2**20
+
+
+def rss_nbytes(pid: int) -> int:
+    """Return the resident memory of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no memory")
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(path))
+    return found
+
+
+def thread_count(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def test_an_agent_is_small(node: Node, root: Path) -> None:
+    started = time.perf_counter()
+    trainer = node.trainer(root)
+    print(f"agent: started and connected in {time.perf_counter() - started:.3f} s")
+    agent = trainer.client.agent_pid
+    print(f"agent: {rss_nbytes(agent) / MIB:.1f} MiB resident at its start")
+    assert trainer.save(1).error is None
+    print(f"agent: {rss_nbytes(agent) / MIB:.1f} MiB resident after a save")
+    assert rss_nbytes(agent) < 120 * MIB
+
+
+def test_50_saves_and_20_reconnects_leave_no_descriptor_no_thread_and_no_memory(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root, retain_interval=1000)
+    agent = trainer.client.agent_pid
+    for iteration in range(1, 11):  # by now whatever is kept for good is there
+        assert trainer.save(iteration).error is None
+    files, memory = len(open_files(agent)), rss_nbytes(agent)
+    threads = thread_count(agent)
+    for iteration in range(11, 61):
+        assert trainer.save(iteration).error is None
+    for _ in range(20):
+        trainer.hang_up()
+        trainer = node.trainer(root)
+        assert trainer.client.agent_pid == agent
+        assert [offer.iteration for offer in trainer.take()] == [60, 59]
+    eventually("as many descriptors as before", lambda: len(open_files(agent)) == files)
+    eventually("as many threads as before", lambda: thread_count(agent) == threads)
+    growth = rss_nbytes(agent) - memory
+    print(f"agent: {growth // 1024} KiB more after 50 saves and 20 reconnects")
+    assert growth < 8 * MIB
+    assert_intact(root, 60, [trainer])
+
+
+def test_slabs_that_were_replaced_are_freed(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+
+    def slabs() -> int:
+        return sum("memfd:flashckpt-0" in path for path in open_files(agent))
+
+    assert trainer.save(1).error is None
+    before = slabs()
+    for iteration in range(2, 8):
+        assert trainer.slab is not None
+        trainer.slab.close()
+        trainer.slab = None  # the next save makes and attaches another
+        assert trainer.save(iteration).error is None
+    assert slabs() == before
+
+
+def test_a_slab_that_is_replaced_while_it_is_persisted_is_freed_afterwards(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+
+    def slabs() -> int:
+        return sum("memfd:flashckpt-0" in path for path in open_files(agent))
+
+    assert trainer.save(1).error is None
+    before = slabs()
+    save_id = new_save_id()
+    with held_back(root / names.iteration_dir(2) / names.shard_name(0, save_id)) as let_go:
+        trainer.stage(2, save_id)
+        assert trainer.slab is not None
+        trainer.slab.close()
+        trainer.slab = None
+        assert trainer.save(3).error is None
+        assert slabs() == 2 * before, "it is still being read"
+        let_go()
+        assert trainer.outcome().iteration == 2
+    eventually("the former slab is freed", lambda: slabs() == before)
+    assert (root / names.iteration_dir(2) / names.MANIFEST).exists()
