@@ -38,6 +38,8 @@ class Copy:
 class _Job:
     copies: list[Copy]
     finish: Callable[[float, BaseException | None], None]
+    error: BaseException | None
+    """Of an early copy."""
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
@@ -80,14 +82,18 @@ class Stager:
     ) -> None:
         """Start copying; returns when every early copy is made.
 
-        `finish(seconds, error)` is called once, from the copy thread, when all is in the slot.
+        `finish(seconds, error)` is called once, from the copy thread, when all is in the slot or
+        a copy has failed.
         """
         self.wait()
-        early = [copy for copy in copies if copy.early]
-        self._copy(early)
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        self._current = _Job([copy for copy in copies if not copy.early], finish)
+        error: BaseException | None = None
+        try:
+            self._copy([copy for copy in copies if copy.early])
+            if self._stream is not None:
+                torch.cuda.current_stream().wait_stream(self._stream)
+        except Exception as failure:
+            error = failure
+        self._current = _Job([copy for copy in copies if not copy.early], finish, error)
         self._jobs.put(self._current)
 
     def wait(self) -> None:
@@ -109,15 +115,19 @@ class Stager:
             if self._cuda_device is not None:
                 torch.cuda.set_device(self._cuda_device)
             started = time.perf_counter()
-            error: BaseException | None = None
+            error = job.error
             try:
-                self._copy(job.copies)
-                if self._stream is not None:
-                    self._stream.synchronize()
+                if error is None:
+                    self._copy(job.copies)
+                    if self._stream is not None:
+                        self._stream.synchronize()
             except BaseException as failure:
                 error = failure
             try:
                 job.finish(time.perf_counter() - started, error)
+            except Exception:
+                # Without this thread every later save would wait for ever.
+                logger.exception("what was staged could not be handed over")
             finally:
                 # Only now: the next save must find this slot handed over, or it could be given it.
                 job.done.set()
