@@ -7,6 +7,7 @@ leak, and is freed when its last holder ends.
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 
@@ -34,6 +35,13 @@ class Slab:
             StorageError: the memory is not there; names the bytes wanted.
         """
         geometry = SlabGeometry(slots, align(meta_nbytes), align(data_nbytes))
+        available = _available_nbytes()
+        if geometry.nbytes > available:
+            # Not left to posix_fallocate: it takes page after page until the kernel starts killing.
+            raise StorageError(
+                errno.ENOMEM,
+                _refusal(geometry, name, f"{available / 2**30:.2f} GiB available"),
+            )
         fd = os.memfd_create(f"flashckpt-{name}", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, geometry.nbytes)
@@ -42,9 +50,7 @@ class Slab:
             os.close(fd)
             raise StorageError(
                 error.errno,
-                f"cannot reserve {geometry.nbytes / 2**30:.2f} GiB of host memory for "
-                f"{slots} checkpoint slots of rank {name} ({error.strerror}); "
-                "free memory on this node or lower 'slots'",
+                _refusal(geometry, name, error.strerror),
             ) from error
         slab.memory[: len(geometry.pack())] = geometry.pack()
         return slab
@@ -87,3 +93,18 @@ class Slab:
         # A tensor may still view the mapping; then it goes when that tensor does.
         with contextlib.suppress(BufferError):
             self.memory.close()
+
+
+def _refusal(geometry: SlabGeometry, name: str, reason: str | None) -> str:
+    return (
+        f"cannot reserve {geometry.nbytes / 2**30:.2f} GiB of host memory for "
+        f"{geometry.slots} checkpoint slots of rank {name} ({reason}); "
+        "free memory on this node or lower 'slots'"
+    )
+
+
+def _available_nbytes() -> int:
+    """Return the bytes that this node can give without swapping, as the kernel estimates it."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["MemAvailable"].split()[0]) * 1024
