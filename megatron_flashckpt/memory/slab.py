@@ -90,7 +90,7 @@ class Slab:
             return
         os.close(self.fd)
         self.fd = -1
-        # A tensor may still view the mapping; then it goes when that tensor does.
+        # A memoryview of the mapping may live on; then the mapping goes when that does.
         with contextlib.suppress(BufferError):
             self.memory.close()
 

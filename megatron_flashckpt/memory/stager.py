@@ -66,7 +66,9 @@ class Stager:
         self.wait()
         self._unpin()
         self._slab = slab
-        self._bytes = torch.frombuffer(slab.memory, dtype=torch.uint8)
+        # Through a memoryview: it keeps the mapping from being closed under the tensor, which a
+        # tensor made from the mapping itself does not.
+        self._bytes = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
         self._cuda_device = cuda_device
         if cuda_device is not None:
             self._stream = self._stream or torch.cuda.Stream(cuda_device)  # type: ignore[no-untyped-call]
