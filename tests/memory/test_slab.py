@@ -1,0 +1,165 @@
+"""Slabs: reserved in full or refused, shared by descriptor, freed with the last holder."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+def test_a_slab_attached_by_descriptor_is_the_same_memory() -> None:
+    made = Slab.create(2, 100, 5000, "7")
+    attached = Slab.attach(os.dup(made.fd))
+    assert attached.geometry == made.geometry
+    header = SlotHeader(SlotState.STAGED, 3, "abcd", 10, 5000)
+    made.slots[1].set_header(header)
+    with made.slots[1].data() as data:
+        data[:] = b"x" * 5000
+    assert attached.slots[1].header == header
+    made.close()
+    with attached.slots[1].data() as data:
+        assert bytes(data) == b"x" * 5000, "it lives on with its other holder"
+    attached.slots[0].set_header(header)
+    attached.close()
+
+
+def test_capacities_are_rounded_up_to_pages() -> None:
+    slab = Slab.create(3, 1, PAGE + 1, "0")
+    assert (slab.geometry.meta_capacity, slab.geometry.data_capacity) == (PAGE, 2 * PAGE)
+    assert len(slab.memory) == slab.geometry.nbytes
+    assert [slot.index for slot in slab.slots] == [0, 1, 2]
+    slab.close()
+
+
+def test_a_new_slab_is_empty() -> None:
+    slab = Slab.create(2, 0, PAGE, "0")
+    assert [slot.header.state for slot in slab.slots] == [SlotState.EMPTY] * 2
+    slab.close()
+
+
+def test_all_its_pages_are_there_from_the_start() -> None:
+    slab = Slab.create(2, 0, 10_000_000, "0")
+    assert os.fstat(slab.fd).st_blocks * 512 >= slab.geometry.nbytes
+    slab.close()
+
+
+def test_its_descriptor_is_not_inherited_and_its_name_says_whose_it_is() -> None:
+    slab = Slab.create(1, 0, 1, "17")
+    assert not os.get_inheritable(slab.fd)
+    assert "flashckpt-17" in os.readlink(f"/proc/self/fd/{slab.fd}")
+    slab.close()
+
+
+@pytest.mark.parametrize(
+    ("meta", "data", "slots", "expected"),
+    [
+        (PAGE, 2 * PAGE, 2, True),
+        (0, 0, 2, True),
+        (PAGE + 1, 1, 2, False),
+        (1, 2 * PAGE + 1, 2, False),
+        (1, 1, 3, False),
+        (1, 1, 1, False),
+    ],
+)
+def test_it_fits_what_is_no_larger_in_the_same_number_of_slots(
+    meta: int, data: int, slots: int, expected: bool
+) -> None:
+    slab = Slab.create(2, PAGE, 2 * PAGE, "0")
+    assert slab.fits(meta, data, slots) == expected
+    slab.close()
+
+
+@pytest.mark.parametrize("data_nbytes", [1 << 45, 1 << 61, 1 << 70])
+def test_memory_that_is_not_there_is_refused_with_its_size_before_any_is_taken(
+    data_nbytes: int,
+) -> None:
+    before = open_fds()
+    with pytest.raises(StorageError, match="cannot reserve") as raised:
+        Slab.create(2, 0, data_nbytes, "5")
+    assert raised.value.errno == errno.ENOMEM
+    assert f"{2 * data_nbytes / 2**30:.2f} GiB" in str(raised.value)
+    assert "2 checkpoint slots of rank 5" in str(raised.value)
+    assert "free memory on this node or lower 'slots'" in str(raised.value)
+    assert open_fds() == before
+
+
+def test_a_reservation_that_the_kernel_refuses_leaves_nothing() -> None:
+    before = open_fds()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(StorageError, match=r"cannot reserve 0\.01 GiB") as raised:
+            Slab.create(2, 0, 5 << 20, "5")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.errno == errno.EFBIG
+    assert open_fds() == before
+
+
+def _memfd(contents: bytes) -> int:
+    fd = os.memfd_create("other")
+    os.write(fd, contents)
+    return fd
+
+
+@pytest.mark.parametrize(
+    "open_it",
+    [
+        lambda: _memfd(b""),
+        lambda: _memfd(b"x" * 10),
+        lambda: _memfd(b"x" * PAGE),
+        lambda: _memfd(bytes(3 * PAGE)),
+        lambda: os.open(os.devnull, os.O_RDWR),
+        lambda: os.open("/", os.O_RDONLY),
+    ],
+    ids=["empty", "short", "one page", "zeros", "device", "directory"],
+)
+def test_attaching_what_is_not_a_slab_is_refused_and_closes_it(open_it: Callable[[], int]) -> None:
+    before = open_fds()
+    fd = open_it()
+    with pytest.raises(FlashCkptError, match="slab"):
+        Slab.attach(fd)
+    assert open_fds() == before
+
+
+def test_attaching_a_slab_that_was_cut_is_refused() -> None:
+    slab = Slab.create(2, 0, 10 * PAGE, "0")
+    fd = os.dup(slab.fd)
+    os.ftruncate(fd, slab.geometry.nbytes - PAGE)
+    with pytest.raises(CorruptCheckpointError, match="not a slab"):
+        Slab.attach(fd)
+    slab.close()
+
+
+def test_closing_twice_is_closing_once() -> None:
+    before = open_fds()
+    slab = Slab.create(1, 0, 1, "0")
+    slab.close()
+    slab.close()
+    assert slab.fd == -1
+    assert open_fds() == before
+
+
+def test_closing_while_a_tensor_views_it_frees_it_when_the_tensor_goes() -> None:
+    before = open_fds()
+    slab = Slab.create(1, 0, PAGE, "0")
+    tensor = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
+    tensor[-1] = 9
+    slab.close()
+    assert tensor[-1] == 9, "no torn mapping under a living tensor"
+    del tensor, slab
+    gc.collect()
+    assert open_fds() == before
