@@ -16,9 +16,10 @@ from megatron_flashckpt.agent import protocol
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.layout import manifest as names
 from tests.agent.conftest import Node
-from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import PATIENCE_S, eventually, is_alive, new_save_id
+from tests.agent.test_failures import assert_intact, files_of_ours
+from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id
 
 
 def kill_agent(pid: int) -> None:
@@ -83,6 +84,28 @@ def test_after_a_killed_agent_the_next_connect_starts_a_new_one_that_saves(
     assert second.take() == (), "what the former agent held is gone with it"
     assert second.save(2).error is None
     assert_intact(root, 2, [second])
+
+
+def test_what_a_killed_agent_had_half_written_is_no_checkpoint_and_goes_with_the_next_commit(
+    node: Node, root: Path
+) -> None:
+    first = [node.trainer(root, rank, 2) for rank in range(2)]
+    cut_short = new_save_id()
+    directory = root / names.iteration_dir(7)
+    with held_back(directory / names.shard_name(1, cut_short)):
+        for trainer in first:
+            trainer.stage(7, cut_short)
+        eventually("half of it", (directory / names.record_name(0, cut_short)).exists)
+        kill_agent(first[0].client.agent_pid)
+    assert not (root / names.TRACKER).exists()
+    assert not (directory / names.MANIFEST).exists()
+    again = [node.trainer(root, rank, 2) for rank in range(2)]
+    save_id = new_save_id()
+    for trainer in again:
+        trainer.stage(7, save_id)
+    assert [trainer.outcome().error for trainer in again] == [None, None]
+    assert_intact(root, 7, again)
+    assert [name for name in files_of_ours(root) if cut_short in name] == []
 
 
 def test_a_slab_goes_on_with_the_next_agent(node: Node, root: Path) -> None:
@@ -157,10 +180,11 @@ def test_an_agent_of_another_release_is_named_at_once_with_its_process(
     pid = trainer.client.agent_pid
     with monkeypatch.context() as patch:
         patch.setattr(protocol, "PROTOCOL_VERSION", 999)
-        started = time.monotonic()
+        files, started = os.listdir("/proc/self/fd"), time.monotonic()
         with pytest.raises(AgentError, match=rf"speaks protocol 1; end it \(pid {pid}\)"):
             connect(str(root), 1, 0, node.config())
         assert time.monotonic() - started < 10.0, "it does not retry: that would not help"
+        assert os.listdir("/proc/self/fd") == files
     assert trainer.save(1).error is None
 
 

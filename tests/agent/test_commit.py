@@ -81,7 +81,7 @@ def test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this(
     assert not [name for name in files_of_ours(root) if earlier in name]
 
 
-def _tampered(record: CommitRecord, save_id: str) -> dict[str, tuple[bytes, str]]:
+def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
     def changed(**fields: object) -> bytes:
         return msgspec.msgpack.encode(msgspec.structs.replace(record, **fields))
 
@@ -101,14 +101,13 @@ def test_a_record_with_the_right_name_and_the_wrong_contents_fails_the_save(
     node: Node, root: Path, kind: str
 ) -> None:
     trainer = node.trainer(root, 0, 2)
-    assert node.trainer(root, 1, 2)
     save_id = new_save_id()
     directory = root / names.iteration_dir(1)
     trainer.stage(1, save_id)
     own = directory / names.record_name(0, save_id)
     eventually("the record of rank 0", own.exists)
     genuine = msgspec.msgpack.decode(own.read_bytes(), type=CommitRecord)
-    planted, message = _tampered(msgspec.structs.replace(genuine, rank=1), save_id)[kind]
+    planted, message = _tampered(msgspec.structs.replace(genuine, rank=1))[kind]
     path = directory / names.record_name(1, save_id)
     (directory / "planted").write_bytes(planted)
     (directory / "planted").rename(path)

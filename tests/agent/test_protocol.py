@@ -259,6 +259,12 @@ def _memory(contents: bytes) -> int:
     return fd
 
 
+def _end_of_pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(writer)
+    return reader
+
+
 NOT_SLABS = {
     "empty memory": lambda: _memory(b""),
     "memory shorter than a page": lambda: _memory(b"x" * 100),
@@ -266,7 +272,7 @@ NOT_SLABS = {
     "memory of zeros": lambda: _memory(bytes(100_000)),
     "a device": lambda: os.open(os.devnull, os.O_RDWR),
     "a directory": lambda: os.open("/", os.O_RDONLY),
-    "a pipe": lambda: os.pipe()[0],
+    "a pipe": _end_of_pipe,
     "a socket": lambda: socket.socket().detach(),
 }
 
