@@ -15,14 +15,14 @@ import msgspec
 import torch
 
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.checkpointer import Checkpointer, rank_state_of
+from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.coverage import Read, Source, read_plan, superfluous
 from megatron_flashckpt.layout.manifest import Coordinates, iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
-from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.megatron_lm import parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.slab import Slab
@@ -84,7 +84,7 @@ def newest_in_memory(checkpointer: Checkpointer) -> tuple[Slab, Offer, list[Offe
     """
 
     def look() -> tuple[Slab | None, tuple[Offer, ...]]:
-        return checkpointer.take_slab()
+        return checkpointer.link.take_slab()
 
     slab, offers = together(look)
     everyone = gather_objects([msgspec.structs.asdict(offer) for offer in offers])
@@ -160,7 +160,7 @@ def load_from_storage(
     found = _Sources(
         stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
     )
-    planned = _plan(request, state, found, found.twin(side_state.coordinates()))
+    planned = _plan(request, state, found, found.twin(parallel.coordinates()))
     read_nbytes = together(lambda: stored.read(planned.plan, planned.targets, threads))
     common = broadcast_object(together(lambda: stored.common() if rank == 0 else b""))
     return _loaded(
@@ -258,7 +258,7 @@ def _loaded(
             save_id=save_id,
             source=source,
             common=plain.decode(common, f"{place}/common.pt"),
-            rank_state=rank_state_of(framed.numpy().tobytes(), place)
+            rank_state=side_state.unframe(framed.numpy().tobytes(), place)
             if framed is not None
             else None,
             read_nbytes=read_nbytes,

@@ -165,7 +165,7 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
     if state is not None and not margs.finetune:
         _finish_rank(call, margs, common["args"], state)
     if margs.save and os.path.realpath(margs.save) == os.path.realpath(load_dir):
-        session.checkpointer(margs.save).adopt(loaded.save_id, loaded.iteration)
+        session.checkpointer(margs.save).link.client().adopt(loaded.save_id, loaded.iteration)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     around.announce_loaded(load_dir, iteration, loaded.source)

@@ -29,6 +29,7 @@ LAYERS = (
     {"layout", "storage"},
     {"memory"},
     {"agent", "restore", "megatron_lm"},
+    {"node_link"},
     {"checkpointer", "inspection", "verification"},
     {"session", "loading"},
     {"resume", "cli"},

@@ -15,6 +15,7 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.plan import Placement, Template
 
+
 class Read(NamedTuple):
     """`nbytes` from `source_offset` of a data section to `target_offset` of a wanted piece."""
 

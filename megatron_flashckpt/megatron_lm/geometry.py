@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
 from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
@@ -145,7 +144,7 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
             "chained_optim_avoid_prefix": True,
         }
     seen: set[int] = set()
-    for _, name, entry in nested_items_iter(chunk.sharded_state_dict(**keywords)):
+    for name, entry in _leaves(chunk.sharded_state_dict(**keywords)):
         if isinstance(entry, ShardedObject):
             yield str(name), entry
         elif (
@@ -155,6 +154,15 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
         ):
             seen.add(id(entry.data))
             yield str(name), entry
+
+
+def _leaves(nest: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield `(key, value)` of all that is neither a dict nor a list, depth first."""
+    for key, value in nest.items() if isinstance(nest, dict) else enumerate(nest):
+        if isinstance(value, dict | list):
+            yield from _leaves(value)
+        else:
+            yield key, value
 
 
 def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometry:
@@ -212,11 +220,7 @@ def _factory_runs(factory: ShardedTensorFactory) -> Iterator[Run]:
 
 def _build(factory: ShardedTensorFactory, probe: torch.Tensor) -> list[ShardedTensor]:
     built = dataclasses.replace(factory, data=probe).build()
-    return [
-        entry
-        for _, _, entry in nested_items_iter({"built": built})
-        if isinstance(entry, ShardedTensor)
-    ]
+    return [entry for _, entry in _leaves({"built": built}) if isinstance(entry, ShardedTensor)]
 
 
 def _runs_of_indices(part: ShardedTensor, indices: torch.Tensor) -> Iterator[Run]:

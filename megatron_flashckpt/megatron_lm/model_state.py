@@ -11,13 +11,12 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, equal_shares
-from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.megatron_lm.geometry import (
     Geometry,
@@ -162,14 +161,8 @@ def _replica_group(geometry: Geometry, parameter: torch.nn.Parameter) -> tuple[i
     if not geometry.main:
         return 0, 0
     if optimizer_state.is_expert(parameter):
-        return (
-            parallel_state.get_expert_data_parallel_world_size(),
-            parallel_state.get_expert_data_parallel_rank(),
-        )
-    return (
-        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
+        return parallel.expert_data_parallel()
+    return parallel.data_parallel()
 
 
 def _share_out(stream: list[_Replicated], count: int, index: int, policy: str) -> list[LocalPiece]:

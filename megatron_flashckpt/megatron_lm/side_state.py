@@ -13,28 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 
-from megatron_flashckpt.layout.manifest import Coordinates
-from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.layout.piece import RANK_STATE, Piece
+from megatron_flashckpt.megatron_lm import optimizer_state, plain
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.model_state import LocalPiece
 
 CHECKPOINT_VERSION = 3.0
 #: The encoded rank state is padded to a multiple of this, so that a counter that grows by a digit
 #: does not change the layout.
 RANK_STATE_STEP = 16 * 1024
-
-
-def coordinates() -> Coordinates:
-    """Return where this rank stands; no communication."""
-    return Coordinates(
-        tp=parallel_state.get_tensor_model_parallel_rank(),
-        pp=parallel_state.get_pipeline_model_parallel_rank(),
-        dp=parallel_state.get_data_parallel_rank(),
-        cp=parallel_state.get_context_parallel_rank(),
-        ep=parallel_state.get_expert_model_parallel_rank(),
-        edp=parallel_state.get_expert_data_parallel_rank(),
-    )
+_LENGTH_NBYTES = 8
 
 
 def rng_state() -> dict[str, Any]:
@@ -79,6 +69,25 @@ def rank_state(
         "rerun": rerun,
         "objects": extra_states(chunks, geometry),
     }
+
+
+def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
+    """Return the rank state as a piece: its length (8 bytes), its encoding, zeros."""
+    encoded = plain.encode(state)
+    nbytes = _LENGTH_NBYTES + len(encoded)
+    padded = -(-nbytes // RANK_STATE_STEP) * RANK_STATE_STEP
+    framed = bytearray(padded)
+    framed[:nbytes] = len(encoded).to_bytes(_LENGTH_NBYTES, "little") + encoded
+    box = ((world_size, padded), (rank, 0), (1, padded))
+    piece = Piece(RANK_STATE, RANK_STATE, "U8", *box, 0, padded)
+    return LocalPiece(piece, torch.frombuffer(framed, dtype=torch.uint8), early=True)
+
+
+def unframe(framed: bytes, place: str) -> dict[str, Any]:
+    """Return the rank state from the bytes of its piece."""
+    end = _LENGTH_NBYTES + int.from_bytes(framed[:_LENGTH_NBYTES], "little")
+    state: dict[str, Any] = plain.decode(framed[_LENGTH_NBYTES:end], place)
+    return state
 
 
 def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:

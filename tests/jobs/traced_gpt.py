@@ -137,10 +137,10 @@ def kill_agent() -> None:
     from megatron_flashckpt.session import session
 
     for each in session._open.values():
-        client = each.checkpointer._client
-        if client is not None and client.agent_pid != kill_agent.__dict__.get("done"):
-            kill_agent.__dict__["done"] = client.agent_pid
-            os.kill(client.agent_pid, signal.SIGKILL)
+        pid = each.checkpointer.link.client().agent_pid
+        if not hasattr(kill_agent, "done"):
+            kill_agent.done = True
+            os.kill(pid, signal.SIGKILL)
 
 
 def report_counters() -> None:

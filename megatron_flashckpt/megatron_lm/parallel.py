@@ -1,0 +1,37 @@
+"""Where this rank stands in the parallel layout, under the names of any release."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_flashckpt.layout.manifest import Coordinates
+
+
+def data_parallel() -> tuple[int, int]:
+    """Return `(count, index)` of the replicas of dense parameters, context parallel ones too."""
+    return (
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )
+
+
+def expert_data_parallel() -> tuple[int, int]:
+    """Return `(count, index)` of the replicas of expert parameters."""
+    if hasattr(parallel_state, "get_expert_data_parallel_group"):
+        group = parallel_state.get_expert_data_parallel_group()
+    else:  # before core 0.9
+        group = parallel_state.get_data_modulo_expert_parallel_group()
+    return dist.get_world_size(group), dist.get_rank(group)
+
+
+def coordinates() -> Coordinates:
+    """Return this rank's place; no communication."""
+    return Coordinates(
+        tp=parallel_state.get_tensor_model_parallel_rank(),
+        pp=parallel_state.get_pipeline_model_parallel_rank(),
+        dp=parallel_state.get_data_parallel_rank(),
+        cp=parallel_state.get_context_parallel_rank(),
+        ep=parallel_state.get_expert_model_parallel_rank(),
+        edp=expert_data_parallel()[1],
+    )

@@ -1,0 +1,144 @@
+"""A rank's tie to its node: the agent's connection, the slab, the copy thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import torch
+
+from megatron_flashckpt.agent.client import AgentClient, connect
+from megatron_flashckpt.agent.protocol import Offer, Outcome
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import AgentError, FlashCkptError
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.stager import Stager
+
+logger = logging.getLogger(__name__)
+
+#: Room for descriptions of later saves that are a little longer.
+_META_RESERVE = 64 * 1024
+
+
+class NodeLink:
+    """Connects when first needed, and again after the agent was lost.
+
+    Used on the training thread; `prepare` works in the background until the next call.
+    """
+
+    def __init__(self, root: str, rank: int, config: Config) -> None:
+        self._root = root
+        self._rank = rank
+        self._config = config
+        self._client: AgentClient | None = None
+        self._slab: Slab | None = None
+        self._attached = False
+        self._preparing: threading.Thread | None = None
+        self.stager = Stager()
+
+    def prepare(self, nbytes: int) -> None:
+        """Start the agent and reserve a slab for `nbytes` in the background."""
+        if self._preparing is None and self._slab is None:
+            self._preparing = threading.Thread(
+                target=self._prepare, args=(nbytes,), name="flashckpt-prepare", daemon=True
+            )
+            self._preparing.start()
+
+    def _prepare(self, nbytes: int) -> None:
+        try:
+            self._ensure(nbytes, 8 * _META_RESERVE)
+        except FlashCkptError as error:
+            # The first save will meet the same trouble and report it where it can be acted on.
+            logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    def client(self) -> AgentClient:
+        """Return the connection to the node's agent, made (and the agent started) if need be."""
+        self._prepared()
+        return self._connected()
+
+    def _connected(self) -> AgentClient:
+        if self._client is None:
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            self._client = connect(self._root, self._rank, local_rank, self._config)
+            self._attached = False
+        return self._client
+
+    def ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
+        """Return the attached slab, a larger one if the present one is too small."""
+        self._prepared()
+        return self._ensure(data_nbytes, meta_nbytes)
+
+    def _ensure(self, data_nbytes: int, meta_nbytes: int) -> Slab:
+        client = self._connected()
+        slab = self._slab
+        if slab is None or not slab.fits(meta_nbytes, data_nbytes, self._config.slots):
+            self.stager.wait()
+            slab = Slab.create(
+                self._config.slots, meta_nbytes + _META_RESERVE, data_nbytes, str(self._rank)
+            )
+            self._use(slab)
+            self._attached = False
+        if not self._attached:
+            client.attach(slab)
+            self._attached = True
+        return slab
+
+    def take_slab(self) -> tuple[Slab | None, tuple[Offer, ...]]:
+        """Return the slab that an earlier incarnation of this rank left at the agent, and offers.
+
+        The slab stays in use for the saves to come.
+        """
+        slab, offers = self.client().take()
+        if slab is not None:
+            self._use(slab)
+            self._attached = True
+        return slab, offers
+
+    def _use(self, slab: Slab) -> None:
+        on_gpu = torch.cuda.is_available() and torch.zeros(0, device="cuda").is_cuda
+        self.stager.use(slab, cuda_device=torch.cuda.current_device() if on_gpu else None)
+        if self._slab is not None:
+            self._slab.close()
+        self._slab = slab
+
+    def fetch_template(self, fingerprint: str) -> bytes | None:
+        """Return a template from the agent's store."""
+        return self.client().fetch_template(fingerprint)
+
+    def publish_template(self, fingerprint: str, encoded: bytes) -> None:
+        """Put a template into the agent's store."""
+        self.client().publish_template(fingerprint, encoded)
+
+    def poll(self, wait_s: float) -> tuple[Outcome, ...]:
+        """Return outcomes not told yet; nothing if no agent was ever needed.
+
+        Raises:
+            AgentError: the agent is gone.
+        """
+        return () if self._client is None else self._client.poll(wait_s).finished
+
+    def drop(self) -> None:
+        """Hang up on an agent that is gone; the next use starts a new one."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def close(self, *, leave: bool) -> None:
+        """End the copy thread and hang up; with `leave` the agent frees this rank's memory."""
+        self._prepared()
+        self.stager.close()
+        if self._client is not None and leave:
+            try:
+                self._client.leave()
+            except AgentError as error:
+                logger.warning("rank %d: %s", self._rank, error)
+        self.drop()
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
