@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -319,11 +319,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 @pytest.fixture
-def made(good: Made, tmp_path: Path) -> Made:
+def made(good: Made, tmp_path: Path) -> Iterator[Made]:
     """A copy of a good checkpoint, to be damaged."""
     root = tmp_path / "save"
     shutil.copytree(good.root, root)
-    return dataclasses.replace(good, root=root)
+    yield dataclasses.replace(good, root=root)
+    shutil.rmtree(root)  # pytest keeps directories, and whoever greps them would hang at a pipe
 
 
 def damages(made: Made) -> list[FlashCkptError]:
