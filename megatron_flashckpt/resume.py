@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import os
 from typing import Any
@@ -177,7 +178,10 @@ def _check_and_take_args(margs: Any, saved: Any) -> None:
     stock.check_checkpoint_args(saved)
     margs.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
     margs.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
-    stock.update_num_microbatches(consumed_samples=margs.consumed_train_samples, verbose=True)
+    update = stock.update_num_microbatches
+    # Since core 0.9 it can say what it did.
+    verbose = {"verbose": True} if "verbose" in inspect.signature(update).parameters else {}
+    update(consumed_samples=margs.consumed_train_samples, **verbose)
     margs.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
 
 
