@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import queue
 import time
 import uuid
 from collections.abc import Callable
@@ -30,7 +31,9 @@ from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot, SlotHeader, SlotM
 from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
 from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.exchange import broadcast_object
+from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -82,9 +85,13 @@ class Checkpointer:
         self._run_id: str | None = None
         self._saves = itertools.count()
         self._plans = PlanCache(self.link.fetch_template, self.link.publish_template)
-        self._local_outcomes: list[Outcome] = []
-        #: Saves without an outcome. The copy thread changes it too: set operations are atomic.
-        self._open: set[str] = set()
+        #: Saves without an outcome: id and iteration.
+        self._open: dict[str, int] = {}
+        self._untold: list[Outcome] = []
+        #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
+        self._lost: list[tuple[int, str, str]] = []
+        #: Hand-overs that failed, put here by the copy thread.
+        self._broken: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
         self._last: tuple[int, int] | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -141,6 +148,7 @@ class Checkpointer:
             # Megatron may save the same iteration twice (at the interval and at the end).
             return SaveReport(request.iteration, 0.0, 0, skipped=True)
         self.link.stager.wait()
+        self._settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
         # 1. Tensors are enumerated afresh; only layouts are cached.
         pieces = self.model_state.owned(request.chunks, request.optimizer)
@@ -149,6 +157,7 @@ class Checkpointer:
         if self._run_id is None:
             self._run_id = _run_id_from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
+        self._open[save_id] = request.iteration
         slot: Slot | None = None
         try:
             # 2. The plan.
@@ -156,16 +165,17 @@ class Checkpointer:
             # 3. A free slot.
             slot = self._acquire(request, layout, save_id)
         except FlashCkptError as error:
-            self._fail(request.iteration, save_id, error)
+            self._fail(save_id, error)
         self._last = mark
         # A rank that failed takes part too, or the others would wait for it.
         if self.config.busy == "skip" and _any_rank(slot is None):
             self._give_back(slot, request.iteration)
             slot = None
         if slot is None:
+            self._open.pop(save_id, None)
             return SaveReport(request.iteration, time.perf_counter() - started, 0, skipped=True)
         # 4. Stage.
-        self._stage(ordered, layout, slot, request.iteration, save_id)
+        self._stage(ordered, layout, slot, request.iteration)
         if self.config.staging == "blocking":
             self.link.stager.wait()
         return SaveReport(request.iteration, time.perf_counter() - started, layout.nbytes)
@@ -189,6 +199,8 @@ class Checkpointer:
         )
         slab = self.link.ensure_slab(layout.nbytes, len(meta))
         client = self.link.client()
+        while self._lost:
+            client.abandon(*self._lost.pop())
         index = client.acquire(request.iteration, save_id, 0.0)
         while index < 0:
             if self.config.busy == "skip":
@@ -211,15 +223,13 @@ class Checkpointer:
             iteration,
         )
 
-    def _stage(
-        self, ordered: list[LocalPiece], layout: Layout, slot: Slot, iteration: int, save_id: str
-    ) -> None:
+    def _stage(self, ordered: list[LocalPiece], layout: Layout, slot: Slot, iteration: int) -> None:
         client = self.link.client()
+        save_id = slot.header.save_id
         copies = [
             Copy(local.tensor, slot.data_offset + item.byte_offset, local.early)
             for local, item in zip(ordered, layout.template.items, strict=True)
         ]
-        self._open.add(save_id)
 
         def hand_over(seconds: float, error: BaseException | None) -> None:
             # 5. Header, then doorbell: the agent does the rest (6 and 7).
@@ -236,8 +246,7 @@ class Checkpointer:
                     seconds,
                 )
             except FlashCkptError as failure:
-                self._open.discard(save_id)
-                self._fail(iteration, save_id, failure)
+                self._broken.put((save_id, failure))
 
         self.link.stager.stage(copies, hand_over)
 
@@ -248,19 +257,17 @@ class Checkpointer:
 
         An agent that is gone is reported once, whatever saves it takes with it.
         """
-        found, self._local_outcomes = self._local_outcomes, []
+        self._settle()
         try:
-            finished = self.link.poll(0.0 if found else wait_s)
+            finished = self.link.poll(0.0 if self._untold else wait_s)
         except AgentError as error:
-            # Its saves are lost with it; the next save starts a new agent, which gets the slab.
-            self._open.clear()
-            self._fail(-1, "", error)
-            found += self._local_outcomes
-            self._local_outcomes = []
+            self._lose_agent(error)
         else:
-            self._open.difference_update(outcome.save_id for outcome in finished)
-            found += finished
-        return found
+            for outcome in finished:
+                self._open.pop(outcome.save_id, None)
+            self._untold += finished
+        told, self._untold = self._untold, []
+        return told
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Return the outcomes of all saves, when none is pending any more.
@@ -274,13 +281,12 @@ class Checkpointer:
         while self._open:
             left = deadline - time.monotonic()
             if left <= 0:
-                error = SaveFailedError(
-                    f"{len(self._open)} saves were not committed within {timeout_s:.0f} s; the "
-                    "agent goes on trying; raise 'drain_timeout_s' to wait longer"
+                said = (
+                    f"not committed within {timeout_s:.0f} s; the agent goes on trying; raise "
+                    "'drain_timeout_s' to wait longer"
                 )
-                self._open.clear()
-                self._fail(-1, "", error)
-                return outcomes + self.poll()
+                late, self._open = self._open, {}
+                return outcomes + [Outcome(late[save], save, said, timeout_s) for save in late]
             outcomes += self.poll(min(left, _WAIT_SLICE_S))
         return outcomes
 
@@ -296,10 +302,44 @@ class Checkpointer:
         """
         self.link.close(leave=leave)
 
-    def _fail(self, iteration: int, save_id: str, error: FlashCkptError) -> None:
-        self._local_outcomes.append(Outcome(iteration, save_id, str(error), 0.0))
+    def _settle(self) -> None:
+        """Take note of hand-overs that failed in the copy thread."""
+        while not self._broken.empty():
+            self._fail(*self._broken.get())
+
+    def _fail(self, save_id: str, error: FlashCkptError) -> None:
         if isinstance(error, AgentError):
-            self.link.drop()
+            self._lose_agent(error)
+        elif save_id in self._open:
+            iteration = self._open.pop(save_id)
+            self._untold.append(Outcome(iteration, save_id, str(error), 0.0))
+            self._call_off(iteration, save_id, str(error))
+
+    def _call_off(self, iteration: int, save_id: str, reason: str) -> None:
+        """Let the other ranks know that this one has no part in a save."""
+        try:
+            self.link.client().abandon(iteration, save_id, reason)
+        except AgentError as error:
+            self._lose_agent(error)
+
+    def _lose_agent(self, error: AgentError) -> None:
+        """Conclude all open saves; the next save starts a new agent and hands it the slab."""
+        self.link.drop()
+        lost, self._open = self._open, {}
+        for save_id, iteration in (lost or {"": -1}).items():
+            # It may have been committed in the moment before the agent went.
+            said = None if self._is_committed(iteration, save_id) else str(error)
+            if said is not None and save_id:
+                self._lost.append((iteration, save_id, said))
+            self._untold.append(Outcome(iteration, save_id, said, 0.0))
+
+    def _is_committed(self, iteration: int, save_id: str) -> bool:
+        storage = PosixStorage(self.root)
+        try:
+            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+        except FlashCkptError:
+            return False
+        return stored.manifest.save_id == save_id
 
 
 def _run_id_from_store(root: str) -> str:

@@ -130,7 +130,7 @@ def _stored_iteration(load_dir: str | None, margs: Any) -> int | None:
         iteration = int(step)
     else:
         try:
-            with open(os.path.join(load_dir, TRACKER)) as file:
+            with open(os.path.join(load_dir, TRACKER), errors="replace") as file:
                 text = file.read().strip()
         except FileNotFoundError:
             return None

@@ -45,8 +45,8 @@ class AgentClient:
                 body, received = p.receive(self._sock)
         except (OSError, EOFError) as error:
             raise _HungUpError(
-                f"the agent of this node is gone ({error or 'connection closed'}); checkpoints "
-                f"are not written until the job restarts; its log: {self._log}"
+                f"the agent of this node is gone ({error or 'connection closed'}); the next save "
+                f"starts a new one; log of the old one: {self._log}"
             ) from error
         reply = p.decode_reply(body)
         if isinstance(reply, expected):
@@ -78,6 +78,10 @@ class AgentClient:
     def staged(self, slot: int) -> None:
         """Ring the doorbell: the slot is complete."""
         self._ask(p.Staged(slot), p.Done)
+
+    def abandon(self, iteration: int, save_id: str, reason: str) -> None:
+        """Let a save fail on all ranks, because this one could not stage its part."""
+        self._ask(p.Abandon(iteration, save_id, reason), p.Done)
 
     def fetch_template(self, fingerprint: str) -> bytes | None:
         """Return a template that another rank published."""

@@ -183,13 +183,14 @@ def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
 
 
 def _tell_others(save: PendingSave) -> None:
-    """Leave a note for the agents of other nodes; on a full or dead disk they will time out."""
-    rank = min(save.metas)
+    leave_note(save.storage, save.iteration, save.save_id, min(save.metas), save.error or "")
+
+
+def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> None:
+    """Tell the agents of other nodes of a failure; on a full or dead disk they will time out."""
+    name = f"{names.iteration_dir(iteration)}/{names.failure_name(rank, save_id)}"
     try:
-        save.storage.put(
-            f"{save.directory}/{names.failure_name(rank, save.save_id)}",
-            (save.error or "").encode(),
-        )
+        storage.put(name, reason.encode())
     except (FlashCkptError, OSError) as error:
         logger.error("cannot tell other nodes of the failure: %s", error)
 

@@ -100,6 +100,14 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     slot: int
 
 
+class Abandon(msgspec.Struct, frozen=True, tag=True):
+    """This rank has no part in a save that others may wait for: let it fail now. Reply: Done."""
+
+    iteration: int
+    save_id: str
+    reason: str
+
+
 class GetTemplate(msgspec.Struct, frozen=True, tag=True):
     """Reply: TemplateReply."""
 
@@ -152,6 +160,7 @@ Request = (
     | Adopt
     | Acquire
     | Staged
+    | Abandon
     | GetTemplate
     | PutTemplate
     | Poll

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit import PendingSave, forget, outcome_of
+from megatron_flashckpt.agent.commit import PendingSave, forget, leave_note, outcome_of
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.errors import AgentError, FlashCkptError
@@ -197,6 +197,9 @@ class Agent:
                 case p.Staged():
                     self._enqueue(number, request.slot)
                     return (p.Done(),)
+                case p.Abandon():
+                    self._abandon(number, request)
+                    return (p.Done(),)
                 case p.GetTemplate():
                     return (p.TemplateReply(self._template(request.fingerprint)),)
                 case p.PutTemplate():
@@ -281,6 +284,18 @@ class Agent:
         rank_slots.infos[index].persisting = True
         self._pool.submit(self._persist, number, rank_slots, slot, save)
         self._changed.notify_all()
+
+    def _abandon(self, number: int, request: p.Abandon) -> None:
+        reason = f"rank {number}: {request.reason}"
+        save = self._pending.get(request.save_id)
+        if save is not None:
+            save.error = save.error or reason
+            self._changed.notify_all()
+        else:
+            # Nobody here has staged it yet: ranks that will, here or elsewhere, find the note.
+            storage = PosixStorage(self._options.root)
+            note = (storage, request.iteration, request.save_id, number, reason)
+            self._pool.submit(leave_note, *note)
 
     def _persist(self, number: int, slots: RankSlots, slot: Slot, save: PendingSave) -> None:
         error: str | None = None

@@ -9,6 +9,7 @@ on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
 from __future__ import annotations
 
 import copy
+import errno
 import hashlib
 import json
 import os
@@ -27,6 +28,8 @@ from megatron.training.training import setup_model_and_optimizer
 
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.session import session
 
 RANK = int(os.environ["RANK"])
@@ -35,6 +38,13 @@ RANK = int(os.environ["RANK"])
 def trace(**event: Any) -> None:
     with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
         print(json.dumps({"attempt": 0, **event}), file=file)
+
+
+create_slab = Slab.create
+
+
+def refuse_memory(*args: Any) -> Slab:
+    raise StorageError(errno.ENOMEM, "cannot reserve 9 GiB of host memory; free memory")
 
 
 def weights_digest(model: list[torch.nn.Module]) -> str:
@@ -60,6 +70,7 @@ def main() -> None:
         runtime_dir = os.environ["FLASHCKPT_RUNTIME_DIR"]
         settings = {"runtime_dir": runtime_dir, **case.get("config", {})}
         session.config = msgspec.convert(settings, Config)
+        Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
         before = weights_digest(model)
         result, error = None, None
         try:

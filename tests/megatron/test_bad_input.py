@@ -152,6 +152,13 @@ class Ran:
                 "args": {"save": str(blocked)},
             },
             {
+                "name": "no_memory_on_one_rank",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(tmp_path / "nomem")},
+                "no_memory_on": 1,
+            },
+            {
                 "name": "save_makes_the_directory",
                 "call": "save",
                 "iteration": 5,
@@ -225,6 +232,14 @@ def test_saving_into_a_file_fails_on_every_rank_with_the_path_and_a_remedy(ran: 
         assert str(ran.tmp_path / "file") in message
         assert "move it away" in message
     assert (ran.tmp_path / "file").read_text().startswith("a file where")
+
+
+def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: Ran) -> None:
+    for event in ran.of("no_memory_on_one_rank"):
+        (message,) = event["result"]
+        assert "cannot reserve 9 GiB of host memory" in message
+    assert not (ran.tmp_path / "nomem/iter_0000005/manifest.json").exists()
+    assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
 
 
 def test_saving_makes_a_missing_directory(ran: Ran) -> None:
