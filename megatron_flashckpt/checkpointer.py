@@ -115,6 +115,7 @@ class Checkpointer:
         """
         if self._run_id is None:
             self._run_id = broadcast_object(uuid.uuid4().hex[:8])
+            self.link.prepare(None)
 
     def prepare(self, chunks: list[Any], optimizer: Any) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""

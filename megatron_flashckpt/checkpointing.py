@@ -120,10 +120,11 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
     if margs.save:
-        session.checkpointer(margs.save).start_run()
-        session.checkpointer(margs.save).prepare(
+        checkpointer = session.checkpointer(margs.save)
+        checkpointer.prepare(
             unwrap(call.model), None if getattr(margs, "no_save_optim", False) else optimizer
         )
+        checkpointer.start_run()
     return loaded
 
 

@@ -37,17 +37,20 @@ class NodeLink:
         self._preparing: threading.Thread | None = None
         self.stager = Stager()
 
-    def prepare(self, nbytes: int) -> None:
-        """Start the agent and reserve a slab for `nbytes` in the background."""
+    def prepare(self, nbytes: int | None) -> None:
+        """Start the agent and reserve a slab of `nbytes` (None: later), in the background."""
         if self._preparing is None and self._slab is None:
             self._preparing = threading.Thread(
                 target=self._prepare, args=(nbytes,), name="flashckpt-prepare", daemon=True
             )
             self._preparing.start()
 
-    def _prepare(self, nbytes: int) -> None:
+    def _prepare(self, nbytes: int | None) -> None:
         try:
-            self._ensure(nbytes, 8 * _META_RESERVE)
+            if nbytes is None:
+                self._connected()
+            else:
+                self._ensure(nbytes, 8 * _META_RESERVE)
         except FlashCkptError as error:
             # The first save will meet the same trouble and report it where it can be acted on.
             logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)

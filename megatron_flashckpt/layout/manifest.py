@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import msgspec
+import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError
@@ -202,24 +203,41 @@ def merge(
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of `manifest.json`."""
-    return msgspec.json.encode(manifest)
+    return seal(msgspec.json.encode(manifest))
+
+
+def seal(body: bytes) -> bytes:
+    """Return JSON object `body` with the digest of its own bytes as its first field."""
+    return _seal_of(body) + body[1:]
+
+
+def _seal_of(body: bytes) -> bytes:
+    return b'{"digest":"%s",' % xxhash.xxh3_64_hexdigest(body).encode()
 
 
 def decode_manifest(encoded: bytes, place: str) -> Manifest:
     """Return the manifest, checked for consistency with itself.
 
     Raises:
-        CorruptCheckpointError: not JSON, or not a manifest, or naming files outside its directory.
+        CorruptCheckpointError: not JSON, or not a manifest, or changed after it was written, or
+            naming files outside its directory.
         FormatVersionError: written by a newer release.
     """
     try:
         head = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         refuse_newer(msgspec.json.decode(head["version"], type=int), place)
+        expected = msgspec.json.decode(head["digest"], type=str)
         manifest = msgspec.json.decode(encoded, type=Manifest)
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: is not a manifest ({error}); load an older iteration with --ckpt-step"
         ) from error
+    body = b"{" + encoded[len(_seal_of(b"")) :]
+    if not encoded.startswith(_seal_of(body)):
+        raise CorruptCheckpointError(
+            f"{place}: digest {xxhash.xxh3_64_hexdigest(body)}, expected {expected}: the file was "
+            "changed; load an older iteration with --ckpt-step"
+        )
     problems = []
     ranks = [shard.rank for shard in manifest.shards]
     # Not range(world_size): that number is as big as whoever wrote the file wants it to be.

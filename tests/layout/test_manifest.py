@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt import FORMAT_VERSION
@@ -22,6 +22,7 @@ from megatron_flashckpt.layout.manifest import (
     merge,
     parse_iteration_dir,
     record_name,
+    seal,
     shard_name,
 )
 from megatron_flashckpt.layout.piece import Piece
@@ -83,7 +84,8 @@ class Forged:
         return items
 
     def encode(self) -> bytes:
-        return json.dumps(self.tree).encode()
+        """Return the forgery, sealed anew: its digest must not be what gives it away."""
+        return seal(json.dumps({k: v for k, v in self.tree.items() if k != "digest"}).encode())
 
 
 @settings(max_examples=50)
@@ -269,12 +271,24 @@ def test_all_lies_are_named_in_one_error():
 
 
 @given(st.data())
-def test_a_manifest_with_changed_bytes_is_refused_or_names_files_of_ours_only(data):
-    encoded = bytearray(encode_manifest(two_stages()))
+def test_a_manifest_with_changed_bytes_is_refused(data):
+    original = encode_manifest(two_stages())
+    encoded = bytearray(original)
     for _ in range(data.draw(st.integers(1, 3))):
-        encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
+    assume(bytes(encoded) != original)
+    with pytest.raises((CorruptCheckpointError, FormatVersionError)):
+        decode_manifest(bytes(encoded), PLACE)
+
+
+@given(st.data())
+def test_a_forged_manifest_names_files_of_ours_only(data):
+    body = bytearray(Forged().encode())
+    start = body.index(b",") + 1
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(start, len(body) - 1))] = data.draw(st.integers(0, 255))
     try:
-        manifest = decode_manifest(bytes(encoded), PLACE)
+        manifest = decode_manifest(seal(b"{" + bytes(body[start:])), PLACE)
     except (CorruptCheckpointError, FormatVersionError):
         return  # anything else that is raised fails the test
     for shard in manifest.shards:

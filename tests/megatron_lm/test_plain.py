@@ -306,7 +306,7 @@ def legacy_saved(value) -> bytes:
 def test_a_pickle_bomb_is_corrupt_and_does_not_go_off(tmp_path, bomb, write, wrap):
     made = tmp_path / "made"
     encoded = write(wrap(bomb(made)))
-    with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: side state is damaged or wants to run code"):
+    with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: side state is damaged or wants"):
         plain.decode(encoded, PLACE)
     assert not made.exists()
 

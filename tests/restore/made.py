@@ -114,10 +114,11 @@ class Made:
         return StoredCheckpoint(storage, self.iteration, read_manifest(storage, self.iteration))
 
     def change_manifest(self, change: Callable[[dict], object]) -> None:
-        """Write a manifest that is the present one with `change` applied to its JSON."""
+        """Write a manifest that is the present one with `change` applied, and sealed anew."""
         said = msgspec.json.decode(self.manifest.read_bytes())
+        del said["digest"]
         change(said)
-        self.manifest.write_bytes(msgspec.json.encode(said))
+        self.manifest.write_bytes(names.seal(msgspec.json.encode(said)))
 
     def forge(self, rank: int, header: bytes) -> None:
         """Give a shard another header, and have the manifest vouch for it."""
