@@ -32,6 +32,7 @@ REQUESTS: dict[str, Callable[[AgentClient], object]] = {
     "waiting poll": lambda client: client.poll(5.0),
     "acquire": lambda client: client.acquire(1, new_save_id(), 0.0),
     "staged": lambda client: client.staged(0),
+    "abandon": lambda client: client.abandon(1, new_save_id(), "a reason"),
     "take": lambda client: client.take(),
     "adopt": lambda client: client.adopt(None, 0),
     "template": lambda client: client.fetch_template("x"),

@@ -187,6 +187,36 @@ def test_the_failure_on_one_node_is_told_on_the_other_with_its_reason(
     assert save_all([here, there], 1) == [None, None]
 
 
+@pytest.mark.parametrize("first", ["the rank that cannot", "the rank that waits"])
+def test_a_rank_that_cannot_stage_calls_the_save_off_for_the_others(
+    node: Node, other_node: Node, root: Path, first: str
+) -> None:
+    here = [node.trainer(root, rank, 3) for rank in (0, 1)]
+    there = other_node.trainer(root, 2, 3)
+    save_id = new_save_id()
+    waiting = [here[0], there]
+    if first == "the rank that cannot":
+        here[1].client.abandon(1, save_id, "no memory for it")
+    for trainer in waiting:
+        trainer.stage(1, save_id)
+        eventually("its part is in storage, or given up", lambda t=trainer: _is_persisted(t))
+    if first == "the rank that waits":
+        assert there.client.poll().pending == 1
+        here[1].client.abandon(1, save_id, "no memory for it")
+    for trainer in waiting:
+        outcome = trainer.outcome()
+        assert (outcome.iteration, outcome.save_id) == (1, save_id)
+        assert outcome.error == "rank 1: no memory for it"
+    assert here[1].client.poll().finished == (), "it knows already"
+    eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
+    assert save_all([*here, there], 2) == [None] * 3
+    assert_intact(root, 2, [*here, there])
+
+
+def _is_persisted(trainer: FakeTrainer) -> bool:
+    return any(offer.digests is not None for offer in trainer.take())
+
+
 def test_a_tracker_that_cannot_be_moved_is_an_error_but_the_checkpoint_stays_whole(
     node: Node, root: Path
 ) -> None:

@@ -143,8 +143,8 @@ def say_hello(path: Path) -> str:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(10.0)
         sock.connect(str(path))
-        p.send(sock, p.Hello(0, p.PROTOCOL_VERSION))
         try:
+            p.send(sock, p.Hello(0, p.PROTOCOL_VERSION))
             return type(p.decode_reply(p.receive(sock)[0])).__name__
         except (EOFError, ConnectionError):
             return "hung up on"

@@ -98,6 +98,7 @@ class FakeTrainer:
         self.pieces = pieces_of(rank, world_size, numel) if numel else []
         self.retain_interval = retain_interval
         self.slab: Slab | None = None
+        self._untold: list[Outcome] = []
         self.client: AgentClient = connect(str(root), rank, 0, config)
         self.plans = PlanCache(self.client.fetch_template, self.client.publish_template)
 
@@ -165,14 +166,14 @@ class FakeTrainer:
         return data
 
     def outcome(self, within_s: float = PATIENCE_S) -> Outcome:
-        """Return the one outcome that is due."""
-        finished = eventually(
-            f"an outcome for rank {self.rank}",
-            lambda: self.client.poll(0.5).finished,
-            within_s,
-        )
-        assert len(finished) == 1, finished
-        return finished[0]
+        """Return the next outcome."""
+        if not self._untold:
+            self._untold += eventually(
+                f"an outcome for rank {self.rank}",
+                lambda: self.client.poll(0.5).finished,
+                within_s,
+            )
+        return self._untold.pop(0)
 
     def save(self, iteration: int, save_id: str | None = None) -> Outcome:
         """Stage and wait for what becomes of it."""
