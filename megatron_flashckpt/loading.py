@@ -18,7 +18,7 @@ from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.coverage import Read, Source, read_plan, superfluous
-from megatron_flashckpt.layout.manifest import Coordinates, iteration_dir
+from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
@@ -257,7 +257,7 @@ def _loaded(
             iteration=iteration,
             save_id=save_id,
             source=source,
-            common=plain.decode(common, f"{place}/common.pt"),
+            common=plain.decode(common, f"{place}/{common_name(save_id)}"),
             rank_state=side_state.unframe(framed.numpy().tobytes(), place)
             if framed is not None
             else None,

@@ -28,7 +28,9 @@ from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
-_OURS = re.compile(r"rank_\d{5,}-(?P<save_id>[0-9a-f]{8,32})\.(safetensors|commit|failed)")
+_OURS = re.compile(
+    r"(rank_\d{5,}-[0-9a-f]{8,32}\.(safetensors|commit|failed)|common-[0-9a-f]+\.pt)"
+)
 _READERS = 16
 
 
@@ -118,14 +120,15 @@ def commit(save: PendingSave) -> None:
         description=meta.description,
         common_digest=xxhash.xxh3_64_hexdigest(meta.common),
     )
-    storage.put(f"{save.directory}/{names.COMMON}", meta.common)
+    storage.put(f"{save.directory}/{names.common_name(save.save_id)}", meta.common)
     storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
     previous = None
     if save.superseded_by is None:
         previous = tracked_iteration(storage)
         storage.put(names.TRACKER, str(save.iteration).encode())
     try:
-        _remove_leftovers(save, {shard.file for shard in merged.shards})
+        kept = {names.common_name(save.save_id), *(shard.file for shard in merged.shards)}
+        _remove_leftovers(save, kept)
         _retire(storage, previous, save.iteration, meta.retain_interval)
     except (FlashCkptError, OSError) as error:
         # The checkpoint is committed; untidiness must not make it look failed.
@@ -155,15 +158,14 @@ def forget(save: PendingSave) -> None:
     except OSError as error:
         logger.warning("left behind after a failed save: %s", error)
         return
+    mine = [names.common_name(save.save_id)] if 0 in save.metas else []
     for rank in sorted(save.metas):
-        for name in (
-            names.record_name(rank, save.save_id),
-            names.shard_name(rank, save.save_id),
-        ):
-            try:
-                save.storage.delete(f"{save.directory}/{name}")
-            except OSError as error:
-                logger.warning("left behind after a failed save: %s", error)
+        mine += [names.record_name(rank, save.save_id), names.shard_name(rank, save.save_id)]
+    for name in mine:
+        try:
+            save.storage.delete(f"{save.directory}/{name}")
+        except OSError as error:
+            logger.warning("left behind after a failed save: %s", error)
 
 
 def _is_committed(save: PendingSave, present: set[str]) -> bool:

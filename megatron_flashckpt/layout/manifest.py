@@ -21,7 +21,6 @@ from megatron_flashckpt.layout.shard_file import refuse_newer
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
-COMMON = "common.pt"
 
 _NAME = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
 
@@ -44,6 +43,11 @@ def shard_name(rank: int, save_id: str) -> str:
     the committed one.
     """
     return f"rank_{rank:05d}-{save_id}.safetensors"
+
+
+def common_name(save_id: str) -> str:
+    """Return the name of the stand-alone file with args, scheduler and counters."""
+    return f"common-{save_id}.pt"
 
 
 def record_name(rank: int, save_id: str) -> str:

@@ -62,7 +62,7 @@ class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
     template: Template
     placement: Placement
     common: bytes
-    """Contents of `common.pt`; empty except for rank 0."""
+    """Contents of `common-<id>.pt`; empty except for rank 0."""
     description: dict[str, Any]
     retain_interval: int | None = None
     """Megatron's `--save-retain-interval`."""

@@ -70,12 +70,13 @@ class StoredCheckpoint:
         ]
 
     def common(self) -> bytes:
-        """Return the contents of `common.pt`, verified."""
-        encoded = self._stored(names.COMMON)
+        """Return the contents of `common-<id>.pt`, verified."""
+        name = names.common_name(self.manifest.save_id)
+        encoded = self._stored(name)
         found = xxhash.xxh3_64_hexdigest(encoded)
         if found != self.manifest.common_digest:
             raise CorruptCheckpointError(
-                f"{self.place}/{names.COMMON}: digest {found}, expected "
+                f"{self.place}/{name}: digest {found}, expected "
                 f"{self.manifest.common_digest}; {_OLDER}"
             )
         return encoded

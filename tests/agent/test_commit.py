@@ -214,7 +214,7 @@ def test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one
     assert_intact(root, 5, trainers)
     assert {path.name for path in directory.iterdir()} == {
         names.MANIFEST,
-        names.COMMON,
+        names.common_name(second),
         names.shard_name(0, second),
         names.shard_name(1, second),
     }
@@ -416,14 +416,14 @@ def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying
     record = names.record_name(0, "a" * 12)
     assert storage.steps == [
         record,
-        names.COMMON,
+        names.common_name("a" * 12),
         names.MANIFEST,
         names.TRACKER,
         f"delete {record}",
     ]
 
 
-@pytest.mark.parametrize("refused", [names.COMMON, names.MANIFEST, names.TRACKER])
+@pytest.mark.parametrize("refused", [names.common_name("a" * 12), names.MANIFEST, names.TRACKER])
 def test_a_commit_that_fails_halfway_never_moves_the_tracker(
     root: Path, persisted: Callable[[_Failing, str], PendingSave], refused: str
 ) -> None:
@@ -440,11 +440,10 @@ def test_the_manifest_names_the_digest_of_common_pt(
     root: Path, persisted: Callable[[_Failing, str], PendingSave]
 ) -> None:
     commit(persisted(_Failing(root, "nothing"), "a" * 12))
-    common = (root / names.iteration_dir(5) / names.COMMON).read_bytes()
+    common = (root / names.iteration_dir(5) / names.common_name("a" * 12)).read_bytes()
     assert stored(root, 5).manifest.common_digest == xxhash.xxh3_64_hexdigest(common)
 
 
-@pytest.mark.xfail(strict=True, reason="common.pt has one name for all attempts at an iteration")
 def test_a_commit_that_fails_at_the_manifest_leaves_the_former_attempt_loadable(
     root: Path, persisted: Callable[[_Failing, str], PendingSave]
 ) -> None:

@@ -51,14 +51,15 @@ def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracke
     shards = {names.shard_name(rank, save_id) for rank in range(world_size)}
     assert {p.name for p in (root / "iter_0000007").iterdir()} == shards | {
         "manifest.json",
-        "common.pt",
+        f"common-{save_id}.pt",
     }
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert {p.name for p in root.iterdir()} == {
         "iter_0000007",
         "latest_checkpointed_iteration.txt",
     }
-    assert (root / "iter_0000007/common.pt").read_bytes() == b"common of 7 by %s" % save_id.encode()
+    common = root / f"iter_0000007/common-{save_id}.pt"
+    assert common.read_bytes() == f"common of 7 by {save_id}".encode()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -217,19 +217,19 @@ LIES = {
     ),
     # ------------------------------------------------------------------ common.pt
     "common.pt missing": Lie(
-        lambda made: (made.directory / "common.pt").unlink(), rf"common\.pt: is missing; {OLDER}"
+        lambda made: (made.common).unlink(), rf"common-\w+\.pt: is missing; {OLDER}"
     ),
     "common.pt with a flipped bit": Lie(
-        lambda made: rewrite(made.directory / "common.pt", lambda h: bytes([h[0] ^ 1]) + h[1:]),
-        rf"common\.pt: digest \w+, expected \w+; {OLDER}",
+        lambda made: rewrite(made.common, lambda h: bytes([h[0] ^ 1]) + h[1:]),
+        rf"common-\w+\.pt: digest \w+, expected \w+; {OLDER}",
     ),
     "common.pt cut short": Lie(
-        lambda made: rewrite(made.directory / "common.pt", lambda held: held[:-1]),
-        rf"common\.pt: digest \w+, expected \w+; {OLDER}",
+        lambda made: rewrite(made.common, lambda held: held[:-1]),
+        rf"common-\w+\.pt: digest \w+, expected \w+; {OLDER}",
     ),
     "common.pt a symbolic link": Lie(
-        lambda made: link_to_kept(made.directory / "common.pt"),
-        r"common\.pt: cannot read .*a symbolic link stands where a file should be: remove it$",
+        lambda made: link_to_kept(made.common),
+        r"common-\w+\.pt: cannot read .*a symbolic link stands where a file should be: remove it$",
         StorageError,
     ),
     # ------------------------------------------------------------------ manifest.json
@@ -416,12 +416,17 @@ def test_a_manifest_that_contradicts_a_sound_shard_is_found_at_the_shard_and_in_
 
 
 def test_all_damages_are_listed_not_just_the_first(made: Made) -> None:
-    (made.directory / "common.pt").unlink()
+    (made.common).unlink()
     made.shard(0).unlink()
     rewrite(made.shard(2), lambda held: held[:-1] + bytes([held[-1] ^ 1]))
     rewrite(made.shard(3), lambda held: held + b"more")
     found = [str(error).removeprefix(f"{made.directory}/") for error in damages(made)]
-    patterns = [r"common\.pt: is missing", r"rank_00000-", r"rank_00002-.* chunk 0", r"rank_00003-"]
+    patterns = [
+        r"common-\w+\.pt: is missing",
+        r"rank_00000-",
+        r"rank_00002-.* chunk 0",
+        r"rank_00003-",
+    ]
     assert len(found) == len(patterns)
     for pattern, message in zip(patterns, found, strict=True):
         assert re.match(pattern, message)

@@ -106,6 +106,10 @@ class Made:
     def manifest(self) -> Path:
         return self.directory / names.MANIFEST
 
+    @property
+    def common(self) -> Path:
+        return self.directory / names.common_name(self.save_id)
+
     def shard(self, rank: int) -> Path:
         return self.directory / names.shard_name(rank, self.save_id)
 
@@ -199,7 +203,7 @@ def read(stored: StoredCheckpoint, wanted: list[Piece], threads: int = 2) -> lis
 
 
 def read_all(made: Made, threads: int = 2) -> list[torch.Tensor]:
-    """Read everything that a job would, `common.pt` included."""
+    """Read everything that a job would, the common file included."""
     stored = made.stored()
     stored.common()
     return read(stored, [piece for held in made.pieces for piece in held], threads)
