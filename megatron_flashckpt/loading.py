@@ -77,41 +77,41 @@ class _Sources:
         return by_place.get(mine, by_place.get(first))
 
 
-def newest_in_memory(checkpointer: Checkpointer) -> tuple[Slab, Offer, list[Offer]] | None:
-    """Return this rank's slot of the newest checkpoint that *all* ranks hold. Collective.
+@dataclasses.dataclass(frozen=True)
+class InMemory:
+    """A checkpoint that every rank holds in a slot: this rank's slab and slot of it."""
 
-    Also returns every rank's offer of it, in rank order.
-    """
+    slab: Slab
+    offer: Offer
+    committed: bool
+    """Whether every rank's agent saw it committed."""
 
-    def look() -> tuple[Slab | None, tuple[Offer, ...]]:
-        return checkpointer.link.take_slab()
 
-    slab, offers = together(look)
+def newest_in_memory(checkpointer: Checkpointer) -> InMemory | None:
+    """Return the newest checkpoint that *all* ranks hold. Collective."""
+    slab, offers = together(checkpointer.link.take_slab)
     everyone = gather_objects([msgspec.structs.asdict(offer) for offer in offers])
-    held = [{o["save_id"]: o["iteration"] for o in theirs} for theirs in everyone]
+    held = [{theirs["save_id"]: theirs for theirs in offered} for offered in everyone]
     common = set(held[0]).intersection(*held[1:])
     if not common or slab is None:
         return None
     # Newest iteration; among saves of the same iteration the id decides, alike on all ranks.
-    chosen = max(common, key=lambda save_id: (held[0][save_id], save_id))
+    chosen = max(common, key=lambda save_id: (held[0][save_id]["iteration"], save_id))
     mine = next(offer for offer in offers if offer.save_id == chosen)
-    return (
-        slab,
-        mine,
-        [next(Offer(**o) for o in theirs if o["save_id"] == chosen) for theirs in everyone],
-    )
+    return InMemory(slab, mine, all(theirs[chosen]["durable"] for theirs in held))
 
 
 def load_from_memory(
-    request: LoadRequest, state: ModelState, rank: int, slab: Slab, offer: Offer
+    request: LoadRequest, state: ModelState, rank: int, found_there: InMemory
 ) -> Loaded:
     """Fill the model from the slots of all ranks. Collective.
 
     Raises:
         FlashCkptError: on every rank alike; nothing was overwritten.
     """
+    slab, offer = found_there.slab, found_there.offer
     slot = slab.slots[offer.slot]
-    own = torch.frombuffer(slab.memory, dtype=torch.uint8)[
+    own = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)[
         slot.data_offset : slot.data_offset + slot.header.data_nbytes
     ]
 

@@ -13,6 +13,7 @@ import torch
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.loading import (
+    InMemory,
     Loaded,
     LoadRequest,
     load_from_memory,
@@ -38,7 +39,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     stock = checkpointing()
     load_dir = getattr(margs, call.load_arg)
     pretrained = getattr(margs, "pretrained_checkpoint", None)
-    memory = _from_memory(call, margs, load_dir)
+    memory = _in_memory(margs, load_dir)
     if memory is None and pretrained is not None and not stock.checkpoint_exists(load_dir):
         load_dir = pretrained
         if stock.checkpoint_exists(load_dir):
@@ -46,11 +47,16 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     stored = broadcast_object(
         together(lambda: _stored_iteration(load_dir, margs) if _rank() == 0 else None)
     )
-    if memory is not None and (stored is None or memory.offer.iteration >= stored):
+    if memory is not None and _is_wanted(memory, stored):
+        checkpointer = session.checkpointer(margs.save)
         try:
-            return _go_on(call, margs, memory.load(), load_dir)
+            restored = load_from_memory(
+                _request(call, margs), checkpointer.model_state, checkpointer.rank, memory
+            )
         except FlashCkptError as error:
             logger.error("not restored from memory: %s", error)
+        else:
+            return _go_on(call, margs, restored, load_dir)
     if stored is None:
         return None
     loaded = load_from_storage(
@@ -78,32 +84,8 @@ def _request(call: LoadCall, margs: Any) -> LoadRequest:
     )
 
 
-class _Memory:
-    """A checkpoint that all ranks hold in their slots."""
-
-    def __init__(self, call: LoadCall, margs: Any, root: str) -> None:
-        self._checkpointer = session.checkpointer(root)
-        self._request = _request(call, margs)
-        self._found = newest_in_memory(self._checkpointer)
-
-    def __bool__(self) -> bool:
-        return self._found is not None
-
-    @property
-    def offer(self) -> Any:
-        assert self._found is not None
-        return self._found[1]
-
-    def load(self) -> Loaded:
-        assert self._found is not None
-        slab, offer, _ = self._found
-        return load_from_memory(
-            self._request, self._checkpointer.model_state, self._checkpointer.rank, slab, offer
-        )
-
-
-def _from_memory(call: LoadCall, margs: Any, load_dir: str | None) -> _Memory | None:
-    """Return the newest checkpoint in memory, if loads come from where saves go."""
+def _in_memory(margs: Any, load_dir: str | None) -> InMemory | None:
+    """Return the newest checkpoint in memory, if loads come from where saves go. Collective."""
     usable = (
         session.config.restore_from_memory
         and margs.save
@@ -115,10 +97,22 @@ def _from_memory(call: LoadCall, margs: Any, load_dir: str | None) -> _Memory | 
     if not usable:
         return None
     try:
-        return _Memory(call, margs, margs.save) or None
+        return newest_in_memory(session.checkpointer(margs.save))
     except FlashCkptError as error:
         logger.error("memory of an earlier run cannot be used: %s", error)
         return None
+
+
+def _is_wanted(found: InMemory, stored: int | None) -> bool:
+    """Return whether to go on from memory, given what storage says is the newest.
+
+    Memory is ahead of storage when the job crashed before a commit. But if it was committed and
+    storage does not say so, somebody removed the checkpoint or set the tracker back, and means it.
+    """
+    iteration = found.offer.iteration
+    if stored == iteration:
+        return True
+    return not found.committed and (stored is None or iteration > stored)
 
 
 def _stored_iteration(load_dir: str | None, margs: Any) -> int | None:

@@ -1,0 +1,49 @@
+"""Memory or storage: memory is for crashes and never overrules what a person did to the files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.megatron.jobs import Result, run_job, succeeded
+
+MODEL = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer"]
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def train(tmp_path: Path, name: str, env: dict[str, str] | None = None) -> Result:
+    save = str(tmp_path / "save")
+    arguments = ["--train-iters", "6", "--save", save, "--load", save, "--save-interval", "2"]
+    return run_job(tmp_path, name, [*MODEL, *arguments], ranks=1, env=env)
+
+
+@pytest.fixture
+def crashed(tmp_path: Path) -> Path:
+    """A job that was killed in iteration 5, with 2 and 4 committed; its agent keeps both."""
+    result = train(tmp_path, "crash", {"KILL": "0:6"})
+    assert result.returncode != 0
+    assert (tmp_path / "save" / TRACKER).read_text() == "4"
+    return tmp_path
+
+
+def test_a_job_started_again_by_hand_goes_on_from_memory(crashed: Path) -> None:
+    result = succeeded(train(crashed, "again"))
+    assert "iteration 4 was restored from memory" in result.log
+    assert min(result.losses()) == 5
+
+
+def test_a_removed_directory_means_a_fresh_start(crashed: Path) -> None:
+    shutil.rmtree(crashed / "save")
+    result = succeeded(train(crashed, "again"))
+    assert "was restored from" not in result.log
+    assert min(result.losses()) == 1
+    assert (crashed / "save" / TRACKER).read_text() == "6"
+
+
+def test_a_tracker_that_was_set_back_is_followed(crashed: Path) -> None:
+    (crashed / "save" / TRACKER).write_text("2")
+    result = succeeded(train(crashed, "again"))
+    assert "iteration 2 was restored from storage" in result.log
+    assert min(result.losses()) == 3
