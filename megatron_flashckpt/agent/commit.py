@@ -47,6 +47,8 @@ class PendingSave:
     error: str | None = None
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
+    outlived: bool = False
+    """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
 
     @property
     def directory(self) -> str:
@@ -58,6 +60,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
 
     Called repeatedly by the agent's commit thread. Never raises: what goes wrong is the outcome.
     """
+    if save.outlived:
+        return True, "a crash cut it short; training went on from an older checkpoint"
     try:
         if save.superseded_by == save.iteration:
             place = f"{save.storage.place}/{save.directory}"

@@ -189,8 +189,7 @@ class Agent:
                     offers = tuple(rank.slots.offers())
                     return p.SlabOffer(True, offers), rank.slots.slab.fd
                 case p.Adopt():
-                    if rank.slots is not None:
-                        rank.slots.adopt(request.save_id, request.iteration)
+                    self._adopt(rank, request)
                     return (p.Done(),)
                 case p.Acquire():
                     return (p.Granted(self._acquire(rank, request.wait_s)),)
@@ -253,6 +252,15 @@ class Agent:
                 if not self._changed.wait(max(left, 0.0)):
                     break
         return self._templates.get(fingerprint)
+
+    def _adopt(self, rank: _Rank, request: p.Adopt) -> None:
+        if rank.slots is not None:
+            rank.slots.adopt(request.save_id, request.iteration)
+        awaited = set().union(*(each.awaited for each in self._ranks.values()))
+        for save in self._pending.values():
+            if save.iteration >= request.iteration and save.save_id != request.save_id:
+                save.outlived = save.save_id not in awaited
+        self._changed.notify_all()
 
     def _poll(self, rank: _Rank, wait_s: float) -> p.Outcomes:
         deadline = time.monotonic() + wait_s
@@ -356,7 +364,8 @@ class Agent:
         if not finished:
             return False
         if error is not None:
-            logger.error("iteration %d was not saved: %s", save.iteration, error)
+            level = logging.INFO if save.outlived else logging.ERROR
+            logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
             forget(save)
         with self._changed:
             seconds = time.monotonic() - save.staged_at
@@ -365,6 +374,8 @@ class Agent:
             del self._pending[save.save_id]
             outcome = p.Outcome(save.iteration, save.save_id, error, seconds)
             state = SlotState.DURABLE if error is None else SlotState.FAILED
+            if save.outlived:
+                state = SlotState.EMPTY
             if error is None:
                 self._supersede(save)
             for number in save.metas:

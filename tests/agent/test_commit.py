@@ -476,3 +476,31 @@ def test_a_restarted_rank_is_not_told_of_the_saves_of_its_former_life(
         trainer.stage(1, save_id)
     assert [trainer.outcome().save_id for trainer in again] == [save_id] * 2
     assert is_alive(again[0].client.agent_pid)
+
+
+def test_a_save_that_a_crash_cut_short_is_given_up_when_training_goes_on(
+    node: Node, root: Path
+) -> None:
+    """At once, not after the commit timeout: its slot is emptied and its shards are removed."""
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    kept, cut_short = new_save_id(), new_save_id()
+    for trainer in trainers:
+        trainer.stage(1, kept)
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    trainers[0].stage(2, cut_short)
+    for trainer in trainers:
+        trainer.hang_up()
+    again: list[FakeTrainer] = [node.trainer(root, rank, 2) for rank in range(2)]
+    for trainer in again:
+        trainer.client.adopt(kept, 1)
+    shard = root / names.iteration_dir(2) / names.shard_name(0, cut_short)
+    eventually("the removal of its shard", lambda: not shard.exists())
+
+    def offered() -> list[str]:
+        slab, offers = again[0].client.take()
+        if slab is not None:
+            slab.close()
+        return [offer.save_id for offer in offers]
+
+    eventually("its slot to be emptied", lambda: offered() == [kept])
+    assert (root / names.TRACKER).read_text() == "1"
