@@ -104,6 +104,7 @@ class NodeLink:
         return slab, offers
 
     def _use(self, slab: Slab) -> None:
+        slab.populate()
         on_gpu = torch.cuda.is_available() and torch.zeros(0, device="cuda").is_cuda
         self.stager.use(slab, cuda_device=torch.cuda.current_device() if on_gpu else None)
         if self._slab is not None:

@@ -7,12 +7,16 @@ leak, and is freed when its last holder ends.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
 
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
+
+#: From linux/mman.h; Python's mmap module does not have it, and would hold the interpreter lock.
+_MADV_POPULATE_WRITE = 23
 
 
 class Slab:
@@ -71,6 +75,20 @@ class Slab:
         except FlashCkptError:
             os.close(fd)
             raise
+
+    def populate(self) -> None:
+        """Map all pages into this process, so that staging meets no page fault.
+
+        At the first use of a slot the faults would come while training allocates memory too: 764 MB
+        then took 2 to 4 s to stage on two busy cores, and 0.1 to 0.2 s when mapped before. The
+        interpreter lock is free meanwhile. Kernels before 5.14 cannot; they fault as ever.
+        """
+        view = ctypes.c_char.from_buffer(self.memory)
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(ctypes.addressof(view)),
+            ctypes.c_size_t(self.geometry.nbytes),
+            _MADV_POPULATE_WRITE,
+        )
 
     def fits(self, meta_nbytes: int, data_nbytes: int, slots: int) -> bool:
         """Return whether a checkpoint of that size fits, in this number of slots."""
