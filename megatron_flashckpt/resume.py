@@ -58,6 +58,9 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         else:
             return _go_on(call, margs, restored, load_dir)
     if stored is None:
+        if memory is not None:
+            # What is in memory belongs to a past that nobody wants; it must not come back later.
+            session.checkpointer(margs.save).link.client().adopt(None, 0)
         return None
     loaded = load_from_storage(
         _request(call, margs),

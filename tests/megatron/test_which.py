@@ -42,6 +42,14 @@ def test_a_removed_directory_means_a_fresh_start(crashed: Path) -> None:
     assert (crashed / "save" / TRACKER).read_text() == "6"
 
 
+def test_what_was_not_wanted_once_does_not_come_back(crashed: Path) -> None:
+    shutil.rmtree(crashed / "save")
+    assert train(crashed, "fresh", {"KILL": "0:4"}).returncode != 0
+    assert (crashed / "save" / TRACKER).read_text() == "2"
+    result = succeeded(train(crashed, "again"))
+    assert "iteration 2 was restored from memory" in result.log
+
+
 def test_a_tracker_that_was_set_back_is_followed(crashed: Path) -> None:
     (crashed / "save" / TRACKER).write_text("2")
     result = succeeded(train(crashed, "again"))
