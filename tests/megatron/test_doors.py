@@ -160,13 +160,17 @@ def test_python_dash_m_runs_a_script_without_torchrun(tmp_path: Path) -> None:
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def test_the_launcher_refuses_a_script_that_is_not_there() -> None:
+@pytest.mark.parametrize(
+    "door",
+    [
+        [sys.executable, "-m", "megatron_flashckpt.launch"],
+        [str(Path(sys.executable).parent / "flashckpt-launch")],
+    ],
+    ids=["module", "console script"],
+)
+def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "megatron_flashckpt.launch", "no_such_script.py"],
-        capture_output=True,
-        text=True,
-        cwd=REPO,
-        check=False,
+        [*door, "no_such_script.py"], capture_output=True, text=True, cwd=REPO, check=False
     )
     assert done.returncode == 1
     assert done.stderr == "flashckpt-launch: no_such_script.py: no such script\n"
