@@ -32,6 +32,9 @@ class RankSlots:
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
         self.infos = [SlotInfo() for _ in slab.slots]
+        # A slab that outlived its first agent is not empty: its newest checkpoint goes last.
+        for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
+            self.infos[slot.index].sequence = next(self._sequence)
 
     @property
     def busy(self) -> bool:

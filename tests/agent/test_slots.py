@@ -198,3 +198,17 @@ def test_whatever_happens_a_slot_being_read_is_never_handed_out_and_the_newest_o
             assert sorted(offered) == sorted(complete)
     finally:
         slab.close()
+
+
+@pytest.mark.parametrize("newest", [0, 1])
+def test_a_slab_that_outlived_its_agent_keeps_its_newest_checkpoint_longest(newest: int) -> None:
+    slab = Slab.create(2, 100, 100, "0")
+    try:
+        for slot in slab.slots:
+            iteration = 20 if slot.index == newest else 10
+            slot.set_header(SlotHeader(SlotState.STAGED, iteration, f"{iteration:x}", 0, 0))
+        slots = RankSlots(slab)
+        assert [offer.iteration for offer in slots.offers()] == [20, 10]
+        assert slots.acquire() == 1 - newest
+    finally:
+        slab.close()
