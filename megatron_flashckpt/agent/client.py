@@ -20,6 +20,9 @@ from megatron_flashckpt.memory.slab import Slab
 
 _R = TypeVar("_R")
 _RETRY_S = 0.02
+#: An agent that takes longer than this to answer (beyond a wait that was asked for) hangs, and the
+#: trainer must not hang with it. Nothing that it does for an answer takes more than a second or so.
+ANSWER_S = 60.0
 
 
 class _HungUpError(AgentError):
@@ -37,10 +40,11 @@ class AgentClient:
         self.agent_pid = welcome.pid
 
     def _ask(
-        self, request: p.Request, expected: type[_R], fd: int | None = None
+        self, request: p.Request, expected: type[_R], fd: int | None = None, wait_s: float = 0.0
     ) -> tuple[_R, int | None]:
         try:
             with self._lock:
+                self._sock.settimeout(wait_s + ANSWER_S)
                 p.send(self._sock, request, fd)
                 body, received = p.receive(self._sock)
         except (OSError, EOFError) as error:
@@ -73,7 +77,7 @@ class AgentClient:
 
     def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
         """Return a slot to stage into, or -1 if none became free in time."""
-        return self._ask(p.Acquire(iteration, save_id, wait_s), p.Granted)[0].slot
+        return self._ask(p.Acquire(iteration, save_id, wait_s), p.Granted, None, wait_s)[0].slot
 
     def staged(self, slot: int) -> None:
         """Ring the doorbell: the slot is complete."""
@@ -93,7 +97,7 @@ class AgentClient:
 
     def poll(self, wait_s: float = 0.0) -> p.Outcomes:
         """Return outcomes not told yet; with `wait_s`, wait for one while saves are pending."""
-        return self._ask(p.Poll(wait_s), p.Outcomes)[0]
+        return self._ask(p.Poll(wait_s), p.Outcomes, None, wait_s)[0]
 
     def leave(self) -> None:
         """Say that this rank ends as planned."""

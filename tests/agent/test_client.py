@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.agent import client as client_module
 from megatron_flashckpt.agent import protocol
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
@@ -52,6 +53,19 @@ def test_every_request_to_a_killed_agent_is_an_agent_error_that_names_the_log(
             REQUESTS[request_name](trainer.client)
         assert str(log) in str(raised.value)
     assert "serves" in log.read_text()
+
+
+def test_an_agent_that_hangs_does_not_hang_its_trainers(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = node.trainer(root)
+    monkeypatch.setattr(client_module, "ANSWER_S", 0.2)
+    os.kill(trainer.client.agent_pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(AgentError, match=r"the agent of this node is gone \(timed out\)"):
+            trainer.client.poll()
+    finally:
+        os.kill(trainer.client.agent_pid, signal.SIGCONT)
 
 
 def test_a_poll_that_waits_is_told_when_the_agent_is_killed(node: Node, root: Path) -> None:
