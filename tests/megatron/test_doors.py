@@ -174,3 +174,15 @@ def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> Non
     )
     assert done.returncode == 1
     assert done.stderr == "flashckpt-launch: no_such_script.py: no such script\n"
+
+
+def test_an_existing_run_moves_over_without_conversion(where: Path, stock: Result) -> None:
+    """Stock's own checkpoint goes to stock's own loader, and the next save is ours."""
+    moved = where / "moved"
+    job = [*MODEL, "--train-iters", "6", "--save", str(moved), "--save-interval", "2"]
+    job += ["--load", str(where / "stock"), "--ckpt-format", "torch"]
+    result = succeeded(run_job(where, "moved", [*job, "--override-opt_param-scheduler"]))
+    assert "successfully loaded checkpoint" in result.log
+    assert sorted(result.losses()) == [5, 6]
+    assert (moved / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert ("weight", "embedding.word_embeddings.weight") in assemble(moved, 6)
