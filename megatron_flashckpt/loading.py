@@ -71,10 +71,21 @@ class _Sources:
     coordinates: list[Coordinates]
 
     def twin(self, mine: Coordinates) -> int | None:
-        """Return the rank that stood where this one stands (or its first data-parallel replica)."""
-        by_place = {place: rank for rank, place in enumerate(self.coordinates)}
-        first = msgspec.structs.replace(mine, dp=0, cp=0, edp=0)
-        return by_place.get(mine, by_place.get(first))
+        """Return the rank whose side state this one takes: the one that stood where it stands.
+
+        If the number of replicas has changed there may be none; then the first one with the same
+        part of the model, as Megatron takes it from the first replica. None: the model was cut
+        otherwise.
+        """
+        for part in (
+            lambda place: place,
+            lambda place: (place.tp, place.pp, place.ep),
+            lambda place: (place.tp, place.pp),
+        ):
+            for rank, place in enumerate(self.coordinates):
+                if part(place) == part(mine):
+                    return rank
+        return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.loading import (
     InMemory,
@@ -189,7 +189,14 @@ def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
         if (margs.fp16 or margs.bf16) and optimizer is not None:
             optimizer.reload_model_params()
         return
-    if optimizer is not None and loaded.rank_state is not None:
+    if optimizer is not None:
+        if loaded.rank_state is None:
+            # Without the steps and the learning rates the moments would be worth nothing.
+            raise MissingStateError(
+                f"iteration {loaded.iteration} in {loaded.source} has no rank at this place in the "
+                "tensor and pipeline layout, so its optimizer settings are unknown; use the sizes "
+                "of the run that saved it, or --no-load-optim"
+            )
         optimizer_state.load_hyper_parameters(optimizer, loaded.rank_state["optimizer"])
     if call.scheduler is not None and loaded.common["opt_param_scheduler"] is not None:
         call.scheduler.load_state_dict(loaded.common["opt_param_scheduler"])
