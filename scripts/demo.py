@@ -103,6 +103,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTHONWARNINGS": "ignore",
+            "TMPDIR": str(self.where),  # torchrun leaves a directory there
             "LOSS_LOG": str(losses),
             "FLASHCKPT_RUNTIME_DIR": str(self.where / "agents"),
         }

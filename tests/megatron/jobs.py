@@ -99,6 +99,7 @@ def run_job(
         # the addresses of dead ranks. Nothing of ours is involved.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TRACE_DIR": str(trace),
+        "TMPDIR": str(trace),  # torchrun leaves a directory there
         "FLASHCKPT_RUNTIME_DIR": str(tmp_path / "run"),
         "FLASHCKPT_AGENT__GRACE_S": "30",
         **(env or {}),
