@@ -22,6 +22,7 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit import PendingSave, forget, leave_note, outcome_of
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.templates import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotState
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _COMMIT_POLL_S = (0.02, 1.0)
-#: Seconds for which ranks wait for the one that computes a template they all need.
-_COMPUTING_S = 1.0
 #: Seconds for which an agent that nobody has talked to yet stays.
 _UNCLAIMED_S = 60.0
 
@@ -69,8 +68,7 @@ class Agent:
         self._changed = threading.Condition()
         self._ranks: dict[int, _Rank] = {}
         self._pending: dict[str, PendingSave] = {}
-        self._templates: dict[str, bytes] = {}
-        self._computing: dict[str, float] = {}
+        self._templates = TemplateStore(self._changed)
         self._connections = 0
         self._last_seen = time.monotonic()
         self._pool = concurrent.futures.ThreadPoolExecutor(options.persist_threads, "persist")
@@ -200,10 +198,9 @@ class Agent:
                     self._abandon(number, request)
                     return (p.Done(),)
                 case p.GetTemplate():
-                    return (p.TemplateReply(self._template(request.fingerprint)),)
+                    return (p.TemplateReply(self._templates.get(request.fingerprint)),)
                 case p.PutTemplate():
-                    self._templates[request.fingerprint] = request.encoded
-                    self._changed.notify_all()
+                    self._templates.put(request.fingerprint, request.encoded)
                     return (p.Done(),)
                 case p.Poll():
                     return (self._poll(rank, request.wait_s),)
@@ -236,22 +233,6 @@ class Agent:
             if not self._changed.wait(deadline - time.monotonic()):
                 return -1
         return index
-
-    def _template(self, fingerprint: str) -> bytes | None:
-        """Return a template; None tells the asker to compute it, and others to wait for that.
-
-        The ranks of a node make their first save at the same moment: without the wait all of them
-        would find nothing and compute the same template.
-        """
-        if fingerprint not in self._templates:
-            if fingerprint not in self._computing:
-                self._computing[fingerprint] = time.monotonic() + _COMPUTING_S
-                return None
-            while fingerprint not in self._templates:
-                left = self._computing[fingerprint] - time.monotonic()
-                if not self._changed.wait(max(left, 0.0)):
-                    break
-        return self._templates.get(fingerprint)
 
     def _adopt(self, rank: _Rank, request: p.Adopt) -> None:
         if rank.slots is not None:
