@@ -248,6 +248,11 @@ class Checkpointer:
                 )
             except FlashCkptError as failure:
                 self._broken.put((save_id, failure))
+            except Exception as failure:
+                # Whatever it is: the drain at exit would wait for a save without an outcome.
+                said = f"not handed to the agent ({type(failure).__name__}: {failure})"
+                self._broken.put((save_id, SaveFailedError(said)))
+                raise
 
         self.link.stager.stage(copies, hand_over)
 
