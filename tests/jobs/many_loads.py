@@ -26,6 +26,7 @@ from megatron.training import get_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
+from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
@@ -45,6 +46,13 @@ create_slab = Slab.create
 
 def refuse_memory(*args: Any) -> Slab:
     raise StorageError(errno.ENOMEM, "cannot reserve 9 GiB of host memory; free memory")
+
+
+ring = AgentClient.staged
+
+
+def break_doorbell(*args: Any) -> None:
+    raise ValueError("an error that nobody foresaw")
 
 
 def weights_digest(model: list[torch.nn.Module]) -> str:
@@ -71,6 +79,7 @@ def main() -> None:
         settings = {"runtime_dir": runtime_dir, **case.get("config", {})}
         session.config = msgspec.convert(settings, Config)
         Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
+        AgentClient.staged = break_doorbell if case.get("no_doorbell_on") == RANK else ring
         before = weights_digest(model)
         result, error = None, None
         try:

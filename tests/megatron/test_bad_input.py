@@ -159,6 +159,13 @@ class Ran:
                 "no_memory_on": 1,
             },
             {
+                "name": "no_doorbell_on_one_rank",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(tmp_path / "nobell")},
+                "no_doorbell_on": 1,
+            },
+            {
                 "name": "save_makes_the_directory",
                 "call": "save",
                 "iteration": 5,
@@ -240,6 +247,13 @@ def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: Ran) -> 
         assert "cannot reserve 9 GiB of host memory" in message
     assert not (ran.tmp_path / "nomem/iter_0000005/manifest.json").exists()
     assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
+
+
+def test_an_unforeseen_error_in_the_copy_thread_fails_the_save_on_all_ranks(ran: Ran) -> None:
+    for event in ran.of("no_doorbell_on_one_rank"):
+        (message,) = event["result"]
+        assert "ValueError: an error that nobody foresaw" in message
+    assert not (ran.tmp_path / "nobell/iter_0000005/manifest.json").exists()
 
 
 def test_saving_makes_a_missing_directory(ran: Ran) -> None:
