@@ -30,7 +30,7 @@ LAYERS = (
     {"memory"},
     {"agent", "restore", "megatron_lm"},
     {"node_link"},
-    {"checkpointer", "inspection", "verification"},
+    {"checkpointer", "inspection", "verification", "convert"},
     {"session", "loading"},
     {"resume", "cli"},
     {"checkpointing", "async_utils"},
@@ -44,6 +44,7 @@ TORCH_FREE_AT_START = ("cli", "inspection", "verification")
 KNOW_MEGATRON = {
     "megatron_lm",
     "checkpointer",
+    "convert",
     "session",
     "loading",
     "resume",
