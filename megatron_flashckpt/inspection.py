@@ -294,7 +294,11 @@ def summary(stored: StoredCheckpoint) -> Summary:
         tensors=tuple(TensorSummary(*name, nbytes[name], pieces[name]) for name in sorted(pieces)),
         files=tuple(
             FileSummary(
-                shard.rank, shard.coordinates, shard.file, shard.nbytes, len(shard.placement)
+                shard.rank,
+                shard.coordinates,
+                shard.file,
+                shard.nbytes,
+                len(manifest.templates[shard.template]),
             )
             for shard in manifest.shards
         ),

@@ -17,17 +17,24 @@ import torch
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.layout.coverage import Read, Source, read_plan, superfluous
+from megatron_flashckpt.layout.coverage import (
+    ReadPlan,
+    Source,
+    read_plan,
+    stored_items,
+    superfluous,
+)
 from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
-from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
+from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
-from megatron_flashckpt.megatron_lm import parallel, plain, side_state
+from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.exchange import broadcast_object, exchange, gather_objects
+from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.base import Storage
 
@@ -58,7 +65,11 @@ class Loaded:
     """`memory` or `storage`."""
     common: dict[str, Any]
     rank_state: dict[str, Any] | None
-    """That of the rank which stood at the same coordinates; None if there was none."""
+    """That of the rank which stood where this one stands; None if TP or PP have changed."""
+    optimizer: list[dict[str, Any]]
+    """Param groups, steps and scaler as `hyper_parameters.load_hyper_parameters` takes them."""
+    objects: dict[str, Any]
+    """Extra states of modules by global name."""
     read_nbytes: int
 
 
@@ -70,13 +81,25 @@ class _Sources:
     sources: list[Source]
     coordinates: list[Coordinates]
 
-    def twin(self, mine: Coordinates) -> int | None:
-        """Return the rank whose side state this one takes: the one that stood where it stands.
+    @property
+    def model_cut(self) -> tuple[int, int, int]:
+        """The tensor, pipeline and expert parallel sizes of the saving job."""
+        places = self.coordinates
+        return (
+            max(place.tp for place in places) + 1,
+            max(place.pp for place in places) + 1,
+            max(place.ep for place in places) + 1,
+        )
+
+    def twin(self, mine: Coordinates, model_cut: tuple[int, int, int]) -> int | None:
+        """Return the rank whose random state this one takes: the one that stood where it stands.
 
         If the number of replicas has changed there may be none; then the first one with the same
-        part of the model, as Megatron takes it from the first replica. None: the model was cut
-        otherwise.
+        part of the model, as Megatron takes it from the first replica. None: the tensor or pipeline
+        parallel size has changed, and then random states mean nothing.
         """
+        if model_cut[:2] != self.model_cut[:2]:
+            return None
         for part in (
             lambda place: place,
             lambda place: (place.tp, place.pp, place.ep),
@@ -86,6 +109,13 @@ class _Sources:
                 if part(place) == part(mine):
                     return rank
         return None
+
+    def representatives(self) -> list[int]:
+        """Return one rank per pipeline stage and expert rank: together they know all groups."""
+        first: dict[tuple[int, int], int] = {}
+        for rank, place in enumerate(self.coordinates):
+            first.setdefault((place.pp, place.ep), rank)
+        return list(first.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +171,6 @@ def load_from_memory(
         theirs = msgspec.msgpack.decode(encoded, type=_Summary)
         found.sources.append(Source(theirs.rank, Template(theirs.items, 0, b""), theirs.placement))
         found.coordinates.append(theirs.coordinates)
-    # Memory belongs to the same rank of the same job, or the layouts would not match.
     planned = _plan(request, state, found, rank)
     read_nbytes = exchange(own, rank, planned.plan, planned.targets)
     common = broadcast_object(meta.common if rank == 0 else None)
@@ -171,8 +200,12 @@ def load_from_storage(
     found = _Sources(
         stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
     )
-    planned = _plan(request, state, found, found.twin(parallel.coordinates()))
-    read_nbytes = together(lambda: stored.read(planned.plan, planned.targets, threads))
+    planned = _plan(request, state, found, rank)
+    for index in planned.plan.padded:
+        planned.targets.zero(index)
+    read_nbytes = together(
+        lambda: read_all(stored, planned.plan, planned.pieces, planned.targets, threads)
+    )
     common = broadcast_object(together(lambda: stored.common() if rank == 0 else b""))
     return _loaded(
         planned, iteration, stored.manifest.save_id, "storage", common, stored.place, read_nbytes
@@ -190,12 +223,16 @@ class _Summary(msgspec.Struct, array_like=True):
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    plan: dict[int, list[Read]]
+    plan: ReadPlan
+    pieces: list[Piece]
     targets: Targets
-    rank_state: torch.Tensor | None
+    twin: int | None
+    model_cut_changed: bool
+    rank_states: dict[int, torch.Tensor]
+    """By source rank."""
 
 
-def _plan(request: LoadRequest, state: ModelState, found: _Sources, twin: int | None) -> _Planned:
+def _plan(request: LoadRequest, state: ModelState, found: _Sources, rank: int) -> _Planned:
     """Return the reads of this rank, coverage checked. Collective.
 
     Raises:
@@ -203,8 +240,7 @@ def _plan(request: LoadRequest, state: ModelState, found: _Sources, twin: int | 
     """
     optimizer_kinds = {
         item.kind: torch_dtype(item.dtype)
-        for source in found.sources
-        for item in source.template.items
+        for item in stored_items(found.sources)
         if item.kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE)
     }
 
@@ -214,43 +250,41 @@ def _plan(request: LoadRequest, state: ModelState, found: _Sources, twin: int | 
         return state.wanted(request.chunks, request.optimizer, optimizer_kinds)
 
     wanted = together(enumerate_wanted)
-    pieces = [local.piece for local in wanted]
-    tensors = [local.tensor for local in wanted]
     kinds = {WEIGHT, BUFFER} if request.fill else set()
     if request.fill and request.optimizer is not None:
         kinds |= {MASTER, *optimizer_kinds}
-    unwanted = set.intersection(*gather_objects(superfluous(pieces, found.sources, kinds)))
+    unwanted = set.intersection(
+        *gather_objects(superfluous([local.piece for local in wanted], found.sources, kinds))
+    )
     if not request.strict:
-        known = {(it.kind, it.key) for source in found.sources for it in source.template.items}
-        kept = [n for n, piece in enumerate(pieces) if (piece.kind, piece.key) in known]
-        pieces, tensors = [pieces[n] for n in kept], [tensors[n] for n in kept]
+        known = {(item.kind, item.key) for item in stored_items(found.sources)}
+        wanted = [local for local in wanted if (local.piece.kind, local.piece.key) in known]
         unwanted = set()
-    rank_state = _rank_state_target(found, twin)
-    if rank_state is not None:
-        pieces.append(rank_state[0])
-        tensors.append(rank_state[1])
-    plan = together(lambda: read_plan(pieces, found.sources, found.place, unwanted))
-    return _Planned(plan, Targets(tensors), rank_state[1] if rank_state else None)
+    cut = parallel.model_cut()
+    twin = found.twin(parallel.coordinates(), cut)
+    changed = cut != found.model_cut
+    needed = set() if twin is None else {twin}
+    if changed and rank == 0:
+        needed |= set(found.representatives())
+    rank_states = {source: piece for source in needed if (piece := _rank_state(found, source))}
+    framed = {source: _bytes_for(piece) for source, piece in rank_states.items()}
+    pieces = [local.piece for local in wanted] + list(rank_states.values())
+    tensors = [local.tensor for local in wanted] + list(framed.values())
+    resizable = {n for n, local in enumerate(wanted) if local.resizable}
+    plan = together(lambda: read_plan(pieces, found.sources, found.place, unwanted, resizable))
+    return _Planned(plan, pieces, Targets(pieces, tensors), twin, changed, framed)
 
 
-def _rank_state_target(found: _Sources, twin: int | None) -> tuple[Piece, torch.Tensor] | None:
-    if twin is None:
-        return None
-    source = found.sources[twin]
-    for item, there in zip(source.template.items, source.placement, strict=True):
-        if item.kind == RANK_STATE:
-            piece = Piece(
-                item.key,
-                item.kind,
-                item.dtype,
-                item.global_shape,
-                there.offset,
-                item.shape,
-                there.start,
-                there.start + item.numel,
-            )
-            return piece, torch.empty(item.numel, dtype=torch.uint8)
+def _rank_state(found: _Sources, rank: int) -> Piece | None:
+    source = found.sources[rank]
+    for piece in pieces_of(source.template, source.placement):
+        if piece.kind == RANK_STATE:
+            return piece
     return None
+
+
+def _bytes_for(piece: Piece) -> torch.Tensor:
+    return torch.empty(piece.nbytes, dtype=torch.uint8)
 
 
 def _loaded(
@@ -262,20 +296,26 @@ def _loaded(
     place: str,
     read_nbytes: int,
 ) -> Loaded:
-    def decode() -> Loaded:
-        framed = planned.rank_state
-        return Loaded(
-            iteration=iteration,
-            save_id=save_id,
-            source=source,
-            common=plain.decode(common, f"{place}/{common_name(save_id)}"),
-            rank_state=side_state.unframe(framed.numpy().tobytes(), place)
-            if framed is not None
-            else None,
-            read_nbytes=read_nbytes,
-        )
+    def decode() -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+        return plain.decode(common, f"{place}/{common_name(save_id)}"), {
+            rank: side_state.unframe(framed.numpy().tobytes(), place)
+            for rank, framed in planned.rank_states.items()
+        }
 
-    return together(decode)
+    said, rank_states = together(decode)
+    own = None if planned.twin is None else rank_states.get(planned.twin)
+    if planned.model_cut_changed:
+        optimizer, objects = broadcast_object(_merged(list(rank_states.values())))
+    else:
+        optimizer, objects = (own["optimizer"], own["objects"]) if own else ([], {})
+    return Loaded(iteration, save_id, source, said, own, optimizer, objects, read_nbytes)
+
+
+def _merged(rank_states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    objects: dict[str, Any] = {}
+    for state in rank_states:
+        objects.update(state["objects"])
+    return hyper_parameters.merge([state["optimizer"] for state in rank_states]), objects
 
 
 def _verify_slot(own: torch.Tensor, offer: Offer) -> None:

@@ -6,11 +6,12 @@ import contextlib
 import inspect
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megatron_flashckpt.errors import FlashCkptError, MissingStateError
+from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.loading import (
     InMemory,
@@ -21,7 +22,8 @@ from megatron_flashckpt.loading import (
     newest_in_memory,
     together,
 )
-from megatron_flashckpt.megatron_lm import around, optimizer_state, side_state
+from megatron_flashckpt.megatron_lm import around, side_state
+from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.restore.exchange import broadcast_object
@@ -159,9 +161,11 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
     if not margs.finetune:
         _check_and_take_args(margs, common["args"])
     _finish_optimizer(call, margs, loaded)
-    state = loaded.rank_state
-    if state is not None and not margs.finetune:
-        _finish_rank(call, margs, common["args"], state)
+    chunks = unwrap(call.model)
+    geometry = ModelState(session.config.replicated).geometry(chunks)
+    side_state.load_extra_states(chunks, geometry, loaded.objects)
+    if not margs.finetune:
+        _finish_rank(margs, common["args"], loaded.rank_state)
     if margs.save and os.path.realpath(margs.save) == os.path.realpath(load_dir):
         session.checkpointer(margs.save).link.client().adopt(loaded.save_id, loaded.iteration)
     if torch.distributed.is_initialized():
@@ -172,7 +176,8 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
 
 def _check_and_take_args(margs: Any, saved: Any) -> None:
     stock = checkpointing()
-    stock.check_checkpoint_args(saved)
+    with _as_distributed_checkpoint(margs):
+        stock.check_checkpoint_args(saved)
     margs.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
     margs.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
     update = stock.update_num_microbatches
@@ -190,28 +195,38 @@ def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
             optimizer.reload_model_params()
         return
     if optimizer is not None:
-        if loaded.rank_state is None:
-            # Without the steps and the learning rates the moments would be worth nothing.
-            raise MissingStateError(
-                f"iteration {loaded.iteration} in {loaded.source} has no rank at this place in the "
-                "tensor and pipeline layout, so its optimizer settings are unknown; use the sizes "
-                "of the run that saved it, or --no-load-optim"
-            )
-        optimizer_state.load_hyper_parameters(optimizer, loaded.rank_state["optimizer"])
+        load_hyper_parameters(optimizer, loaded.optimizer)
     if call.scheduler is not None and loaded.common["opt_param_scheduler"] is not None:
         call.scheduler.load_state_dict(loaded.common["opt_param_scheduler"])
     for group in getattr(optimizer, "param_groups", ()):
         group.setdefault("default_config", True)
 
 
-def _finish_rank(call: LoadCall, margs: Any, saved: Any, state: dict[str, Any]) -> None:
-    chunks = unwrap(call.model)
-    geometry = ModelState(session.config.replicated).geometry(chunks)
-    side_state.load_extra_states(chunks, geometry, state["objects"])
+@contextlib.contextmanager
+def _as_distributed_checkpoint(margs: Any) -> Iterator[None]:
+    """Let Megatron's check of the args be as lenient as with a format that can be resharded."""
+    before = getattr(margs, "use_dist_ckpt", None)
+    margs.use_dist_ckpt = True
+    try:
+        yield
+    finally:
+        margs.use_dist_ckpt = before
+
+
+def _finish_rank(margs: Any, saved: Any, state: dict[str, Any] | None) -> None:
+    """Random and rerun state, by Megatron's rules for a changed world."""
     same_world = all(
         getattr(saved, name, None) == getattr(margs, name, None)
         for name in ("world_size", "data_parallel_size")
     )
+    if state is None:
+        checkpointing().print_rank_0(
+            "tensor or pipeline parallel size differs from the checkpoint's: RNG state and rerun "
+            "state are ignored"
+        )
+        return
+    if not same_world:
+        checkpointing().print_rank_0("job sharding has changed: rerun state is ignored")
     get_machine = getattr(checkpointing(), "get_rerun_state_machine", None)
     if get_machine is not None and same_world and get_machine().validate_state_dict(state["rerun"]):
         get_machine().load_state_dict(state["rerun"])

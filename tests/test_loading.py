@@ -29,4 +29,4 @@ SAVED = [
 def test_the_side_state_comes_from_the_same_place_or_the_first_with_the_same_part(
     mine: Coordinates, twin: int | None
 ) -> None:
-    assert _Sources("the checkpoint", [], SAVED).twin(mine) == twin
+    assert _Sources("the checkpoint", [], SAVED).twin(mine, (1, 2, 2)) == twin

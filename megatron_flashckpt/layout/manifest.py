@@ -16,7 +16,12 @@ import xxhash
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
-from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
+from megatron_flashckpt.layout.plan import (
+    Placement,
+    Template,
+    TemplateItem,
+    placement_length,
+)
 from megatron_flashckpt.layout.shard_file import refuse_newer
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -247,14 +252,18 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
     # Not range(world_size): that number is as big as whoever wrote the file wants it to be.
     if not ranks or len(ranks) != manifest.world_size or ranks != list(range(len(ranks))):
         problems.append(f"shards are not those of ranks 0 to {manifest.world_size - 1}")
+    lengths = {name: placement_length(items) for name, items in manifest.templates.items()}
     for shard in manifest.shards:
         if not _NAME.fullmatch(shard.file):
             problems.append(f"{shard.file!r} is not a shard's name")
         items = manifest.templates.get(shard.template)
         if items is None:
             problems.append(f"{shard.file}: unknown template {shard.template!r}")
-        elif len(items) != len(shard.placement):
-            problems.append(f"{shard.file}: {len(shard.placement)} placements, {len(items)} items")
+        elif len(shard.placement) != lengths[shard.template]:
+            problems.append(
+                f"{shard.file}: a placement of {len(shard.placement)} numbers for a template that "
+                f"takes {lengths[shard.template]}"
+            )
     if any(
         not 0 <= item.key < len(manifest.keys)
         for items in manifest.templates.values()

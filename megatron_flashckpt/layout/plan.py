@@ -11,7 +11,8 @@ the whole of it matches. Anything else is a miss, never an error and never a gue
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 import xxhash
@@ -42,14 +43,14 @@ class Template(msgspec.Struct, frozen=True, array_like=True):
     """JSON object of the safetensors header without `__metadata__`."""
 
 
-class PlacementItem(msgspec.Struct, frozen=True, array_like=True):
-    """Which part of the global tensor an item is: the box's offset and the range's start."""
-
-    offset: Shape
-    start: int
+Placement = tuple[int, ...]
+"""Which part of the global tensors a template's items are: for each item in order its box's offset
+(one number per axis), then its range's start. Flat, because a large job has millions of them."""
 
 
-Placement = tuple[PlacementItem, ...]
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> Shape: ...
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -76,23 +77,40 @@ def order(pieces: list[Piece]) -> list[int]:
 
 def pieces_of(template: Template, placement: Placement) -> list[Piece]:
     """Return the pieces that a template and a placement describe, in layout order."""
-    if len(template.items) != len(placement):
+    if len(placement) != placement_length(template.items):
         raise LayoutError(
-            f"{len(placement)} placements for a template of {len(template.items)} items"
+            f"a placement of {len(placement)} numbers for a template that takes "
+            f"{placement_length(template.items)}"
         )
-    return [
-        Piece(
-            item.key,
-            item.kind,
-            item.dtype,
-            item.global_shape,
-            place.offset,
-            item.shape,
-            place.start,
-            place.start + item.numel,
+    pieces = []
+    position = 0
+    for item in template.items:
+        start_at = position + len(item.shape)
+        start = placement[start_at]
+        pieces.append(
+            Piece(
+                item.key,
+                item.kind,
+                item.dtype,
+                item.global_shape,
+                placement[position:start_at],
+                item.shape,
+                start,
+                start + item.numel,
+            )
         )
-        for item, place in zip(template.items, placement, strict=True)
-    ]
+        position = start_at + 1
+    return pieces
+
+
+def place(pieces: Iterable[Piece]) -> Placement:
+    """Return the placement of `pieces`."""
+    return tuple(number for piece in pieces for number in (*piece.offset, piece.start))
+
+
+def placement_length(items: Iterable[_Shaped]) -> int:
+    """Return how many numbers the placement of a template's `items` has."""
+    return sum(len(item.shape) + 1 for item in items)
 
 
 def tensor_names(items: list[tuple[str, str]]) -> list[str]:
@@ -174,7 +192,7 @@ class PlanCache:
     def layout(self, pieces: list[Piece]) -> Layout:
         """Return the layout of `pieces`, which must be in layout order (see `order`)."""
         template_part = [(p.key, p.kind, p.dtype, p.global_shape, p.shape, p.numel) for p in pieces]
-        placement = tuple(PlacementItem(p.offset, p.start) for p in pieces)
+        placement = place(pieces)
         template_fingerprint = _digest(template_part)
         fingerprint = _digest((template_fingerprint, placement))
         cached = self._layouts.get(fingerprint)

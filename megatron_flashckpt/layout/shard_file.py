@@ -84,8 +84,8 @@ def encode_header(
         chunk_nbytes=CHUNK_NBYTES,
         digests="".join(digests),
         pieces=tuple(
-            (item.global_shape, place.offset, item.shape, place.start)
-            for item, place in zip(template.items, placement, strict=True)
+            (piece.global_shape, piece.offset, piece.shape, piece.start)
+            for piece in pieces_of(template, placement)
         ),
     )
     encoded = msgspec.json.encode({"flashckpt": msgspec.json.encode(metadata).decode()})
@@ -181,7 +181,7 @@ def decode_header(header: bytes, place: str) -> Shard:
     shard = Shard(
         metadata,
         Template(tuple(items), position, b""),
-        msgspec.convert([(piece[1], piece[3]) for piece in metadata.pieces], Placement),
+        tuple(number for piece in metadata.pieces for number in (*piece[1], piece[3])),
         digests,
         len(header),
     )

@@ -83,8 +83,9 @@ class ModelGeometry:
     parameters: list[tuple[torch.nn.Parameter, Geometry]]
     buffers: list[tuple[int, str, Geometry]]
     """Chunk, name in the chunk, geometry."""
-    objects: list[tuple[int, str]]
-    """Chunk, state-dict name of things that are not tensors (TransformerEngine's extra state)."""
+    objects: list[tuple[int, str, str]]
+    """Chunk, state-dict name and global name (the same under any layout) of things that are not
+    tensors (TransformerEngine's extra state)."""
 
 
 def signature(chunks: list[Any]) -> tuple[Any, ...]:
@@ -109,7 +110,7 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
         found = set()
         for name, entry in _entries(chunk):
             if isinstance(entry, ShardedObject):
-                result.objects.append((number, name))
+                result.objects.append((number, name, entry.unique_key))
                 continue
             owner = parameters.get(id(entry.data))
             geometry = _geometry(name, entry)

@@ -35,6 +35,8 @@ class LocalPiece:
     """Flat view (or, of a non-contiguous source, copy) of `piece.numel` elements."""
     early: bool = False
     """Whether something else than `optimizer.step()` may change it."""
+    resizable: bool = False
+    """Whether it may be stored in another global shape (padded vocabulary)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +197,7 @@ def _cut(
     flat = tensor.detach().reshape(-1)
     dtype = dtype_name(tensor.dtype)
     return [
-        LocalPiece(piece, flat[low - start : low - start + piece.numel], early)
+        LocalPiece(piece, flat[low - start : low - start + piece.numel], early, geometry.resizable)
         for run in geometry.runs
         for piece, low in run.pieces(kind, dtype, start, end)
     ]

@@ -1,4 +1,4 @@
-"""The optimizer's tensors and hyper-parameters, with the part of each parameter that they cover.
+"""The optimizer's tensors, with the part of each parameter that they cover.
 
 Read from the optimizer's own tables; nothing is gathered. `DistributedOptimizer` is walked through
 its group lists (`model_float16_groups` zipped with `shard_fp32_from_float16_groups`, and the fp32
@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
-from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.errors import UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,66 +144,6 @@ def _distributed(sub: DistributedOptimizer) -> Iterator[OptimizerEntry]:
                 yield OptimizerEntry(
                     model, extent.start, extent.end, shard, is_master, sub.optimizer, True, main
                 )
-
-
-def hyper_parameters(optimizer: Any) -> list[dict[str, Any]]:
-    """Return, per sub-optimizer, its param groups without the params, steps and grad scaler."""
-    saved = []
-    for sub in sub_optimizers(optimizer):
-        inner = sub.optimizer
-        scaler = getattr(sub, "grad_scaler", None)
-        saved.append(
-            {
-                "param_groups": [
-                    {key: value for key, value in group.items() if key != "params"}
-                    for group in inner.param_groups
-                ],
-                "step": _per_parameter_step(inner),
-                "grad_scaler": scaler.state_dict() if scaler else None,
-            }
-        )
-    return saved
-
-
-def _per_parameter_step(inner: torch.optim.Optimizer) -> float | None:
-    """Return the step that torch's own optimizers keep per parameter (Apex and TE: per group).
-
-    Raises:
-        UnsupportedError: parameters have taken different numbers of steps.
-    """
-    steps = {
-        float(state["step"])
-        for state in inner.state.values()
-        if isinstance(state.get("step"), torch.Tensor)
-    }
-    if len(steps) > 1:
-        raise UnsupportedError(
-            f"parameters of one {type(inner).__name__} have different steps {sorted(steps)}"
-        )
-    return steps.pop() if steps else None
-
-
-def load_hyper_parameters(optimizer: Any, saved: list[dict[str, Any]]) -> None:
-    """Set what `hyper_parameters` returned; the state tensors must be allocated already."""
-    subs = sub_optimizers(optimizer)
-    groups = [len(sub.optimizer.param_groups) for sub in subs]
-    stored = [len(entry["param_groups"]) for entry in saved]
-    if groups != stored:
-        raise MissingStateError(
-            f"this job's optimizers have {groups} param groups, the checkpoint's {stored}; use "
-            "the optimizer settings of the saving run, or --no-load-optim"
-        )
-    for sub, entry in zip(subs, saved, strict=True):
-        inner = sub.optimizer
-        for group, values in zip(inner.param_groups, entry["param_groups"], strict=True):
-            group.update(values)
-        if entry["step"] is not None:
-            for state in inner.state.values():
-                # One tensor per parameter: a shared one would count every parameter's step.
-                state["step"] = torch.tensor(entry["step"], dtype=torch.float32)
-        scaler = getattr(sub, "grad_scaler", None)
-        if scaler and entry["grad_scaler"] is not None:
-            scaler.load_state_dict(entry["grad_scaler"])
 
 
 def allocate(entry: OptimizerEntry, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:

@@ -25,6 +25,15 @@ def expert_data_parallel() -> tuple[int, int]:
     return dist.get_world_size(group), dist.get_rank(group)
 
 
+def model_cut() -> tuple[int, int, int]:
+    """Return the tensor, pipeline and expert parallel sizes: how the model is cut up."""
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
 def coordinates() -> Coordinates:
     """Return this rank's place; no communication."""
     return Coordinates(

@@ -16,8 +16,9 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
-from megatron_flashckpt.megatron_lm import optimizer_state, plain
+from megatron_flashckpt.megatron_lm import plain
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.hyper_parameters import hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece
 
 CHECKPOINT_VERSION = 3.0
@@ -65,7 +66,7 @@ def rank_state(
     """Return what this rank alone keeps. No communication."""
     return {
         "rng": rng_state() if save_rng else None,
-        "optimizer": optimizer_state.hyper_parameters(optimizer),
+        "optimizer": hyper_parameters(optimizer),
         "rerun": rerun,
         "objects": extra_states(chunks, geometry),
     }
@@ -91,7 +92,7 @@ def unframe(framed: bytes, place: str) -> dict[str, Any]:
 
 
 def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
-    """Return what modules keep beside tensors (TransformerEngine's FP8 state), by name."""
+    """Return what modules keep beside tensors (TransformerEngine's FP8 state), by global name."""
     return {name: module.get_extra_state() for name, module in _keepers(chunks, geometry)}
 
 
@@ -103,12 +104,12 @@ def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[st
 
 
 def _keepers(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules that really have an extra state, by chunk number and state-dict name.
+    """Yield the modules that really have an extra state, by Megatron's global name of that state.
 
     Megatron lists an entry for every layer that could have one.
     """
     modules = [dict(chunk.named_modules()) for chunk in chunks]
-    for number, name in geometry.objects:
+    for number, name, global_name in geometry.objects:
         path, _, leaf = name.rpartition(".")
         module = modules[number].get(path)
         if (
@@ -116,7 +117,7 @@ def _keepers(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, 
             and module is not None
             and type(module).get_extra_state is not torch.nn.Module.get_extra_state
         ):
-            yield f"{number}.{name}", module
+            yield global_name, module
 
 
 def common_state(

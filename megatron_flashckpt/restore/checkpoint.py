@@ -1,17 +1,16 @@
-"""A committed checkpoint in storage, and reading it verified."""
+"""A committed checkpoint in storage: its contents, and any chunk of it, verified."""
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import functools
-from collections import defaultdict
-from typing import Protocol
+from collections.abc import Iterator
 
 import xxhash
 
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.layout import manifest as names
-from megatron_flashckpt.layout.coverage import Read, Source
+from megatron_flashckpt.layout.coverage import Source
 from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
 from megatron_flashckpt.layout.plan import Template
 from megatron_flashckpt.layout.shard_file import (
@@ -24,16 +23,6 @@ from megatron_flashckpt.layout.shard_file import (
 from megatron_flashckpt.storage.base import Storage
 
 _OLDER = "load an older iteration with --ckpt-step"
-
-
-class Sink(Protocol):
-    """Where verified bytes go: `restore.targets.Targets`, or whatever a tool makes of them."""
-
-    def write_bytes(self, index: int, offset: int, source: memoryview) -> None:
-        """Put `source`, which is writable and not used again, at byte `offset` of `index`.
-
-        Called by several threads, for different ranges.
-        """
 
 
 class StoredCheckpoint:
@@ -122,32 +111,12 @@ class StoredCheckpoint:
                 f"{place}: holds other pieces than the manifest says; {_OLDER}"
             )
 
-    def read(self, plan: dict[int, list[Read]], targets: Sink, threads: int) -> int:
-        """Carry out `plan`; return the bytes read.
-
-        Whole chunks are read, so that every byte is verified before it is used; at most `threads`
-        chunks of 16 MiB are in memory at a time.
-
-        Raises:
-            CorruptCheckpointError: names file, chunk, bytes and both digests.
-        """
-        with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-            try:
-                jobs = []
-                for rank, reads in plan.items():
-                    shard = self.shard(rank)
-                    for chunk, parts in sorted(_by_chunk(reads).items()):
-                        jobs.append(pool.submit(self._deliver, shard, chunk, parts, targets))
-                return sum(job.result() for job in jobs)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-
-    def chunk(self, shard: Shard, index: int) -> bytes:
+    def chunk(self, shard: Shard, index: int, buffer: bytearray | None = None) -> memoryview:
         """Return a chunk of the data section, verified.
 
         Args:
             shard: what `shard` returned.
+            buffer: at least 16 MiB that the chunk is read into; default: new memory.
 
         Raises:
             CorruptCheckpointError: names file, chunk, bytes and both digests.
@@ -155,7 +124,10 @@ class StoredCheckpoint:
         file = self.manifest.shards[shard.metadata.rank].file
         start = index * CHUNK_NBYTES
         nbytes = min(CHUNK_NBYTES, shard.template.nbytes - start)
-        data = self._stored(file, shard.data_offset + start, nbytes)
+        data = memoryview(bytearray(nbytes) if buffer is None else buffer)[:nbytes]
+        with self._promised(file):
+            name = f"{self.directory}/{file}"
+            data = data[: self.storage.read_into(name, shard.data_offset + start, data)]
         found = chunk_digest(data)
         if found != shard.digests[index]:
             raise CorruptCheckpointError(
@@ -164,21 +136,15 @@ class StoredCheckpoint:
             )
         return data
 
-    def _deliver(self, shard: Shard, index: int, reads: list[Read], targets: Sink) -> int:
-        # A copy, because torch makes tensors of writable memory only.
-        data = memoryview(bytearray(self.chunk(shard, index)))
-        start, end = index * CHUNK_NBYTES, index * CHUNK_NBYTES + data.nbytes
-        for read in reads:
-            low = max(read.source_offset, start)
-            high = min(read.source_offset + read.nbytes, end)
-            offset = read.target_offset + low - read.source_offset
-            targets.write_bytes(read.wanted, offset, data[low - start : high - start])
-        return data.nbytes
-
     def _stored(self, file: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        """Return bytes of a file that the manifest promises."""
-        try:
+        with self._promised(file):
             return self.storage.read(f"{self.directory}/{file}", offset, nbytes)
+
+    @contextlib.contextmanager
+    def _promised(self, file: str) -> Iterator[None]:
+        """Say of a file that is not there that the manifest promises it."""
+        try:
+            yield
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {_OLDER}") from error
 
@@ -189,16 +155,6 @@ def _described(template: Template) -> list[tuple[object, ...]]:
         (f"{it.kind}/{it.key}", it.dtype, it.global_shape, it.shape, it.numel, it.byte_offset)
         for it in template.items
     ]
-
-
-def _by_chunk(reads: list[Read]) -> dict[int, list[Read]]:
-    chunks: dict[int, list[Read]] = defaultdict(list)
-    for read in reads:
-        if read.nbytes:
-            last = (read.source_offset + read.nbytes - 1) // CHUNK_NBYTES
-            for chunk in range(read.source_offset // CHUNK_NBYTES, last + 1):
-                chunks[chunk].append(read)
-    return chunks
 
 
 def read_manifest(storage: Storage, iteration: int) -> bytes:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.layout.coverage import Read
+from megatron_flashckpt.layout.coverage import ReadPlan
 from megatron_flashckpt.restore.targets import Targets
 
 #: Host (or device) memory that one rank uses for what it sends, and for what it receives.
 ROUND_NBYTES = 64 * 1024 * 1024
+#: The widest element.
+_ALIGNMENT = 8
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -36,20 +38,22 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def exchange(own: torch.Tensor, rank: int, plan: dict[int, list[Read]], targets: Targets) -> int:
+def exchange(own: torch.Tensor, rank: int, plan: ReadPlan, targets: Targets) -> int:
     """Fill `targets` from all ranks' slots; return the bytes that came from others. Collective.
 
     Args:
         own: the data section of this rank's slot, as flat uint8.
-        plan: this rank's reads per source rank.
+        plan: this rank's reads.
     """
-    for read in plan.get(rank, []):
+    for index in plan.padded:
+        targets.zero(index)
+    for read in plan.reads.get(rank, []):
         source = own[read.source_offset : read.source_offset + read.nbytes]
-        targets.write(read.wanted, read.target_offset, source)
+        targets.put_tensor(read, 0, source)
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return 0
-    requests = {source: reads for source, reads in plan.items() if source != rank}
+    requests = {source: reads for source, reads in plan.reads.items() if source != rank}
     asked = gather_objects(
         {source: [(r.source_offset, r.nbytes) for r in reads] for source, reads in requests.items()}
     )
@@ -59,11 +63,11 @@ def exchange(own: torch.Tensor, rank: int, plan: dict[int, list[Read]], targets:
         for peer in range(world)
     ]
     # Every rank derives the same quota and number of rounds from the same gathered requests.
-    lengths = [sum(n for _, n in spans) for wish in asked for spans in wish.values()]
+    lengths = [_Stream(spans).nbytes for wish in asked for spans in wish.values()]
     if not lengths:
         return 0
     partners = max(1, max(len(wish) for wish in asked), *_senders(asked))
-    quota = max(ROUND_NBYTES // partners, 1)
+    quota = max(ROUND_NBYTES // partners // _ALIGNMENT, 1) * _ALIGNMENT
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     for turn in range(-(-max(lengths) // quota)):
         low, high = turn * quota, (turn + 1) * quota
@@ -79,10 +83,12 @@ def exchange(own: torch.Tensor, rank: int, plan: dict[int, list[Read]], targets:
         for peer, spans in enumerate(receives):
             for which, a, b in spans:
                 read = requests[peer][which]
-                offset = read.target_offset + a - read.source_offset
-                targets.write(read.wanted, offset, received[position : position + b - a])
+                part = received[position : position + b - a]
+                # Only at an aligned place can bytes be viewed as elements.
+                part = part.clone() if position % _ALIGNMENT else part
+                targets.put_tensor(read, a - read.source_offset, part)
                 position += b - a
-    return sum(stream.nbytes for stream in incoming)
+    return sum(read.nbytes for reads in requests.values() for read in reads)
 
 
 def _senders(asked: list[dict[int, list[tuple[int, int]]]]) -> list[int]:
@@ -95,11 +101,15 @@ def _senders(asked: list[dict[int, list[tuple[int, int]]]]) -> list[int]:
 
 
 class _Stream:
-    """Spans of a slot laid end to end: what one rank sends to one other, in order."""
+    """Spans of a slot laid end to end: what one rank sends to one other, in order.
+
+    Spans start at multiples of the widest element, so that no cut at such a multiple goes through
+    an element.
+    """
 
     def __init__(self, spans: list[tuple[int, int]]) -> None:
         self._spans = spans
-        self.nbytes = sum(nbytes for _, nbytes in spans)
+        self.nbytes = sum(_aligned(nbytes) for _, nbytes in spans)
 
     def cut(self, low: int, high: int) -> list[tuple[int, int, int]]:
         """Return `(which span, start, end)` in the slot for stream bytes `[low, high)`."""
@@ -109,5 +119,9 @@ class _Stream:
             start, end = max(low, position), min(high, position + nbytes)
             if start < end:
                 found.append((which, offset + start - position, offset + end - position))
-            position += nbytes
+            position += _aligned(nbytes)
         return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

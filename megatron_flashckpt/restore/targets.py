@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import torch
 
+from megatron_flashckpt.layout.coverage import Read
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.reshard import Run, regions
+
+#: Elements are moved as integers of their size: bits, whatever they mean.
+_CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Targets:
-    """The flat tensors that wanted pieces stand for, written by byte ranges.
+    """The flat tensors that wanted pieces stand for, filled from runs of any other cut.
 
-    Byte ranges need not fall on element borders. Several threads may write different ranges.
+    Several threads may put different elements.
+
+    Args:
+        pieces: what is wanted.
+        tensors: for each piece a flat tensor of its elements (or of its bytes).
     """
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._bytes = [tensor.view(torch.uint8) for tensor in tensors]
+    def __init__(self, pieces: list[Piece], tensors: list[torch.Tensor]) -> None:
+        carriers = [_CARRIER[itemsize(piece.dtype)] for piece in pieces]
+        self._runs = [Run.of(piece) for piece in pieces]
+        self._tensors = [t.view(carrier) for t, carrier in zip(tensors, carriers, strict=True)]
 
-    def write(self, index: int, offset: int, source: torch.Tensor) -> None:
-        """Put the bytes `source` (a flat uint8 tensor) at `offset` of tensor `index`."""
-        self._bytes[index][offset : offset + source.numel()].copy_(source)
+    def put(self, read: Read, offset: int, source: memoryview) -> None:
+        """Put `source`, the bytes of `read.stored` from byte `offset` of `read` on."""
+        self.put_tensor(read, offset, torch.frombuffer(source, dtype=torch.uint8))
 
-    def write_bytes(self, index: int, offset: int, source: memoryview) -> None:
-        """Put `source`, which must be writable memory, at `offset` of tensor `index`."""
-        self.write(index, offset, torch.frombuffer(source, dtype=torch.uint8))
+    def put_tensor(self, read: Read, offset: int, source: torch.Tensor) -> None:
+        """Put the bytes `source` (flat, uint8), which start and end at whole elements."""
+        target = self._tensors[read.wanted]
+        elements = source.view(target.dtype)
+        first = read.stored.start + offset // target.itemsize
+        run = read.stored._replace(start=first, end=first + elements.numel())
+        for shape, here, steps, there, target_steps in regions(run, self._runs[read.wanted]):
+            torch.as_strided(target, shape, target_steps, target.storage_offset() + there).copy_(
+                torch.as_strided(elements, shape, steps, elements.storage_offset() + here)
+            )
+
+    def zero(self, wanted: int) -> None:
+        """Fill the tensor of piece `wanted` with zeros."""
+        self._tensors[wanted].zero_()

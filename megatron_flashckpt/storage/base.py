@@ -38,6 +38,9 @@ class Storage(Protocol):
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Return `nbytes` from `offset` (default: all); fewer only at the end of the file."""
 
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        """Fill `buffer` from `offset`; return the bytes read, fewer only at the end of the file."""
+
     def size(self, name: str) -> int:
         """Return the bytes of `name`."""
 

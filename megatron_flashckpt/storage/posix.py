@@ -132,6 +132,17 @@ class PosixStorage:
             file.seek(offset)
             return file.read() if nbytes is None else file.read(nbytes)
 
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        path = self._path(name)
+        with _explained(path, "read"), open(path, "rb", 0, opener=_open_nofollow) as file:
+            filled = 0
+            while filled < buffer.nbytes:
+                got = os.preadv(file.fileno(), [buffer[filled:]], offset + filled)
+                if not got:
+                    break
+                filled += got
+            return filled
+
     def size(self, name: str) -> int:
         path = self._path(name)
         with _explained(path, "look at"):

@@ -14,6 +14,7 @@ from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
@@ -31,7 +32,7 @@ def read_rank(checkpoint: StoredCheckpoint, trainer: FakeTrainer) -> bytes:
     """Return a rank's bytes in layout order, read and verified."""
     plan = read_plan(trainer.pieces, checkpoint.sources(), checkpoint.place)
     tensors = [torch.empty(p.numel, dtype=_TORCH[p.dtype]) for p in trainer.pieces]
-    checkpoint.read(plan, Targets(tensors), threads=2)
+    read_all(checkpoint, plan, trainer.pieces, Targets(trainer.pieces, tensors), threads=2)
     return b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors)
 
 

@@ -108,7 +108,7 @@ def change_item(position: int, value: object) -> Callable[[Made], None]:
 
 def change_placement(position: int, value: object) -> Callable[[Made], None]:
     def change(said: dict) -> None:
-        said["shards"][1]["placement"][0][position] = value
+        said["shards"][1]["placement"][position] = value
 
     return lambda made: made.change_manifest(change)
 
@@ -390,8 +390,8 @@ def test_swapped_names_in_the_manifest_are_both_found(made: Made) -> None:
 @pytest.mark.parametrize(
     ("change", "tensor"),
     [
-        (change_placement(0, [1, 0, 0]), "master/layers.w"),
-        (change_placement(1, 1), "master/layers.w"),
+        (change_placement(0, 1), "master/layers.w"),
+        (change_placement(3, 1), "master/layers.w"),
         (change_item(3, [3, 6, 5]), "master/layers.w"),
         (change_item(5, 14), "master/layers.w"),
         (change_item(2, "I32"), "master/layers.w"),

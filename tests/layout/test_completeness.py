@@ -174,8 +174,7 @@ def test_states_of_ranks_may_differ_in_size():
 
 def test_a_piece_outside_its_tensor_is_named_with_its_rank():
     sound = source(0, [*WHOLE, LAST])
-    offset = (9, 0)
-    moved = (msgspec.structs.replace(sound.placement[0], offset=offset), *sound.placement[1:])
+    moved = (9, *sound.placement[1:])
     outside, left = incomplete([Source(5, sound.template, moved)])
     assert outside.startswith("rank 5: ")
     assert "leaves the global shape (4, 6)" in outside

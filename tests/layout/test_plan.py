@@ -70,8 +70,8 @@ def test_a_layout_gives_back_the_pieces_that_it_was_made_of(ordered):
 
 def test_a_placement_of_another_length_than_the_template_is_refused():
     layout = layout_of([PIECE, PIECE])
-    with pytest.raises(LayoutError, match="1 placements for a template of 2 items"):
-        pieces_of(layout.template, layout.placement[:1])
+    with pytest.raises(LayoutError, match="a placement of 2 numbers for a template that takes 6"):
+        pieces_of(layout.template, layout.placement[:2])
 
 
 def test_a_template_refuses_a_piece_that_leaves_its_tensor():

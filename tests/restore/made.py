@@ -28,6 +28,7 @@ from megatron_flashckpt.layout.plan import PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.restore.reader import read_all as read_stored
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage
 
@@ -198,7 +199,7 @@ def read(stored: StoredCheckpoint, wanted: list[Piece], threads: int = 2) -> lis
     """Return `wanted`, each as flat bytes, filled from storage."""
     tensors = [torch.zeros(piece.nbytes, dtype=torch.uint8) for piece in wanted]
     plan = read_plan(wanted, stored.sources(), stored.place)
-    stored.read(plan, Targets(tensors), threads)
+    read_stored(stored, plan, wanted, Targets(wanted, tensors), threads)
     return tensors
 
 

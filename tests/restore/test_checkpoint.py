@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError, NotCommittedError
-from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.layout.coverage import Read, read_plan
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.restore.reader import read_all as read_stored
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify
 from tests.restore.made import (
@@ -74,7 +75,7 @@ def test_every_piece_is_read_back_bit_for_bit(made: Made, threads: int) -> None:
 def test_a_rank_that_replicas_saved_for_gets_its_boxes_whole(made: Made, tp: int) -> None:
     boxes = whole_boxes(tp)
     plan = read_plan(boxes, made.stored().sources(), "it")
-    assert len(plan) > 1, "the replicas shared it out"
+    assert len(plan.reads) > 1, "the replicas shared it out"
     assert equal(read(made.stored(), boxes), expected(boxes))
 
 
@@ -124,7 +125,7 @@ def test_a_range_reads_just_the_chunks_that_it_touches(
     part = Piece(*whole.box[:2], whole.dtype, whole.global_shape, *whole.box[2:], start, end)
     stored = large.stored()
     sink = Collected()
-    nbytes = stored.read(read_plan([part], stored.sources(), "it"), sink, 2)
+    nbytes = read_stored(stored, read_plan([part], stored.sources(), "it"), [part], sink, 2)
     assert sink.joined() == bytes(large_bytes[tensor][start * width : end * width].numpy().data)
     total = stored.shard(0).template.nbytes
     assert nbytes == sum(min(CHUNK_NBYTES, total - c * CHUNK_NBYTES) for c in chunks)
@@ -136,8 +137,8 @@ class Collected:
     def __init__(self) -> None:
         self.parts: dict[int, bytes] = {}
 
-    def write_bytes(self, index: int, offset: int, source: memoryview) -> None:
-        assert index == 0
+    def put(self, read: Read, offset: int, source: memoryview) -> None:
+        assert read.wanted == 0
         assert not source.readonly
         self.parts[offset] = bytes(source)
 
@@ -175,7 +176,7 @@ def test_the_manifest_of_another_iteration_is_refused(made: Made) -> None:
 
 def test_reading_headers_and_bytes_does_not_import_torch() -> None:
     code = (
-        "import sys; import megatron_flashckpt.restore.checkpoint, megatron_flashckpt.verification;"
+        "import sys; import megatron_flashckpt.restore.reader, megatron_flashckpt.verification;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -264,7 +265,8 @@ def test_bytes_of_a_damaged_chunk_never_arrive(damaged_large: Made) -> None:
     stored = damaged_large.stored()
     sink = Collected()
     with pytest.raises(CorruptCheckpointError, match="chunk 2 "):
-        stored.read(read_plan(LARGE[1:], stored.sources(), "it"), sink, 1)
+        plan = read_plan(LARGE[1:], stored.sources(), "it")
+        read_stored(stored, plan, LARGE[1:], sink, 1)
     in_chunk_1 = 2 * CHUNK_NBYTES - LARGE[0].nbytes
     assert [(offset, len(part)) for offset, part in sink.parts.items()] == [(0, in_chunk_1)]
 

@@ -1,0 +1,166 @@
+"""What an optimizer keeps beside tensors: param groups, steps, the grad scaler.
+
+A checkpoint's groups are matched to this job's by what makes a group a group (Megatron's
+`param_group_identifier_keys`), never by position alone: with expert parallelism there are more
+sub-optimizers than without, and a pipeline stage may lack a group that another has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core.optimizer.optimizer as megatron_optimizer
+import torch
+
+from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.megatron_lm.optimizer_state import sub_optimizers
+
+#: Module attribute since core 0.14.
+IDENTIFIERS: tuple[str, ...] = getattr(
+    megatron_optimizer,
+    "param_group_identifier_keys",
+    ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
+)
+_EXPERT = "is_expert_parallel"
+
+_Saved = list[dict[str, Any]]
+_Identity = tuple[Any, ...]
+
+
+def hyper_parameters(optimizer: Any) -> _Saved:
+    """Return, per sub-optimizer, its param groups without the params, steps and grad scaler."""
+    saved = []
+    for sub in sub_optimizers(optimizer):
+        inner = sub.optimizer
+        scaler = getattr(sub, "grad_scaler", None)
+        saved.append(
+            {
+                "param_groups": [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in inner.param_groups
+                ],
+                "step": _per_parameter_step(inner),
+                "grad_scaler": scaler.state_dict() if scaler else None,
+            }
+        )
+    return saved
+
+
+def _per_parameter_step(inner: torch.optim.Optimizer) -> float | None:
+    """Return the step that torch's own optimizers keep per parameter (Apex and TE: per group).
+
+    Raises:
+        UnsupportedError: parameters have taken different numbers of steps.
+    """
+    steps = {
+        float(state["step"])
+        for state in inner.state.values()
+        if isinstance(state.get("step"), torch.Tensor)
+    }
+    if len(steps) > 1:
+        raise UnsupportedError(
+            f"parameters of one {type(inner).__name__} have different steps {sorted(steps)}"
+        )
+    return steps.pop() if steps else None
+
+
+def merge(of_ranks: list[_Saved]) -> _Saved:
+    """Return the groups of all ranks together, each identity once.
+
+    Args:
+        of_ranks: what `hyper_parameters` returned on ranks that between them hold all of the model.
+    """
+    merged: _Saved = []
+    seen: set[tuple[int, _Identity]] = set()
+    for saved in of_ranks:
+        for number, entry in enumerate(saved):
+            fresh = []
+            for group in entry["param_groups"]:
+                if (number, _identity(group)) not in seen:
+                    seen.add((number, _identity(group)))
+                    fresh.append(group)
+            if fresh:
+                merged.append({**entry, "param_groups": fresh})
+    # A rank without parameters of its own (an empty group) has made no step.
+    return sorted(merged, key=lambda entry: _step_of(entry, entry["param_groups"][0]) is None)
+
+
+def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
+    """Set what `hyper_parameters` or `merge` returned; state tensors must be allocated already.
+
+    Raises:
+        MissingStateError: this job has groups that the checkpoint has nothing like; all are named.
+    """
+    matches = list(_matches(sub_optimizers(optimizer), saved))
+    lost = [_described(group) for _, group, found in matches if found is None and group["params"]]
+    if lost:
+        known = [_described(group) for entry in saved for group in entry["param_groups"]]
+        raise MissingStateError(
+            f"the checkpoint has no param group like {', '.join(lost)}; it has {', '.join(known)}; "
+            "use the optimizer settings of the saving run, or --no-load-optim"
+        )
+    for inner, group, found in matches:
+        if found is not None:
+            _take(inner, group, *found)
+    scalers = [entry["grad_scaler"] for entry in saved if entry["grad_scaler"] is not None]
+    for sub in sub_optimizers(optimizer):
+        scaler = getattr(sub, "grad_scaler", None)
+        if scaler and scalers:
+            scaler.load_state_dict(scalers[0])
+
+
+def _matches(
+    subs: list[Any], saved: _Saved
+) -> Iterator[tuple[Any, dict[str, Any], tuple[dict[str, Any], dict[str, Any]] | None]]:
+    """Yield `(inner optimizer, its group, (saved entry, saved group))` for every group."""
+    mine = [[_identity(group) for group in sub.optimizer.param_groups] for sub in subs]
+    theirs = [[_identity(group) for group in entry["param_groups"]] for entry in saved]
+    known: dict[_Identity, tuple[dict[str, Any], dict[str, Any]]] = {}
+    alike: dict[_Identity, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for entry in saved:
+        for group in entry["param_groups"]:
+            known.setdefault(_identity(group), (entry, group))
+            # Without expert parallelism experts are in the groups of all others, and the reverse.
+            alike.setdefault(_identity(group, without=_EXPERT), (entry, group))
+    for number, sub in enumerate(subs):
+        for position, group in enumerate(sub.optimizer.param_groups):
+            if mine == theirs:
+                found = saved[number], saved[number]["param_groups"][position]
+                yield sub.optimizer, group, found
+            else:
+                likeness = alike.get(_identity(group, without=_EXPERT))
+                yield sub.optimizer, group, known.get(_identity(group), likeness)
+
+
+def _identity(group: dict[str, Any], without: str = "") -> _Identity:
+    # NeMo renames the keys that it schedules itself to "pre_...".
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in IDENTIFIERS if key != without)
+
+
+def _described(group: dict[str, Any]) -> str:
+    said = zip(IDENTIFIERS, _identity(group), strict=True)
+    return "(" + ", ".join(f"{key} {value}" for key, value in said) + ")"
+
+
+def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:
+    return group.get("step") if entry["step"] is None else entry["step"]
+
+
+def _take(
+    inner: torch.optim.Optimizer,
+    group: dict[str, Any],
+    entry: dict[str, Any],
+    values: dict[str, Any],
+) -> None:
+    kept = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), "params", "step")
+    group.update({key: value for key, value in values.items() if key not in kept})
+    step = _step_of(entry, values)
+    if step is None:
+        return
+    if not type(inner).__module__.startswith("torch.optim"):
+        group["step"] = step if isinstance(step, torch.Tensor) else int(step)
+        return
+    for parameter in group["params"]:
+        # One tensor per parameter: a shared one would count every parameter's step.
+        inner.state[parameter]["step"] = torch.tensor(float(step), dtype=torch.float32)
