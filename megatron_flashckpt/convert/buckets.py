@@ -1,0 +1,184 @@
+"""Where the distributed optimizer's buffers keep each parameter.
+
+A buffer lays out the parameters of one chunk and type in reverse order and cuts them into buckets;
+the data-parallel ranks own equal shares of each bucket. Files hold buckets without their end
+padding and without any name, so the layout is computed again from the order of the parameters.
+A wrong layout cannot go unnoticed: `verify` compares every parameter with its master, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
+
+#: Elements to which the start of a parameter is aligned; none before core 0.8.
+ALIGNMENTS = (64, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a buffer keeps one parameter."""
+
+    chunk: int
+    parameter: LocalTensor
+    bucket: int
+    start: int
+    """Element in the bucket."""
+    numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """The parameters of one chunk that have one type."""
+
+    dtype: torch.dtype
+    places: tuple[Place, ...]
+    bucket_numels: tuple[int, ...]
+    """Without the padding at the end of each bucket."""
+
+    @property
+    def numel(self) -> int:
+        return sum(self.bucket_numels)
+
+    def coalesced_start(self, place: Place) -> int:
+        """Return the element of `place` if all buckets are laid end to end."""
+        return sum(self.bucket_numels[: place.bucket]) + place.start
+
+
+def sub_optimizer_chunks(model: RankModel, args: Any) -> list[list[tuple[int, Chunk]]]:
+    """Return the chunks, with their numbers, of each dense sub-optimizer."""
+    chunks = list(enumerate(model.chunks))
+    if getattr(args, "overlap_param_gather_with_optimizer_step", False):
+        return [chunks[:1], chunks[1:]]
+    return [chunks]
+
+
+def has_experts(models: Iterable[RankModel]) -> bool:
+    """Return whether a sub-optimizer for expert parameters exists (on every rank)."""
+    return any(
+        parameter.expert
+        for model in models
+        for chunk in model.chunks
+        for parameter in chunk.parameters
+    )
+
+
+def sub_optimizers(
+    model: RankModel, args: Any, *, experts: bool
+) -> list[list[tuple[int, list[LocalTensor]]]]:
+    """Return per sub-optimizer of a rank, per chunk: its number, its parameters in order."""
+    found = [
+        [(number, [it for it in chunk.parameters if not it.expert]) for number, chunk in chunks]
+        for chunks in sub_optimizer_chunks(model, args)
+    ]
+    if experts:
+        found.append(
+            [
+                (number, [it for it in chunk.parameters if it.expert])
+                for number, chunk in enumerate(model.chunks)
+            ]
+        )
+    return found
+
+
+def buffers(
+    model: RankModel,
+    args: Any,
+    chunks: list[tuple[int, list[LocalTensor]]],
+    dtypes: dict[tuple[int, str], torch.dtype],
+    alignment: int,
+) -> list[Buffer]:
+    """Return the buffers of one sub-optimizer, in Megatron's order.
+
+    Args:
+        chunks: one entry of `sub_optimizers`.
+        dtypes: the types of parameters by chunk number and name.
+    """
+    found = []
+    for number, parameters in chunks:
+        bucket_numel = _bucket_numel(model, args, number)
+        by_dtype: dict[torch.dtype, list[LocalTensor]] = {}
+        for parameter in parameters:
+            by_dtype.setdefault(dtypes[number, parameter.name], []).append(parameter)
+        for dtype, of_dtype in by_dtype.items():
+            found.append(_buffer(number, dtype, of_dtype, bucket_numel, alignment))
+    return found
+
+
+def _bucket_numel(model: RankModel, args: Any, chunk: int) -> int | None:
+    """Return the number of elements that ends a bucket; None: one bucket (but for embeddings)."""
+    if (
+        not getattr(args, "overlap_grad_reduce", False)
+        or model.pp > 0
+        or chunk > 0
+        or getattr(args, "overlap_param_gather_with_optimizer_step", False)
+    ):
+        return None
+    if getattr(args, "ddp_num_buckets", None) is not None:
+        numel = sum(parameter.numel for each in model.chunks for parameter in each.parameters)
+        return numel // int(args.ddp_num_buckets)
+    if getattr(args, "ddp_bucket_size", None) is not None:
+        return int(args.ddp_bucket_size)
+    return max(40_000_000, 1_000_000 * int(args.data_parallel_size))
+
+
+def _buffer(
+    chunk: int,
+    dtype: torch.dtype,
+    parameters: Sequence[LocalTensor],
+    bucket_numel: int | None,
+    alignment: int,
+) -> Buffer:
+    places: list[Place] = []
+    numels: list[int] = []
+    position = 0
+    empty = True
+    for parameter in reversed(parameters):
+        position = -(-position // alignment) * alignment
+        if parameter.shared_embedding and not empty:
+            # Alone in its bucket, so that first and last stage cut it into the same shares.
+            numels.append(position)
+            position = 0
+        places.append(Place(chunk, parameter, len(numels), position, parameter.numel))
+        position += parameter.numel
+        empty = False
+        if parameter.shared_embedding or (bucket_numel is not None and position >= bucket_numel):
+            numels.append(position)
+            position = 0
+            empty = True
+    if not empty:
+        numels.append(position)
+    return Buffer(dtype, tuple(places), tuple(numels))
+
+
+def verify(held: Iterator[tuple[str, torch.Tensor, torch.Tensor]], place: str, remedy: str) -> None:
+    """Compare weights with what their masters, at the computed places, round to.
+
+    Args:
+        held: name, weight and master of every parameter.
+
+    Raises:
+        CorruptCheckpointError: they differ; all names are listed.
+    """
+    wrong = [
+        name
+        for name, weight, master in held
+        if not torch.equal(_bits(weight.reshape(-1)), _bits(master.reshape(-1).to(weight.dtype)))
+    ]
+    if wrong:
+        raise CorruptCheckpointError(
+            f"{place}: {len(wrong)} weights are not what the optimizer's masters, at the places "
+            f"that the checkpoint's args give them, round to: {', '.join(wrong)}; the optimizer "
+            f"state cannot be read safely; {remedy}"
+        )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers: NaN equals itself, and -0 is not 0."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])

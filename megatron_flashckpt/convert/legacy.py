@@ -1,0 +1,219 @@
+"""Read Megatron's legacy format (`--ckpt-format torch`): one directory per model-parallel rank.
+
+`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt` holds the rank's state dicts, `distrib_optim.pt` the
+gathered state of the distributed optimizer. Neither says where a local tensor lies in the global
+one: the model is rebuilt from the checkpoint's args for that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
+from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.parts import Part, global_tensors, part_of
+from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
+from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
+from megatron_flashckpt.megatron_lm import hyper_parameters
+from megatron_flashckpt.megatron_lm.local_model import RankModel
+from megatron_flashckpt.megatron_lm.rebuild import rank_models
+
+MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+_COMMON = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "opt_param_scheduler",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFiles:
+    """What one rank's directory holds; tensors are read from the files when they are used."""
+
+    directory: Path
+    model: RankModel
+    state: dict[str, Any]
+
+    def chunk(self, number: int) -> dict[str, Any]:
+        """Return the state dict of a model chunk."""
+        found: dict[str, Any] = self.state[chunk_key(self.model, number)]
+        return found
+
+    @property
+    def weights(self) -> dict[tuple[int, str], torch.Tensor]:
+        """Parameters by chunk and name."""
+        return {
+            (number, parameter.name): self.chunk(number)[parameter.name]
+            for number, chunk in enumerate(self.model.chunks)
+            for parameter in chunk.parameters
+        }
+
+
+def is_legacy(directory: Path) -> bool:
+    """Return whether `directory`, of one iteration, is in this format."""
+    return next(directory.glob(f"mp_rank_*/{MODEL_FILE}"), None) is not None
+
+
+def open_legacy(directory: Path, options: Options) -> Contents:
+    """Return the checkpoint in `directory` (`iter_0000100` or `release`).
+
+    Raises:
+        NotCommittedError: it is not in this format.
+        UnsupportedError: the model cannot be rebuilt, or is another one than the files hold.
+        CorruptCheckpointError: a rank's file is missing or damaged, or optimizer and weights
+            contradict each other.
+    """
+    ranks = open_ranks(directory)
+    parts = [part for rank in ranks for part in _model_parts(rank)]
+    optimizer = None
+    if not options.weights_only and "optimizer" in ranks[0].state:
+        experts = buckets.has_experts([rank.model for rank in ranks])
+        saved = []
+        for rank in ranks:
+            found = _optimizer(rank, experts=experts)
+            parts += found.parts
+            saved.append(found.hyper_parameters)
+        optimizer = hyper_parameters.merge(saved)
+    return contents_of(directory, ranks, parts, optimizer)
+
+
+def contents_of(
+    directory: Path, ranks: list[RankFiles], parts: list[Part], optimizer: Any
+) -> Contents:
+    """Return the contents whose tensors are `parts` and whose side state is that of `ranks`."""
+    first = ranks[0].state
+    return Contents(
+        place=str(directory),
+        iteration=int(first.get("iteration") or 0),
+        common={name: first[name] for name in _COMMON if name in first},
+        tensors=global_tensors(parts),
+        optimizer=optimizer,
+        rng=_random_states(ranks),
+        objects=_objects(ranks),
+    )
+
+
+def open_ranks(directory: Path) -> list[RankFiles]:
+    """Return the files of all ranks, checked against the model that their args describe."""
+    first = next(iter(sorted(directory.glob(f"mp_rank_*/{MODEL_FILE}"))), None)
+    if first is None:
+        raise NotCommittedError(
+            f"{directory}: no mp_rank_*/{MODEL_FILE}; name a directory of one iteration that "
+            "Megatron saved with --ckpt-format torch"
+        )
+    state = pickles.load(first, str(first), mmap=True)
+    if not isinstance(state, dict) or "args" not in state:
+        raise CorruptCheckpointError(f"{first}: holds no args; convert another iteration")
+    models = rank_models(state["args"])
+    places = {model: directory / rank_directory(model, state["args"]) for model in models}
+    lost = [str(place) for place in places.values() if not (place / MODEL_FILE).is_file()]
+    if lost:
+        raise CorruptCheckpointError(
+            f"{directory}: no {MODEL_FILE} in {', '.join(lost)}; convert another iteration"
+        )
+    ranks = [RankFiles(place, model, _load(place / MODEL_FILE)) for model, place in places.items()]
+    _refuse_another_model(directory, ranks)
+    return ranks
+
+
+def rank_directory(model: RankModel, args: Any) -> str:
+    """Return Megatron's name of the directory of a rank."""
+    name = f"mp_rank_{model.tp:02d}"
+    if args.pipeline_model_parallel_size > 1:
+        name += f"_{model.pp:03d}"
+    if getattr(args, "expert_model_parallel_size", 1) > 1:
+        name += f"_{model.ep:03d}"
+    return name
+
+
+def chunk_key(model: RankModel, number: int) -> str:
+    """Return the name of a chunk's state dict."""
+    return "model" if len(model.chunks) == 1 else f"model{number}"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    state = pickles.load(path, str(path), mmap=True)
+    if not isinstance(state, dict):
+        raise CorruptCheckpointError(f"{path}: is not a state dict; convert another iteration")
+    return state
+
+
+def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
+    problems = []
+    for rank in ranks:
+        for number, chunk in enumerate(rank.model.chunks):
+            key = chunk_key(rank.model, number)
+            stored = {
+                name: tuple(value.shape)
+                for name, value in rank.state.get(key, {}).items()
+                if isinstance(value, torch.Tensor) and not name.endswith("_extra_state")
+            }
+            expected = {it.name: it.shape for it in (*chunk.parameters, *chunk.buffers)}
+            problems += [
+                f"{rank.directory.name}/{key} {name} is {stored.get(name, 'not there')}, by the "
+                f"args {expected.get(name, 'not there')}"
+                for name in sorted(stored.keys() | expected.keys())
+                if stored.get(name) != expected.get(name)
+            ]
+    if problems:
+        raise UnsupportedError(
+            f"{directory}: holds another model than the GPT that its args describe: "
+            f"{'; '.join(problems)}; let Megatron itself convert it (--ckpt-convert-format "
+            "torch_dist --ckpt-convert-save DIR)"
+        )
+
+
+def _model_parts(rank: RankFiles) -> Iterator[Part]:
+    for number, chunk in enumerate(rank.model.chunks):
+        state = rank.chunk(number)
+        for parameter in chunk.parameters:
+            yield part_of(parameter.geometry, WEIGHT, state[parameter.name])
+        for buffer in chunk.buffers:
+            yield part_of(buffer.geometry, BUFFER, state[buffer.name])
+
+
+def _optimizer(rank: RankFiles, *, experts: bool) -> legacy_optimizer.Found:
+    file = rank.directory / OPTIMIZER_FILE
+    args = rank.state["args"]
+    saved = rank.state["optimizer"]
+    if getattr(args, "use_distributed_optimizer", False):
+        if not file.is_file():
+            raise CorruptCheckpointError(
+                f"{file}: missing, although the run used the distributed optimizer; convert "
+                "another iteration, or the weights alone with --weights-only"
+            )
+        buffers = pickles.load(file, str(file), mmap=True)
+        return legacy_optimizer.distributed(
+            rank.model, rank.weights, args, saved, buffers, str(file), experts=experts
+        )
+    place = str(rank.directory / MODEL_FILE)
+    return legacy_optimizer.plain(rank.model, rank.weights, args, saved, place, experts=experts)
+
+
+def _random_states(ranks: list[RankFiles]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    found: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for rank in ranks:
+        states = rank.state.get("rng_state")
+        if isinstance(states, list):
+            found.setdefault((rank.model.pp, rank.model.tp), states)
+    return found
+
+
+def _objects(ranks: list[RankFiles]) -> dict[str, Any]:
+    """Return the extra states of modules by Megatron's global key."""
+    return {
+        key: value
+        for rank in ranks
+        for number, chunk in enumerate(rank.model.chunks)
+        for name, key in chunk.objects
+        if (value := rank.chunk(number).get(name)) is not None
+    }

@@ -1,0 +1,237 @@
+"""The optimizer state in Megatron's legacy files, as parts with a place in the global tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.convert import buckets
+from megatron_flashckpt.convert.parts import Part, part_of
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from megatron_flashckpt.layout.piece import MASTER
+from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
+
+Weights = dict[tuple[int, str], torch.Tensor]
+"""Parameters of a rank by chunk and name."""
+
+_REMEDY = "convert another iteration, or the weights alone with --weights-only"
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The optimizer state of one rank."""
+
+    parts: list[Part]
+    hyper_parameters: list[dict[str, Any]]
+    """In the form of `hyper_parameters.hyper_parameters`."""
+
+
+def distributed(
+    model: RankModel,
+    weights: Weights,
+    args: Any,
+    saved: Any,
+    stored: Any,
+    place: str,
+    *,
+    experts: bool,
+) -> Found:
+    """Return the state of the distributed optimizer.
+
+    Args:
+        saved: `optimizer` of the rank's state dict.
+        stored: contents of `distrib_optim.pt`.
+        place: of that file, for messages.
+
+    Raises:
+        UnsupportedError: written before core 0.6.
+        CorruptCheckpointError: the buffers are not those of this model, or contradict the weights.
+    """
+    subs = buckets.sub_optimizers(model, args, experts=experts)
+    states = stored if isinstance(stored, list) else [stored]
+    if len(states) != len(subs):
+        raise CorruptCheckpointError(
+            f"{place}: state of {len(states)} optimizers, by the args there are {len(subs)}; "
+            f"{_REMEDY}"
+        )
+    parts: list[Part] = []
+    for chunks, state in zip(subs, states, strict=True):
+        if not state.get("buckets_coalesced"):
+            raise UnsupportedError(
+                f"{place}: in the layout of before February 2024; let Megatron itself convert it "
+                "(--ckpt-convert-update-legacy-dist-opt-format)"
+            )
+        held = {key: value for key, value in state.items() if isinstance(key, int)}
+        tensors = [next(iter(held[number].values())) for number in sorted(held)]
+        layout = _layout(model, args, chunks, weights, tensors, place)
+        for buffer, of_buffer in zip(layout, tensors, strict=True):
+            parts += _buffer_parts(buffer, of_buffer, weights, place)
+    return Found(parts, [_hyper_parameters(each["optimizer"], each) for each in _listed(saved)])
+
+
+def _layout(
+    model: RankModel,
+    args: Any,
+    chunks: list[tuple[int, list[LocalTensor]]],
+    weights: Weights,
+    tensors: list[dict[str, Any]],
+    place: str,
+) -> list[buckets.Buffer]:
+    """Return the buffers, aligned as the file's sizes say."""
+    dtypes = {name: weight.dtype for name, weight in weights.items()}
+    stored = [int(of_buffer["numel_unpadded"]) for of_buffer in tensors]
+    tried = []
+    for alignment in buckets.ALIGNMENTS:
+        layout = buckets.buffers(model, args, chunks, dtypes, alignment)
+        tried.append([buffer.numel for buffer in layout])
+        if tried[-1] == stored:
+            return layout
+    raise CorruptCheckpointError(
+        f"{place}: buffers of {stored} elements, by the args they have {tried[0]}; {_REMEDY}"
+    )
+
+
+def _buffer_parts(
+    buffer: buckets.Buffer, tensors: dict[str, Any], weights: Weights, place: str
+) -> Iterator[Part]:
+    """Yield the parts of one buffer, once its masters have proved the layout."""
+
+    def of(kind: str, at: buckets.Place) -> torch.Tensor:
+        start = buffer.coalesced_start(at)
+        flat: torch.Tensor = tensors[kind][start : start + at.numel]
+        return flat
+
+    buckets.verify(
+        (
+            (at.parameter.name, weights[at.chunk, at.parameter.name], of("param", at))
+            for at in buffer.places
+        ),
+        place,
+        _REMEDY,
+    )
+    for at in buffer.places:
+        for kind in tensors:
+            if kind == "param" and buffer.dtype != torch.float32:
+                yield part_of(at.parameter.geometry, MASTER, of(kind, at))
+            elif kind not in ("param", "numel_unpadded"):
+                yield part_of(at.parameter.geometry, kind, of(kind, at))
+
+
+def plain(
+    model: RankModel,
+    weights: Weights,
+    args: Any,
+    saved: Any,
+    place: str,
+    *,
+    experts: bool,
+) -> Found:
+    """Return the state of optimizers that hold whole parameters, with masters or without.
+
+    Raises:
+        CorruptCheckpointError: the state is not that of this model, or contradicts the weights.
+    """
+    parts: list[Part] = []
+    hyper_parameters = []
+    subs = buckets.sub_optimizers(model, args, experts=experts)
+    for chunks, each in zip(subs, _listed(saved), strict=True):
+        inner = each.get("optimizer", each)
+        held = list(_of_parameters(chunks, weights, args, inner, each, place))
+        buckets.verify(
+            ((it.name, weight, master) for it, weight, master, _ in held if master is not None),
+            place,
+            _REMEDY,
+        )
+        for parameter, weight, master, state in held:
+            if master is not None:
+                parts.append(part_of(parameter.geometry, MASTER, master))
+            parts += [
+                part_of(parameter.geometry, kind, value)
+                for kind, value in state.items()
+                if isinstance(value, torch.Tensor) and value.shape == weight.shape
+            ]
+        hyper_parameters.append(_hyper_parameters(inner, each))
+    return Found(parts, hyper_parameters)
+
+
+def _of_parameters(
+    chunks: list[tuple[int, list[LocalTensor]]],
+    weights: Weights,
+    args: Any,
+    inner: dict[str, Any],
+    saved: dict[str, Any],
+    place: str,
+) -> Iterator[tuple[LocalTensor, torch.Tensor, torch.Tensor | None, dict[str, Any]]]:
+    """Yield parameter, weight, master and optimizer state of all parameters."""
+    masters = saved.get("fp32_from_fp16_params", saved.get("fp32_from_fp16"))
+    groups = inner["param_groups"]
+    members = grouped(chunks, args, [group_class(group, args) for group in groups])
+    problems = []
+    for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
+        if len(group["params"]) != len(parameters):
+            problems.append(
+                f"group {number} has {len(group['params'])} parameters, by the args "
+                f"{len(parameters)}"
+            )
+    if problems:
+        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {_REMEDY}")
+    for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
+        of_group = iter(masters[number] if masters is not None else ())
+        for index, (chunk, parameter) in zip(group["params"], parameters, strict=True):
+            weight = weights[chunk, parameter.name]
+            master = next(of_group) if masters is not None and weight.itemsize == 2 else None
+            yield parameter, weight, master, inner["state"].get(index, {})
+
+
+GroupClass = tuple[bool, bool]
+"""Whether without weight decay, whether with the learning rate of embeddings."""
+
+
+def group_class(group: dict[str, Any], args: Any) -> GroupClass:
+    """Return which parameters are in a param group."""
+    rate = getattr(args, "decoupled_lr", None)
+    decoupled = rate is not None and (group.get("is_decoupled_lr") or group.get("max_lr") == rate)
+    return group.get("wd_mult", group.get("pre_wd_mult")) == 0.0, bool(decoupled)
+
+
+def grouped(
+    chunks: list[tuple[int, list[LocalTensor]]], args: Any, classes: list[GroupClass]
+) -> list[list[tuple[int, LocalTensor]]]:
+    """Return the parameters of each group, with their chunks, in the order of the optimizer."""
+    found: list[list[tuple[int, LocalTensor]]] = [[] for _ in classes]
+    for number, parameters in chunks:
+        for parameter in parameters:
+            decayed = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
+            if getattr(args, "apply_wd_to_qk_layernorm", False):
+                decayed |= "q_layernorm." in parameter.name or "k_layernorm." in parameter.name
+            decoupled = (
+                getattr(args, "decoupled_lr", None) is not None and parameter.embedding_or_output
+            )
+            found[classes.index((not decayed, decoupled))].append((number, parameter))
+    return found
+
+
+def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    steps = {
+        float(state["step"])
+        for state in inner.get("state", {}).values()
+        if isinstance(state.get("step"), torch.Tensor)
+    }
+    if len(steps) > 1:
+        raise UnsupportedError(f"parameters of one optimizer have different steps {sorted(steps)}")
+    return {
+        "param_groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in inner["param_groups"]
+        ],
+        "step": steps.pop() if steps else None,
+        "grad_scaler": saved.get("grad_scaler"),
+    }
+
+
+def _listed(saved: Any) -> list[dict[str, Any]]:
+    """Return the state dicts of sub-optimizers; a single one is not in a list."""
+    return saved if isinstance(saved, list) else [saved]

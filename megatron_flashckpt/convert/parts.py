@@ -1,0 +1,97 @@
+"""Global tensors out of the local tensors of ranks, and local tensors out of global ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+
+import torch
+
+from megatron_flashckpt.convert.contents import GlobalTensor, read_region
+from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.megatron_lm.geometry import Geometry, Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One local tensor of one rank: a parameter, or optimizer state of its shape."""
+
+    geometry: Geometry
+    kind: str
+    dtype: torch.dtype
+    read: Callable[[int, int], torch.Tensor]
+    """Return elements `[start, end)` of the flattened local tensor."""
+
+
+def part_of(geometry: Geometry, kind: str, tensor: torch.Tensor) -> Part:
+    """Return the part that `tensor` is; its data is touched only when it is read."""
+    flat = tensor.detach().reshape(-1)
+    return Part(geometry, kind, tensor.dtype, lambda start, end: flat[start:end])
+
+
+def global_tensors(parts: Iterable[Part]) -> list[GlobalTensor]:
+    """Return the tensors that `parts` are together, all kinds of one key next to each other.
+
+    Copies that tensor, pipeline or expert parallelism makes are left out.
+    """
+    found: dict[tuple[str, str], dict[Box, tuple[Part, list[Run]]]] = defaultdict(dict)
+    for part in parts:
+        if not part.geometry.main:
+            continue
+        runs: dict[tuple[str, Box], list[Run]] = defaultdict(list)
+        for run in part.geometry.runs:
+            runs[run.key, (run.offset, run.shape)].append(run)
+        for (key, box), of_box in runs.items():
+            found[key, part.kind].setdefault(box, (part, of_box))
+    return [_global_tensor(*name, boxes) for name, boxes in sorted(found.items())]
+
+
+def _global_tensor(key: str, kind: str, boxes: dict[Box, tuple[Part, list[Run]]]) -> GlobalTensor:
+    first, (run, *_) = next(iter(boxes.values()))
+
+    def read_box(box: Box) -> torch.Tensor:
+        part, runs = boxes[box]
+        found = torch.empty(torch.Size(box[1]).numel(), dtype=part.dtype)
+        for it in runs:
+            local = part.read(it.local_start, it.local_start + it.numel)
+            found[it.box_start : it.box_start + it.numel] = local
+        return found.view(box[1])
+
+    def read(region: Box) -> torch.Tensor:
+        if region in boxes:
+            return read_box(region)
+        return read_region(region, boxes, read_box, first.dtype, f"{kind}/{key}")
+
+    return GlobalTensor(key, kind, first.dtype, run.global_shape, tuple(sorted(boxes)), read)
+
+
+def local_tensor(geometry: Geometry, numel: int, tensors: dict[str, GlobalTensor]) -> torch.Tensor:
+    """Return the flattened local tensor at `geometry`, out of the global tensors by key.
+
+    A padded vocabulary is cut or filled with zeros, as Megatron does.
+    """
+    (dtype,) = {tensors[run.key].dtype for run in geometry.runs}
+    local = torch.zeros(numel, dtype=dtype)
+    boxes: dict[Box, torch.Tensor] = {}
+    for run in geometry.runs:
+        box = (run.offset, run.shape)
+        if box not in boxes:
+            boxes = {box: _read_or_zeros(tensors[run.key], box)}
+        part = boxes[box][run.box_start : run.box_start + run.numel]
+        local[run.local_start : run.local_start + run.numel] = part
+    return local
+
+
+def _read_or_zeros(tensor: GlobalTensor, box: Box) -> torch.Tensor:
+    """Return the flattened box; zeros where it leaves the global shape."""
+    offset, shape = box
+    there = tuple(
+        max(min(size - low, n), 0) for low, n, size in zip(offset, shape, tensor.shape, strict=True)
+    )
+    if there == shape:
+        return tensor.read(box).reshape(-1)
+    found = torch.zeros(shape, dtype=tensor.dtype)
+    if all(there):
+        found[tuple(slice(n) for n in there)] = tensor.read((offset, there))
+    return found.reshape(-1)

@@ -1,0 +1,284 @@
+"""The local models of every rank of a job, rebuilt from its args alone, in one process.
+
+Formats that keep local tensors do not say where these lie in the global ones. Megatron's own model
+does: it is built per rank on the meta device (no storage, no CUDA, no launched ranks), with the
+fake process groups that torch has for its own tests, and asked for its sharded state dict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import inspect
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm import te_names
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry
+from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
+from megatron_flashckpt.megatron_lm.stock import stock_module
+
+_REMEDY = (
+    "let Megatron itself load and save it (--ckpt-convert-format torch_dist "
+    "--ckpt-convert-save DIR --dist-ckpt-optim-fully-reshardable)"
+)
+#: Only shapes are wanted: no random numbers, no CUDA, none of the libraries that only speed up.
+_ONLY_SHAPES = {
+    "perform_initialization": False,
+    "use_cpu_initialization": True,
+    "init_model_with_meta_device": True,
+    "context_parallel_size": 1,
+    "no_persist_layer_norm": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "tp_comm_overlap": False,
+    "cpu_offloading": False,
+    "delay_wgrad_compute": False,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "cuda_graph_impl": "none",
+    "te_precision_config_file": None,
+    "fp8": None,
+    "fp4": None,
+}
+
+
+def rank_models(args: Any) -> list[RankModel]:
+    """Return the local models of the layout that `args` name, each place once.
+
+    Torch's default process group and Megatron's parallel state are used meanwhile, and free again
+    afterwards. `args` are not changed.
+
+    Raises:
+        UnsupportedError: not a GPT of megatron.core that can be rebuilt, or this process is itself
+            a rank of a job.
+    """
+    if dist.is_initialized():
+        raise UnsupportedError(
+            "this process is a rank of a torch.distributed job; convert checkpoints in a process "
+            "of their own (flashckpt convert)"
+        )
+    args = _completed(args)
+    _refuse_unknown(args)
+    found: dict[tuple[int, int, int], RankModel] = {}
+    world_size = _smallest_world(args)
+    for rank in range(world_size):
+        with _fake_rank(args, rank, world_size) as place:
+            if place not in found:
+                found[place] = RankModel(*place, _chunks(args))
+    return [found[place] for place in sorted(found)]
+
+
+def _completed(args: Any) -> argparse.Namespace:
+    """Return a copy of `args`, with the defaults of settings that its release did not have."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    stock_module("arguments").add_megatron_arguments(parser)
+    completed, _ = parser.parse_known_args([])
+    for name, value in vars(args).items():
+        setattr(completed, name, copy.copy(value))
+    vars(completed).update(_ONLY_SHAPES)
+    return completed
+
+
+def _refuse_unknown(args: argparse.Namespace) -> None:
+    transformer_engine = args.transformer_impl != "local"
+    foreign = {
+        "--spec": getattr(args, "spec", None),
+        "--use-legacy-models": getattr(args, "use_legacy_models", False),
+        "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
+        "--hybrid-override-pattern": getattr(args, "hybrid_override_pattern", None),
+        "--heterogeneous-layers-config-path": getattr(
+            args, "heterogeneous_layers_config_path", None
+        ),
+        "--experimental-attention-variant": getattr(args, "experimental_attention_variant", None),
+        "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
+        "--use-megatron-fsdp": getattr(args, "use_megatron_fsdp", False),
+        "--fp8-param-gather": getattr(args, "fp8_param_gather", False),
+        "--multi-latent-attention under Transformer Engine": (
+            transformer_engine and getattr(args, "multi_latent_attention", False)
+        ),
+    }
+    named = [name for name, value in foreign.items() if value]
+    if named:
+        raise UnsupportedError(
+            f"the checkpoint's model cannot be rebuilt from its args: {', '.join(named)}; {_REMEDY}"
+        )
+
+
+def _smallest_world(args: argparse.Namespace) -> int:
+    """Return the smallest number of ranks among which every place of the layout occurs."""
+    ways = math.lcm(args.tensor_model_parallel_size, _expert_ranks(args))
+    return int(args.pipeline_model_parallel_size) * ways
+
+
+def _expert_ranks(args: argparse.Namespace) -> int:
+    expert_tensor = getattr(args, "expert_tensor_parallel_size", None)
+    if expert_tensor is None:
+        expert_tensor = args.tensor_model_parallel_size
+    return int(expert_tensor * getattr(args, "expert_model_parallel_size", 1))
+
+
+@contextlib.contextmanager
+def _fake_rank(
+    args: argparse.Namespace, rank: int, world_size: int
+) -> Iterator[tuple[int, int, int]]:
+    """Make this process rank `rank`; yield its `(tp, pp, ep)`. Nothing is communicated."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    hook = sys.excepthook  # init_process_group puts one that prints the rank in its place
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        settings = {
+            "tensor_model_parallel_size": args.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+            "virtual_pipeline_model_parallel_size": args.virtual_pipeline_model_parallel_size,
+            "expert_model_parallel_size": args.expert_model_parallel_size,
+            "expert_tensor_parallel_size": getattr(args, "expert_tensor_parallel_size", None),
+            "create_gloo_process_groups": False,
+        }
+        if getattr(args, "use_tp_pp_dp_mapping", False):
+            settings["order"] = "tp-cp-ep-pp-dp"
+        _call(parallel_state.initialize_model_parallel, settings)
+        yield (
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+        )
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def _call(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    """Call `function` with those of `settings` that this release of it has."""
+    known = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
+        return function(**settings)
+    return function(**{name: value for name, value in settings.items() if name in known})
+
+
+def _chunks(args: argparse.Namespace) -> tuple[Chunk, ...]:
+    count = args.virtual_pipeline_model_parallel_size or 1
+    try:
+        with _no_storage():
+            models = [_model(args, stage if count > 1 else None) for stage in range(count)]
+            geometry = model_geometry(models)
+    except UnsupportedError:
+        raise
+    except Exception as error:  # whatever this release of Megatron objects to
+        raise UnsupportedError(
+            "the checkpoint's model cannot be rebuilt from its args with this release of Megatron "
+            f"({type(error).__name__}: {error}); {_REMEDY}"
+        ) from error
+    chunks = tuple(_chunk(number, model, geometry) for number, model in enumerate(models))
+    if args.transformer_impl != "local":
+        return tuple(te_names.renamed(chunk, bool(args.moe_grouped_gemm)) for chunk in chunks)
+    return chunks
+
+
+@contextlib.contextmanager
+def _no_storage() -> Iterator[None]:
+    """Have tensors made on the meta device, those too that Megatron wants on the GPU."""
+    current_device, to_cuda = torch.cuda.current_device, torch.Tensor.cuda
+    torch.cuda.current_device = lambda: "meta"  # type: ignore[assignment,return-value]
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.cuda.current_device = current_device
+        torch.Tensor.cuda = to_cuda  # type: ignore[method-assign]
+
+
+def _model(args: argparse.Namespace, stage: int | None) -> Any:
+    """Return the GPT of this rank's pipeline `stage` (None: without interleaving)."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    if stage is not None and hasattr(parallel_state, "set_virtual_pipeline_model_parallel_rank"):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+    config = stock_module("arguments").core_transformer_config_from_args(args)
+    # Only now: with experts the configuration insists on it, but torch's layer norm refuses it.
+    config.sequence_parallel = False
+    ends = {"ignore_virtual": False, "vp_stage": stage}
+    return _call(
+        GPTModel,
+        {
+            "config": config,
+            "transformer_layer_spec": _layer_spec(args, config, stage),
+            "vocab_size": args.padded_vocab_size,
+            "max_sequence_length": args.max_position_embeddings,
+            "pre_process": _call(parallel_state.is_pipeline_first_stage, ends),
+            "post_process": _call(parallel_state.is_pipeline_last_stage, ends),
+            "parallel_output": True,
+            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+            "position_embedding_type": args.position_embedding_type,
+            "rotary_percent": args.rotary_percent,
+            "vp_stage": stage,
+        },
+    )
+
+
+def _layer_spec(args: argparse.Namespace, config: Any, stage: int | None) -> Any:
+    """Return the local layer spec; its parameters are those of the Transformer Engine one."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    grouped = args.moe_grouped_gemm and args.transformer_impl == "local"
+    config.moe_grouped_gemm = grouped
+    settings = {
+        "config": config,
+        "use_transformer_engine": False,
+        "normalization": args.normalization,
+        "qk_l2_norm": getattr(args, "qk_l2_norm", False),
+        "vp_stage": stage,
+    }
+    if args.num_experts and hasattr(specs, "get_gpt_decoder_block_spec"):
+        return _call(specs.get_gpt_decoder_block_spec, settings)
+    settings = {
+        "num_experts": args.num_experts,
+        "moe_grouped_gemm": grouped,
+        "qk_layernorm": args.qk_layernorm,
+        "multi_latent_attention": getattr(args, "multi_latent_attention", False),
+        "normalization": args.normalization,
+        "qk_l2_norm": getattr(args, "qk_l2_norm", False),
+    }
+    return _call(specs.get_gpt_layer_local_spec, settings)
+
+
+def _chunk(number: int, model: Any, geometry: ModelGeometry) -> Chunk:
+    places = {id(parameter): place for parameter, place in geometry.parameters}
+    parameters = tuple(
+        LocalTensor(
+            places[id(parameter)],
+            tuple(parameter.shape),
+            is_expert(parameter),
+            getattr(parameter, "shared_embedding", False),
+            getattr(parameter, "is_embedding_or_output_parameter", False),
+        )
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )
+    shapes = {name: tuple(buffer.shape) for name, buffer in model.named_buffers()}
+    buffers = tuple(
+        LocalTensor(place, shapes[name])
+        for chunk, name, place in geometry.buffers
+        if chunk == number
+    )
+    objects = tuple((name, key) for chunk, name, key in geometry.objects if chunk == number)
+    return Chunk(parameters, buffers, tuple(model.state_dict()), objects)
