@@ -1,6 +1,9 @@
-"""Write one slot's bytes as one shard file, as they lie."""
+"""Write one rank's bytes as one shard file, as they lie."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator
 
 import msgspec
 import xxhash
@@ -31,30 +34,51 @@ def persist_slot(
     Raises:
         StorageError: nothing of the attempt is left behind.
     """
-    directory = iteration_dir(header.iteration)
-    name = f"{directory}/{shard_name(meta.rank, header.save_id)}"
+
+    def chunks() -> Generator[memoryview, None, None]:
+        with slot.data() as data:
+            for start in range(0, header.data_nbytes, CHUNK_NBYTES):
+                with data[start : start + CHUNK_NBYTES] as chunk:
+                    yield chunk
+
+    # Closed at once, whatever happens: a slab with views of it in use cannot be given back.
+    with contextlib.closing(chunks()) as data_section:
+        return write_shard(storage, header.iteration, header.save_id, meta, data_section)
+
+
+def write_shard(
+    storage: Storage, iteration: int, save_id: str, meta: SlotMeta, chunks: Iterator[memoryview]
+) -> tuple[str, ...]:
+    """Make one rank's shard durable, then its commit record; return the chunk digests.
+
+    Args:
+        chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter.
+
+    Raises:
+        StorageError: nothing of the attempt is left behind.
+    """
+    directory = iteration_dir(iteration)
 
     def shard_header(digests: list[str]) -> bytes:
         return encode_header(
             meta.template,
             meta.placement,
-            iteration=header.iteration,
-            save_id=header.save_id,
+            iteration=iteration,
+            save_id=save_id,
             rank=meta.rank,
             world_size=meta.world_size,
             digests=digests,
         )
 
-    data_offset = len(shard_header(["0" * 16] * chunk_count(header.data_nbytes)))
-    nbytes = data_offset + header.data_nbytes
-    writer = storage.create(name, nbytes)
-    digests = []
+    data_offset = len(shard_header(["0" * 16] * chunk_count(meta.template.nbytes)))
+    nbytes = data_offset + meta.template.nbytes
+    writer = storage.create(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
+    digests: list[str] = []
     try:
-        with slot.data() as data:
-            for start in range(0, header.data_nbytes, CHUNK_NBYTES):
-                with data[start : start + CHUNK_NBYTES] as chunk:
-                    digests.append(chunk_digest(chunk))
-                    writer.write_at(data_offset + start, chunk)
+        for chunk in chunks:
+            position = data_offset + len(digests) * CHUNK_NBYTES
+            digests.append(chunk_digest(chunk))
+            writer.write_at(position, chunk)
         encoded = shard_header(digests)
         # Header after data: a file cut short by a crash has no header and cannot pass for a shard.
         writer.write_at(0, encoded)
@@ -63,11 +87,11 @@ def persist_slot(
         writer.abandon()
         raise
     record = CommitRecord(
-        iteration=header.iteration,
-        save_id=header.save_id,
+        iteration=iteration,
+        save_id=save_id,
         rank=meta.rank,
         coordinates=meta.coordinates,
-        file=shard_name(meta.rank, header.save_id),
+        file=shard_name(meta.rank, save_id),
         nbytes=nbytes,
         header_digest=xxhash.xxh3_64_hexdigest(encoded),
         template_fingerprint=meta.template_fingerprint,
@@ -76,7 +100,5 @@ def persist_slot(
         placement=meta.placement,
     )
     # Commit record last: its presence means that every byte above is durable.
-    storage.put(
-        f"{directory}/{record_name(meta.rank, header.save_id)}", msgspec.msgpack.encode(record)
-    )
+    storage.put(f"{directory}/{record_name(meta.rank, save_id)}", msgspec.msgpack.encode(record))
     return tuple(digests)

@@ -7,15 +7,15 @@ for a few boxes and not for the model.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.piece import Shape
-
-Box = tuple[Shape, Shape]
-"""Offset and shape of an axis-aligned region of a global tensor."""
+from megatron_flashckpt.layout.reshard import Box, intersection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +32,18 @@ class GlobalTensor:
     """Disjoint regions that the source holds, in its natural units. Together they are the whole
     tensor, but for optimizer state of frozen layers."""
     read: Callable[[Box], torch.Tensor]
-    """Return the contents of any box that lies in `boxes`, contiguous, in the box's shape.
+    """Return the contents of any region that `boxes` cover, contiguous, in the region's shape.
 
     Raises CorruptCheckpointError if the source cannot be trusted there."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}/{self.key}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all boxes."""
+        return sum(math.prod(shape) for _, shape in self.boxes) * self.dtype.itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +64,44 @@ class Contents:
     rng: dict[tuple[int, int], list[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Random states by `(pipeline rank, tensor rank)`, a list over the data-parallel ranks, in the
     form of `side_state.rng_state`. Empty: the source keeps none that can be used."""
+    objects: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What modules keep beside tensors (TransformerEngine's FP8 state), by Megatron's unique key of
+    the sharded object."""
+    suspicion: str | None = None
+    """Why the optimizer state may be damaged although the source says nothing of it; None: no
+    reason to think so. Then masters are compared with weights before anything is written."""
+    warnings: tuple[str, ...] = ()
+    """What of the source is not carried over, and what that means for the result."""
 
     @property
     def args(self) -> Any:
         return self.common["args"]
+
+
+def read_region(
+    region: Box,
+    boxes: Iterable[Box],
+    read_box: Callable[[Box], torch.Tensor],
+    dtype: torch.dtype,
+    name: str,
+) -> torch.Tensor:
+    """Return a region that is put together from whole boxes, which are read one at a time.
+
+    Raises:
+        LayoutError: the boxes do not cover it.
+    """
+    found = torch.empty(region[1], dtype=dtype)
+    left = found.numel()
+    for box in boxes:
+        common = intersection(box, region)
+        if common is not None:
+            found[_within(common, region)] = read_box(box)[_within(common, box)]
+            left -= math.prod(common[1])
+    if left:
+        raise LayoutError(f"{name}: {left} elements at {region[0]} are in no box of the source")
+    return found
+
+
+def _within(part: Box, box: Box) -> tuple[slice, ...]:
+    starts = (low - base for low, base in zip(part[0], box[0], strict=True))
+    return tuple(slice(low, low + n) for low, n in zip(starts, part[1], strict=True))

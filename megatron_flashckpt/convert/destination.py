@@ -1,0 +1,69 @@
+"""Directories in Megatron's layout that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
+from megatron_flashckpt.storage.posix import PosixStorage
+
+
+@contextlib.contextmanager
+def new_directory(final: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield an empty directory, named as `final`, that becomes `final` if the block ends well.
+
+    Whatever has that name before stays as it is until then.
+
+    Raises:
+        ConfigError: something has that name, and `overwrite` was not given.
+    """
+    if final.exists() and not overwrite and (not final.is_dir() or any(final.iterdir())):
+        raise ConfigError(
+            f"{final}: exists already; name another directory, or replace it with --overwrite"
+        )
+    around = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
+    fresh = around / final.name
+    fresh.mkdir(parents=True)
+    try:
+        yield fresh
+        for path in (*fresh.rglob("*"), fresh):
+            _sync(path)
+        if final.exists():
+            final.rename(around / "replaced")
+        fresh.rename(final)
+        _sync(final.parent)
+    finally:
+        shutil.rmtree(around, ignore_errors=True)
+
+
+def move_tracker(root: Path, iteration: int) -> None:
+    """Make `iteration` the one that jobs load from `root`, unless a later one is.
+
+    Called when the checkpoint is complete.
+    """
+    storage = PosixStorage(root)
+    try:
+        text = storage.read(TRACKER).decode(errors="replace").strip()
+    except FileNotFoundError:
+        text = ""
+    if not (text.isdecimal() and int(text) > iteration):
+        storage.put(TRACKER, str(iteration).encode())
+
+
+def checkpoint_directory(root: Path, iteration: int) -> Path:
+    """Return where a save directory keeps `iteration`."""
+    return root / iteration_dir(iteration)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,159 @@
+"""Which formats there are, how they are told apart, and a conversion from one to another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.ours import open_ours
+from megatron_flashckpt.convert.safetensors_export import write_safetensors
+from megatron_flashckpt.convert.soundness import refuse_damage
+from megatron_flashckpt.convert.to_ours import write_ours
+from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
+from megatron_flashckpt.convert.torch_dist import CONFIG, open_torch_dist
+from megatron_flashckpt.errors import ConfigError, NotCommittedError
+from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
+from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.storage.posix import PosixStorage
+
+RELEASE = "release"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A format that can be read."""
+
+    name: str
+    recognises: Callable[[Path], bool]
+    """Whether a checkpoint's directory is in this format."""
+    open: Callable[[Path, int, Options], Contents]
+    """From a checkpoint's directory and its iteration (0 for a release)."""
+
+
+#: The first that recognises a directory has it.
+SOURCES = (
+    Source(
+        "flashckpt",
+        lambda directory: (directory / MANIFEST).exists(),
+        lambda directory, iteration, options: open_ours(
+            PosixStorage(directory.parent), iteration, options
+        ),
+    ),
+    Source("torch_dist", lambda directory: (directory / CONFIG).exists(), open_torch_dist),
+)
+
+#: Functions that write a checkpoint into a save directory (safetensors: into the directory itself).
+DESTINATIONS: dict[str, Callable[[Contents, Path, Options], Path]] = {
+    "flashckpt": write_ours,
+    "torch_dist": write_torch_dist,
+    "safetensors": write_safetensors,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A source that is ready to be converted."""
+
+    format: str
+    contents: Contents
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(tensor.nbytes for tensor in self.contents.tensors)
+
+
+def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
+    """Open a checkpoint of any format that is known.
+
+    Args:
+        root: a save directory.
+        iteration: None: the one that the tracker names.
+
+    Raises:
+        NotCommittedError: there is no such checkpoint.
+        FlashCkptError: it cannot be converted; says why.
+    """
+    directory, number = _directory(root, iteration)
+    for source in SOURCES:
+        if source.recognises(directory):
+            contents = source.open(directory, number, options)
+            return Opened(
+                source.name, _weights_only(contents) if options.weights_only else contents
+            )
+    known = ", ".join(source.name for source in SOURCES)
+    raise NotCommittedError(
+        f"{directory}: holds no checkpoint in a format that can be converted ({known}); "
+        "'flashckpt ls DIR' shows what a save directory holds"
+    )
+
+
+def convert(
+    opened: Opened,
+    destination: Path,
+    to: str,
+    options: Options,
+    on_read: Callable[[int], object] = lambda nbytes: None,
+) -> Path:
+    """Write what was opened in format `to`; return the directory of the result.
+
+    Args:
+        on_read: called with the bytes just read from the source.
+
+    Raises:
+        ConfigError: the result would replace something.
+        CorruptCheckpointError: the source's optimizer state does not fit its weights.
+    """
+    contents = opened.contents
+    if contents.suspicion is not None and contents.optimizer and not options.accept_damage:
+        refuse_damage(contents)
+    counted = [_counted(tensor, on_read) for tensor in contents.tensors]
+    return DESTINATIONS[to](dataclasses.replace(contents, tensors=counted), destination, options)
+
+
+def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
+    if iteration is not None:
+        directory = root / iteration_dir(iteration)
+        if not directory.is_dir():
+            raise NotCommittedError(
+                f"{directory}: does not exist; 'flashckpt ls DIR' shows what a save directory holds"
+            )
+        return directory, iteration
+    tracker = root / TRACKER
+    try:
+        text = tracker.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        raise NotCommittedError(
+            f"{tracker}: does not exist, so nothing says which iteration to convert; give the "
+            "directory that Megatron's --save names, or --iteration N"
+        ) from None
+    if text == RELEASE:
+        return root / RELEASE, 0
+    if not text.isdecimal() or len(text) > 18:
+        raise ConfigError(f"{tracker}: {text!r} is no iteration; choose one with --iteration N")
+    return _directory(root, int(text))
+
+
+def _weights_only(contents: Contents) -> Contents:
+    return dataclasses.replace(
+        contents,
+        tensors=[tensor for tensor in contents.tensors if tensor.kind in (WEIGHT, BUFFER)],
+        common={**contents.common, "opt_param_scheduler": None},
+        optimizer=None,
+        rng={},
+    )
+
+
+def _counted(tensor: GlobalTensor, on_read: Callable[[int], object]) -> GlobalTensor:
+    def read(box: Box) -> torch.Tensor:
+        found = tensor.read(box)
+        on_read(found.nbytes)
+        return found
+
+    return dataclasses.replace(tensor, read=read)

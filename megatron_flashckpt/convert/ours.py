@@ -1,0 +1,175 @@
+"""Open a checkpoint of ours. Every chunk that is used is verified first."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import OrderedDict, defaultdict
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.completeness import incomplete
+from megatron_flashckpt.layout.manifest import MANIFEST, Coordinates, common_name
+from megatron_flashckpt.layout.piece import RANK_STATE
+from megatron_flashckpt.layout.plan import pieces_of
+from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, Shard
+from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.megatron_lm.hyper_parameters import merge
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.base import Storage
+
+#: Headers of shard files that are kept.
+_KEPT_HEADERS = 256
+
+
+class _Run(NamedTuple):
+    """Elements `[start, end)` of a box, at `byte_offset` of the data section of a rank's file."""
+
+    start: int
+    end: int
+    rank: int
+    byte_offset: int
+
+
+_Name = tuple[str, str, str, tuple[int, ...]]
+"""Kind, key, element type, global shape."""
+
+
+def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
+    """Return the committed checkpoint of `iteration`.
+
+    Raises:
+        NotCommittedError: there is none.
+        CorruptCheckpointError: an element is missing or there twice, or bytes were changed.
+    """
+    stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    problems = incomplete(stored.sources())
+    if problems:
+        raise CorruptCheckpointError(
+            f"{stored.place}/{MANIFEST}: {'; '.join(problems)}; convert another iteration"
+        )
+    chunks = _Chunks(stored, options.memory_nbytes)
+    tensors: dict[_Name, dict[Box, list[_Run]]] = defaultdict(lambda: defaultdict(list))
+    rank_states: dict[int, _Run] = {}
+    for source in stored.sources():
+        pieces = pieces_of(source.template, source.placement)
+        for piece, item in zip(pieces, source.template.items, strict=True):
+            run = _Run(piece.start, piece.end, source.rank, item.byte_offset)
+            if piece.kind == RANK_STATE:
+                rank_states[source.rank] = run
+            else:
+                name = (piece.kind, piece.key, piece.dtype, piece.global_shape)
+                tensors[name][piece.offset, piece.shape].append(run)
+    common = plain.decode(stored.common(), f"{stored.place}/{common_name(stored.manifest.save_id)}")
+    all_replicas = bool(getattr(common["args"], "data_parallel_random_init", False))
+    states = _side_states(stored, chunks, rank_states, all_replicas=all_replicas)
+    optimizer = merge([state["optimizer"] for _, state in states])
+    return Contents(
+        place=stored.place,
+        iteration=iteration,
+        common=common,
+        tensors=sorted(
+            (_global_tensor(*found, chunks) for found in tensors.items()),
+            key=lambda tensor: (tensor.key, tensor.kind),
+        ),
+        optimizer=optimizer or None,
+        rng=_random_states(states, all_replicas=all_replicas),
+        objects={name: held for _, state in states for name, held in state["objects"].items()},
+    )
+
+
+def _side_states(
+    stored: StoredCheckpoint, chunks: _Chunks, runs: dict[int, _Run], *, all_replicas: bool
+) -> list[tuple[Coordinates, dict[str, Any]]]:
+    """Return coordinates and side state of the ranks that differ in it, by data-parallel rank.
+
+    Replicas hold the same groups, and the same random state unless `--data-parallel-random-init`.
+    """
+    found = {}
+    shards = sorted(stored.manifest.shards, key=lambda shard: (shard.coordinates.dp, shard.rank))
+    for shard in shards:
+        at = shard.coordinates
+        part = (at.pp, at.tp, at.ep, at.dp if all_replicas else 0)
+        if part not in found and shard.rank in runs:
+            run = runs[shard.rank]
+            framed = chunks.read(run.rank, run.byte_offset, run.end - run.start)
+            found[part] = at, side_state.unframe(bytes(framed), f"{stored.place}/{shard.file}")
+    return list(found.values())
+
+
+def _random_states(
+    states: list[tuple[Coordinates, dict[str, Any]]], *, all_replicas: bool
+) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    rng: dict[tuple[int, int], dict[int, dict[str, Any]]] = defaultdict(dict)
+    for at, state in states:
+        if state["rng"] is not None:
+            rng[at.pp, at.tp].setdefault(at.dp, state["rng"])
+    if not all_replicas:
+        return {place: [next(iter(replicas.values()))] for place, replicas in rng.items()}
+    return {place: list(replicas.values()) for place, replicas in rng.items()}
+
+
+def _global_tensor(name: _Name, boxes: dict[Box, list[_Run]], chunks: _Chunks) -> GlobalTensor:
+    kind, key, dtype_name, global_shape = name
+    dtype = torch_dtype(dtype_name)
+
+    def read_box(box: Box) -> torch.Tensor:
+        whole = bytearray(math.prod(box[1]) * dtype.itemsize)
+        for run in boxes[box]:
+            low, high = run.start * dtype.itemsize, run.end * dtype.itemsize
+            whole[low:high] = chunks.read(run.rank, run.byte_offset, high - low)
+        if not whole:
+            return torch.empty(box[1], dtype=dtype)
+        return torch.frombuffer(whole, dtype=dtype).view(box[1])
+
+    def read(region: Box) -> torch.Tensor:
+        if region in boxes:
+            return read_box(region)
+        return read_region(region, boxes, read_box, dtype, f"{kind}/{key}")
+
+    return GlobalTensor(key, kind, dtype, global_shape, tuple(sorted(boxes)), read)
+
+
+class _Chunks:
+    """Verified chunks of all shard files; the most recently used ones are kept.
+
+    Replicas share a box out by bytes, so neighbouring boxes use the same chunks again and again.
+    """
+
+    def __init__(self, stored: StoredCheckpoint, budget_nbytes: int) -> None:
+        self._stored = stored
+        self._kept: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        self._free = budget_nbytes
+        self._shard = functools.lru_cache(_KEPT_HEADERS)(stored.shard)
+
+    def read(self, rank: int, start: int, nbytes: int) -> bytearray:
+        """Return `nbytes` bytes at `start` of the data section of `rank`'s file.
+
+        Raises:
+            CorruptCheckpointError: names file, chunk, bytes and both digests.
+        """
+        found = bytearray()
+        shard = self._shard(rank)
+        for index in range(start // CHUNK_NBYTES, -(-(start + nbytes) // CHUNK_NBYTES)):
+            base = index * CHUNK_NBYTES
+            chunk = self._chunk(shard, index)
+            found += chunk[max(start - base, 0) : start + nbytes - base]
+        return found
+
+    def _chunk(self, shard: Shard, index: int) -> memoryview:
+        name = (shard.metadata.rank, index)
+        if name in self._kept:
+            self._kept.move_to_end(name)
+            return self._kept[name]
+        chunk = self._stored.chunk(shard, index)
+        self._free -= len(chunk)
+        self._kept[name] = chunk
+        while self._free < 0 and len(self._kept) > 1:
+            self._free += len(self._kept.popitem(last=False)[1])
+        return chunk

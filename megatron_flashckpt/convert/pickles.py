@@ -1,0 +1,99 @@
+"""Load pickles of Megatron's, and nothing that could run code.
+
+`torch.load(weights_only=True)` with the few classes that Megatron's checkpoints hold beside
+tensors: namespaces, paths, signals, numpy arrays, enums of megatron.core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import importlib
+import io
+import pathlib
+import signal
+import types
+from collections.abc import Iterable
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+
+_CLASSES: tuple[type, ...] = (
+    argparse.Namespace,
+    types.SimpleNamespace,
+    pathlib.PosixPath,
+    signal.Signals,
+    io.BytesIO,
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(code)) for code in ("u1", "i4", "u4", "i8", "u8", "f4", "f8")),
+)
+#: Modules whose enums may be in a checkpoint; importing them does nothing but define things.
+_ENUM_MODULES = (
+    "megatron.core.enums",
+    "megatron.core.transformer.enums",
+    "megatron.core.rerun_state_machine",
+)
+
+
+def load(file: str | pathlib.Path | IO[bytes], place: str, *, mmap: bool = False) -> Any:
+    """Return what `torch.save` wrote; tensors on the CPU.
+
+    Args:
+        place: for messages.
+        mmap: read tensors of a file when they are used.
+
+    Raises:
+        UnsupportedError: it holds something else than what Megatron writes; says what.
+        CorruptCheckpointError: it is not such a file.
+    """
+    try:
+        with torch.serialization.safe_globals(_allowed()):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap or None)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # torch.load raises whatever the broken bytes lead to
+        unknown = _unknown(file)
+        if unknown:
+            raise UnsupportedError(
+                f"{place}: holds objects of {', '.join(unknown)}, which are not loaded because a "
+                "pickle could run code through them; load it once with the Megatron that wrote it "
+                "and save it without them"
+            ) from None
+        raise CorruptCheckpointError(
+            f"{place}: cannot be read ({type(error).__name__}); convert another iteration"
+        ) from None
+
+
+@functools.cache
+def _allowed() -> list[Any]:
+    # numpy 2 moved its modules; files name either.
+    rebuild = np.zeros(1).__reduce__()[0]
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    return [*_CLASSES, *((rebuild, name) for name in names), *_enums()]
+
+
+def _enums() -> Iterable[type[enum.Enum]]:
+    for name in _ENUM_MODULES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # an older Megatron, or none
+            continue
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, enum.Enum):
+                yield value
+
+
+def _unknown(file: str | pathlib.Path | IO[bytes]) -> list[str]:
+    """Return the classes that keep `file` from being loaded; empty if it is not a pickle at all."""
+    try:
+        if not isinstance(file, str | pathlib.Path):
+            file.seek(0)
+        with torch.serialization.safe_globals(_allowed()):
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # as above
+        return []

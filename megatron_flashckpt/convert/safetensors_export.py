@@ -1,0 +1,149 @@
+"""Consolidated weights by global name, in the files that the Hugging Face tools expect.
+
+    model-00001-of-0000N.safetensors ...
+    model.safetensors.index.json       {"metadata": {"total_size": N}, "weight_map": {name: file}}
+
+Layers and experts, which Megatron stacks along leading axes, are taken apart again and named as in
+Megatron's state dict. Tensors are written box by box, so a tensor larger than memory is no problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import torch
+
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.destination import new_directory
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape
+from megatron_flashckpt.layout.reshard import Box, intersection
+from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+
+INDEX = "model.safetensors.index.json"
+
+_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
+_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """One tensor of the result: a region of a global tensor without its stacking axes."""
+
+    name: str
+    source: GlobalTensor
+    region: Box
+    shape: Shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.source.dtype.itemsize
+
+
+def write_safetensors(contents: Contents, directory: Path, options: Options) -> Path:
+    """Write all weights and buffers into `directory`, the index last; return it.
+
+    Raises:
+        ConfigError: the directory is not empty, and may not be replaced.
+    """
+    tensors = [
+        named
+        for tensor in contents.tensors
+        if tensor.kind in (WEIGHT, BUFFER)
+        for named in _unstacked(tensor)
+    ]
+    files = list(_files(sorted(tensors, key=lambda named: named.name), options.shard_nbytes))
+    with new_directory(directory, overwrite=options.overwrite) as fresh:
+        weight_map = {}
+        for number, held in enumerate(files, 1):
+            file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+            _write(fresh / file, held)
+            weight_map.update({named.name: file for named in held})
+        total = sum(named.nbytes for named in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        encoded = msgspec.json.format(msgspec.json.encode(index), indent=2)
+        (fresh / INDEX).write_bytes(encoded)
+    return directory
+
+
+def _unstacked(tensor: GlobalTensor) -> Iterator[_Named]:
+    """Yield the parts of `tensor` that have names of their own."""
+    axes, pattern = 0, tensor.key
+    if _LAYERS.search(pattern):
+        pattern = _LAYERS.sub(lambda match: f"{match[0]}{{}}.", pattern, count=1)
+        axes += 1
+    if axes and _EXPERTS.search(pattern):
+        pattern = _EXPERTS.sub(".experts.local_experts.{}.", pattern, count=1)
+        axes += 1
+    for numbers in itertools.product(*(range(n) for n in tensor.shape[:axes])):
+        inner = tensor.shape[axes:]
+        region = (*numbers, *(0 for _ in inner)), (*(1 for _ in numbers), *inner)
+        yield _Named(pattern.format(*numbers), tensor, region, inner)
+
+
+def _files(tensors: list[_Named], limit_nbytes: int) -> Iterator[list[_Named]]:
+    """Yield the tensors of each file; a tensor that is too large has one of its own."""
+    held: list[_Named] = []
+    free = limit_nbytes
+    for named in tensors:
+        if held and named.nbytes > free:
+            yield held
+            held, free = [], limit_nbytes
+        held.append(named)
+        free -= named.nbytes
+    if held:
+        yield held
+
+
+def _write(path: Path, tensors: list[_Named]) -> None:
+    # Wide elements first: every tensor lies aligned, which torch needs to view it in place.
+    tensors = sorted(tensors, key=lambda named: -named.source.dtype.itemsize)
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for named in tensors:
+        entries[named.name] = {
+            "dtype": dtype_name(named.source.dtype),
+            "shape": list(named.shape),
+            "data_offsets": [position, position + named.nbytes],
+        }
+        position += named.nbytes
+    header = msgspec.json.encode(entries)
+    header += b" " * (-len(header) % 8)
+    with open(path, "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for named in tensors:
+            for part in _slabs(named):
+                file.write(_raw(part))
+
+
+def _slabs(named: _Named) -> Iterator[torch.Tensor]:
+    """Yield the region in row-major order, in parts that need each box of the source once.
+
+    It is cut where the source has cut its first axis; the other axes cannot be written in parts.
+    """
+    offset, extent = named.region
+    axis = len(extent) - len(named.shape)
+    if not named.shape:
+        yield named.source.read(named.region)
+        return
+    overlaps = [intersection(box, named.region) for box in named.source.boxes]
+    ends = {common[0][axis] + common[1][axis] for common in overlaps if common is not None}
+    low = offset[axis]
+    for high in sorted(ends):
+        yield named.source.read(
+            (
+                (*offset[:axis], low, *offset[axis + 1 :]),
+                (*extent[:axis], high - low, *extent[axis + 1 :]),
+            )
+        )
+        low = high
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,194 @@
+"""Write a committed checkpoint of ours: whole boxes, in files of bounded size."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import megatron_flashckpt
+from megatron_flashckpt.agent.commit import PendingSave, commit
+from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.destination import (
+    checkpoint_directory,
+    move_tracker,
+    new_directory,
+)
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.layout.manifest import Coordinates
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.plan import Layout, PlanCache, order
+from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.memory.slot import SlotMeta
+from megatron_flashckpt.storage.posix import PosixStorage
+
+#: What the manifest says of the run, for people and tools.
+_DESCRIBED = (
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "data_parallel_size",
+    "use_distributed_optimizer",
+    "num_layers",
+    "hidden_size",
+    "consumed_train_samples",
+)
+
+
+@dataclasses.dataclass
+class _Shard:
+    """One file: the boxes in it, and the place in the parallel layout that it stands for."""
+
+    coordinates: Coordinates
+    boxes: list[tuple[GlobalTensor, Box]]
+
+
+def write_ours(contents: Contents, root: Path, options: Options) -> Path:
+    """Write `contents` as a committed checkpoint under `root`; return its directory.
+
+    Raises:
+        ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
+    """
+    directory = checkpoint_directory(root, contents.iteration)
+    with new_directory(directory, overwrite=options.overwrite) as fresh:
+        _write(contents, PosixStorage(fresh.parent), options.shard_nbytes)
+    move_tracker(root, contents.iteration)
+    return directory
+
+
+def _write(contents: Contents, storage: PosixStorage, shard_nbytes: int) -> None:
+    pending = PendingSave(storage, contents.iteration, uuid.uuid4().hex[:12], 0.0)
+    shards = _shards(contents, shard_nbytes)
+    for rank, shard in enumerate(shards):
+        state = side_state.frame(_rank_state(contents, shard.coordinates), rank, len(shards))
+        pieces = [_piece(tensor, box) for tensor, box in shard.boxes] + [state.piece]
+        positions = order(pieces)
+        layout = PlanCache().layout([pieces[position] for position in positions])
+        meta = _meta(contents, storage, layout, rank, len(shards), shard.coordinates)
+        pending.metas[rank] = meta
+        held = [*shard.boxes, None]
+        tensors = (
+            state.tensor if (box := held[position]) is None else box[0].read(box[1])
+            for position in positions
+        )
+        write_shard(storage, contents.iteration, pending.save_id, meta, _chunks(tensors))
+    commit(pending)
+
+
+def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
+    """Return the boxes in files of about `limit_nbytes`.
+
+    A rank that loads takes its side state from the file that stands for its place in the parallel
+    layout, so every place (and replica, where replicas differ) has one, even an empty one.
+    """
+    files: list[list[tuple[GlobalTensor, Box]]] = [[]]
+    free = limit_nbytes
+    for tensor in contents.tensors:
+        for box in tensor.boxes:
+            nbytes = torch.Size(box[1]).numel() * tensor.dtype.itemsize
+            if nbytes > free and files[-1]:
+                files.append([])
+                free = limit_nbytes
+            files[-1].append((tensor, box))
+            free -= nbytes
+    places = _places(contents)
+    files += [[] for _ in range(len(places) - len(files))]
+    replicas = 1 + max(place.dp for place in places)
+    shards = []
+    for number, boxes in enumerate(files):
+        # More files than places: the further ones stand for further replicas.
+        turn, which = divmod(number, len(places))
+        place = places[which]
+        dp = place.dp + turn * replicas
+        shards.append(_Shard(msgspec.structs.replace(place, dp=dp), boxes))
+    return shards
+
+
+def _places(contents: Contents) -> list[Coordinates]:
+    """Return the places in the parallel layout whose side state differs."""
+    args = contents.args
+    stages = getattr(args, "pipeline_model_parallel_size", None) or 1
+    ways = getattr(args, "tensor_model_parallel_size", None) or 1
+    replicas = max((len(states) for states in contents.rng.values()), default=1)
+    return [
+        Coordinates(pp=pp, tp=tp, dp=dp)
+        for dp in range(replicas)
+        for pp in range(stages)
+        for tp in range(ways)
+    ]
+
+
+def _rank_state(contents: Contents, place: Coordinates) -> dict[str, Any]:
+    """Return the side state in the form of `side_state.rank_state`."""
+    rng = contents.rng.get((place.pp, place.tp))
+    return {
+        "rng": rng[min(place.dp, len(rng) - 1)] if rng else None,
+        "optimizer": contents.optimizer or [],
+        "rerun": None,
+        # A job reads them from the first rank at its place, wherever the module now is.
+        "objects": contents.objects,
+    }
+
+
+def _piece(tensor: GlobalTensor, box: Box) -> Piece:
+    offset, shape = box
+    numel = torch.Size(shape).numel()
+    dtype = dtype_name(tensor.dtype)
+    return Piece(tensor.key, tensor.kind, dtype, tensor.shape, offset, shape, 0, numel)
+
+
+def _meta(
+    contents: Contents,
+    storage: PosixStorage,
+    layout: Layout,
+    rank: int,
+    world_size: int,
+    coordinates: Coordinates,
+) -> SlotMeta:
+    description = {name: getattr(contents.args, name, None) for name in _DESCRIBED}
+    return SlotMeta(
+        root=storage.place,
+        rank=rank,
+        world_size=world_size,
+        coordinates=coordinates,
+        template_fingerprint=layout.template_fingerprint,
+        template=layout.template,
+        placement=layout.placement,
+        common=plain.encode(contents.common) if rank == 0 else b"",
+        description={
+            "megatron_flashckpt": megatron_flashckpt.__version__,
+            "converted_from": contents.place,
+            **description,
+        },
+    )
+
+
+def _chunks(tensors: Iterator[torch.Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of all tensors, one after the other, in chunks; at most one box is held."""
+    chunk = bytearray(CHUNK_NBYTES)
+    filled = 0
+    for tensor in tensors:
+        flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        position = 0
+        while position < len(flat):
+            nbytes = min(CHUNK_NBYTES - filled, len(flat) - position)
+            chunk[filled : filled + nbytes] = flat[position : position + nbytes]
+            filled += nbytes
+            position += nbytes
+            if filled == CHUNK_NBYTES:
+                yield memoryview(chunk)
+                filled = 0
+    if filled:
+        yield memoryview(chunk)[:filled]

@@ -1,0 +1,217 @@
+"""Write Megatron's `torch_dist` format, as Megatron itself loads it under any parallel layout.
+
+The distributed optimizer's state is written as `fully_reshardable` (every state in the shape of its
+parameter), which megatron-core reads since 0.15; the plain one's in its only form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.dcp import METADATA
+from megatron_flashckpt.convert.destination import (
+    checkpoint_directory,
+    move_tracker,
+    new_directory,
+)
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.torch_dist import COMMON, CONFIG, RESHARDABLE
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
+
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_EXPERT = "is_expert_parallel"
+_LAYER = re.compile(r"(?:^|\.)layers\.(?!\d+\.)")
+_EXPERTS = ".experts.experts."
+
+
+def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
+    """Write `contents` as a checkpoint under `root`; return its directory.
+
+    Raises:
+        ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
+    """
+    directory = checkpoint_directory(root, contents.iteration)
+    distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
+    with new_directory(directory, overwrite=options.overwrite) as fresh:
+        files = _Files(fresh, options.shard_nbytes)
+        for name, held in _objects(contents):
+            files.add_object(name, held)
+        for name, tensor in _named(contents, distributed=distributed):
+            files.add_tensor(name, tensor)
+        files.finish()
+        torch.save(_common(contents, distributed=distributed), fresh / COMMON)
+        (fresh / CONFIG).write_text(json.dumps(_FORMAT))
+    move_tracker(root, contents.iteration)
+    return directory
+
+
+class _Files:
+    """The `.distcp` files and the table of contents. At most one box is in memory."""
+
+    def __init__(self, directory: Path, limit_nbytes: int) -> None:
+        self._directory = directory
+        self._limit_nbytes = limit_nbytes
+        self._file: IO[bytes] | None = None
+        self._number = 0
+        self._described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add_object(self, name: str, held: Any) -> None:
+        # A list, because one rank may hold several objects of one name.
+        self._append(MetadataIndex(name), [held])
+        self._described[name] = BytesStorageMetadata()
+
+    def add_tensor(self, name: str, tensor: GlobalTensor) -> None:
+        chunks = []
+        for offset, shape in tensor.boxes:
+            box = tensor.read((offset, shape))
+            if box.untyped_storage().nbytes() != box.nbytes:
+                box = box.clone()  # torch.save writes the whole storage of a view
+            self._append(MetadataIndex(name, offset), box)
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)))
+        properties = TensorProperties(dtype=tensor.dtype)
+        self._described[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+
+    def finish(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        with open(self._directory / METADATA, "wb") as file:
+            pickle.dump(Metadata(self._described, storage_data=self._storage), file)
+
+    def _append(self, index: MetadataIndex, held: Any) -> None:
+        name = f"__0_{self._number}.distcp"
+        if self._file is None:
+            self._file = open(self._directory / name, "wb")  # noqa: SIM115
+        start = self._file.tell()
+        torch.save(held, self._file)
+        self._storage[index] = _StorageInfo(name, start, self._file.tell() - start)
+        if self._file.tell() >= self._limit_nbytes:
+            self._file.close()
+            self._file, self._number = None, self._number + 1
+
+
+def _named(contents: Contents, *, distributed: bool) -> Iterator[tuple[str, GlobalTensor]]:
+    """Yield all tensors with their names in the format."""
+    stepped = {tensor.key for tensor in contents.tensors if tensor.kind == "exp_avg"}
+    for tensor in contents.tensors:
+        if tensor.kind in (WEIGHT, BUFFER):
+            yield tensor.key, tensor
+            if distributed and tensor.dtype == torch.float32 and tensor.key in stepped:
+                # Where the parameter is its own master, Megatron asks for it a second time.
+                yield f"optimizer.state.param.{tensor.key}", tensor
+        elif tensor.kind == MASTER:
+            master = "param" if distributed else "fp32_param"
+            yield f"optimizer.state.{master}.{tensor.key}", tensor
+        else:
+            yield f"optimizer.state.{tensor.kind}.{tensor.key}", tensor
+
+
+def _objects(contents: Contents) -> Iterator[tuple[str, Any]]:
+    """Yield random states and extra states by Megatron's unique key.
+
+    Megatron asks for an extra state, mostly an empty one, of every module that could have one.
+    Which these are depends on the layer implementation; what is not asked for is ignored.
+    """
+    grid = [max(numbers) + 1 for numbers in zip(*contents.rng, strict=True)]
+    for place, states in sorted(contents.rng.items()):
+        yield _unique_key("rng_state", place, tuple(grid)), states
+    names = dict(contents.objects)
+    for tensor in contents.tensors:
+        if tensor.kind != WEIGHT:
+            continue
+        axes = len(_LAYER.findall(tensor.key)) and 1 + (_EXPERTS in tensor.key)
+        counts = tensor.shape[:axes] or (1,)
+        path = tensor.key.rpartition(".")[0]
+        # Attention itself has no tensors.
+        for module in (path, f"{path.rpartition('.')[0]}.core_attention"):
+            for place in torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)):
+                key = _unique_key(f"{module}._extra_state", tuple(place.tolist()), counts)
+                names.setdefault(key, None)
+    yield from names.items()
+
+
+def _unique_key(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    return f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+
+
+def _common(contents: Contents, *, distributed: bool) -> dict[str, Any]:
+    """Return what `common.pt` holds: all that is neither a tensor nor kept per rank."""
+    args = argparse.Namespace(**vars(contents.args))
+    # Megatron does not ask for what these say was not saved.
+    args.no_save_optim = contents.optimizer is None
+    args.no_save_rng = not contents.rng
+    common = {**contents.common, "args": args}
+    # Since core 0.16; older releases do not look at it.
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if distributed:
+        metadata["distrib_optim_sharding_type"] = RESHARDABLE
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    common["content_metadata"] = metadata
+    if contents.optimizer is not None:
+        chained = [
+            _optimizer_state(part, contents, distributed=distributed)
+            for part in _chained(contents.optimizer)
+        ]
+        common["optimizer"] = chained[0] if len(chained) == 1 else dict(enumerate(chained))
+    return common
+
+
+def _chained(optimizer: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the entries by the optimizer that Megatron makes of them: experts have one apart."""
+    dense = [entry for entry in optimizer if not _is_expert(entry)]
+    experts = [entry for entry in optimizer if _is_expert(entry)]
+    return [part for part in (dense, experts) if part]
+
+
+def _is_expert(entry: dict[str, Any]) -> bool:
+    return any(group.get(_EXPERT) for group in entry["param_groups"])
+
+
+def _optimizer_state(
+    entries: list[dict[str, Any]], contents: Contents, *, distributed: bool
+) -> dict[str, Any]:
+    steps = [
+        entry["step"] if entry["step"] is not None else group.get("step")
+        for entry in entries
+        for group in entry["param_groups"]
+    ]
+    step = max((float(step) for step in steps if step is not None), default=None)
+    groups = [dict(group) for entry in entries for group in entry["param_groups"]]
+    inner: dict[str, Any] = {"param_groups": groups}
+    if step is not None:
+        # Fused optimizers keep it in the groups, torch's own per parameter (here: in common).
+        for group in groups:
+            group["step"] = int(step)
+        if not distributed and all(entry["step"] is not None for entry in entries):
+            inner["state"] = {"common_step": torch.tensor(step)}
+    mixed = any(tensor.kind == MASTER for tensor in contents.tensors)
+    state: dict[str, Any] = {"optimizer": inner} if distributed or mixed else inner
+    scalers = [entry["grad_scaler"] for entry in entries if entry["grad_scaler"] is not None]
+    if scalers:
+        state["grad_scaler"] = scalers[0]
+    if distributed:
+        state["param_state_sharding_type"] = RESHARDABLE
+    return state

@@ -1,0 +1,262 @@
+"""Open a checkpoint in Megatron's `torch_dist` format.
+
+    .metadata       global shape, chunks and their place in the files, of every tensor and object
+    __R_T.distcp    chunks and objects, each as `torch.save` writes it
+    common.pt       args, scheduler, counters, param groups
+    metadata.json   names the format
+
+Model tensors have their key as name, optimizer tensors `optimizer.state.<state>.<key>`. Chained
+optimizers of older releases have `chained_<n>.` before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import re
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.convert import pickles
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.dcp import Reader, StoredTensor
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Shape
+from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.megatron_lm.hyper_parameters import merge
+
+COMMON = "common.pt"
+CONFIG = "metadata.json"
+
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
+_BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.")
+_SHARD = re.compile(r"(?P<key>.+)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
+#: Names of the fp32 copy: the distributed optimizer's, and all others'.
+_MASTERS = ("param", "fp32_param", "master_param")
+#: Model tensors that are buffers. The format does not tell them from parameters.
+_BUFFERS = ("expert_bias", "global_tokens_per_expert", "ga_steps", "local_tokens_per_expert")
+#: Optimizer states that keep no names of parameters: a rebuilt model has to supply them.
+_NAMELESS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
+RESHARDABLE = "fully_reshardable"
+
+_Nameless = Callable[[Reader, dict[str, Any], list[GlobalTensor]], list[GlobalTensor]]
+"""From the files, the common state and the model's tensors to the optimizer's tensors."""
+
+
+def open_torch_dist(
+    directory: Path, iteration: int, options: Options, nameless: _Nameless | None = None
+) -> Contents:
+    """Return the checkpoint in `directory`.
+
+    Args:
+        nameless: reads optimizer states that are stored by bucket and not by parameter.
+
+    Raises:
+        UnsupportedError: the optimizer state has no names, or something unknown is stored.
+        CorruptCheckpointError: files are damaged or missing.
+    """
+    reader = Reader(directory)
+    common = _common(directory)
+    tensors = _tensors(reader, with_optimizer=not options.weights_only)
+    saved = common.pop("optimizer", None)
+    optimizer = None if options.weights_only or saved is None else _optimizers(saved)
+    sharding = (common.pop("content_metadata", None) or {}).get("distrib_optim_sharding_type")
+    if optimizer is not None and any(map(_BUCKET.match, [*reader.tensors, *reader.objects()])):
+        if nameless is None:
+            raise UnsupportedError(
+                f"{directory}: keeps optimizer state by bucket ('{sharding}'), without the names "
+                "of parameters; save it once with --dist-ckpt-optim-fully-reshardable, or convert "
+                "the weights alone with --weights-only"
+            )
+        optimizer = _nameless_groups(reader, optimizer)
+        tensors += nameless(reader, common, tensors)
+    suspicion = None
+    if optimizer is not None and sharding == RESHARDABLE:
+        suspicion = (
+            "megatron-core 0.15.0 to 0.19.0 wrote wrong optimizer state in the format "
+            "'fully_reshardable' if there was more than one gradient bucket and padding at the "
+            "end of them (mended in August 2026); the checkpoint does not say who wrote it"
+        )
+    return Contents(
+        place=str(directory),
+        iteration=iteration,
+        common=common,
+        tensors=sorted(tensors, key=lambda tensor: (tensor.key, tensor.kind)),
+        optimizer=optimizer,
+        rng=_random_states(reader),
+        objects=_objects(reader),
+        suspicion=suspicion,
+    )
+
+
+def _common(directory: Path) -> dict[str, Any]:
+    place = directory / COMMON
+    try:
+        common = pickles.load(place, str(place))
+    except FileNotFoundError:
+        raise CorruptCheckpointError(f"{place}: is missing; convert another iteration") from None
+    if not isinstance(common, dict) or "args" not in common:
+        raise CorruptCheckpointError(
+            f"{place}: holds no training arguments, so it is not one of Megatron-LM's checkpoints"
+        )
+    args = common["args"]
+    if isinstance(args, types.SimpleNamespace):
+        common["args"] = argparse.Namespace(**vars(args))
+    common.setdefault("num_floating_point_operations_so_far", 0)
+    common.setdefault("opt_param_scheduler", None)
+    common.pop("rerun_state_machine", None)
+    return common
+
+
+def _optimizers(saved: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Return what `Contents.optimizer` holds; a chained optimizer's state is one level deeper."""
+    if saved and all(isinstance(number, int) for number in saved):
+        return [_optimizer(saved[number]) for number in sorted(saved)]
+    return [_optimizer(saved)]
+
+
+def _optimizer(saved: dict[str, Any]) -> dict[str, Any]:
+    # FP32Optimizer keeps the inner optimizer's state without a level of its own.
+    inner = saved.get("optimizer", saved)
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in inner.get("param_groups", [])
+    ]
+    step = inner.get("state", {}).get("common_step")
+    return {
+        "param_groups": groups,
+        "step": None if step is None else float(step),
+        "grad_scaler": saved.get("grad_scaler"),
+    }
+
+
+# ---------------------------------------------------------------------- tensors
+
+
+def _tensors(reader: Reader, *, with_optimizer: bool) -> list[GlobalTensor]:
+    found: dict[tuple[str, str], GlobalTensor] = {}
+    for name, stored in reader.tensors.items():
+        if _BUCKET.match(name):
+            continue
+        match = _STATE.fullmatch(name)
+        if match is None:
+            kind = BUFFER if name.rpartition(".")[2] in _BUFFERS else WEIGHT
+            tensor = _tensor(reader, name, stored, kind, name)
+        elif not with_optimizer:
+            continue
+        else:
+            kind = MASTER if match["state"] in _MASTERS else match["state"]
+            tensor = _tensor(reader, name, stored, kind, match["key"])
+        if kind == MASTER and stored.dtype == torch.int16:
+            raise UnsupportedError(
+                f"{reader.directory}: {name} holds the low halves of fp32 values "
+                "(--use-precision-aware-optimizer with bf16), which no other format has; convert "
+                "the weights alone with --weights-only"
+            )
+        found[kind, tensor.key] = tensor
+    # The distributed optimizer lists fp32 parameters too, which are their own masters.
+    return [
+        tensor
+        for (kind, key), tensor in found.items()
+        if kind != MASTER or tensor.dtype != found.get((WEIGHT, key), tensor).dtype
+    ]
+
+
+def _tensor(reader: Reader, name: str, stored: StoredTensor, kind: str, key: str) -> GlobalTensor:
+    if stored.original_shape is not None:
+        return _flattened(reader, name, stored, kind, key)
+    boxes = tuple((offset, stored.chunks[offset]) for offset in sorted(stored.chunks))
+
+    def read_box(box: Box) -> torch.Tensor:
+        return reader.chunk(name, box[0])
+
+    read = functools.partial(_read, set(boxes), boxes, read_box, stored.dtype, name)
+    return GlobalTensor(key, kind, stored.dtype, stored.shape, boxes, read)
+
+
+def _flattened(
+    reader: Reader, name: str, stored: StoredTensor, kind: str, key: str
+) -> GlobalTensor:
+    """Return a tensor whose boxes are stored as ranges of their flattening (see `StoredTensor`)."""
+    whole = stored.original_shape or ()
+    counts = stored.shape[:-1]
+    extent = tuple(n // count for n, count in zip(whole, counts, strict=True))
+    runs: dict[Box, dict[int, Shape]] = defaultdict(dict)
+    for offset in sorted(stored.chunks):
+        *numbers, start = offset
+        low = tuple(number * n for number, n in zip(numbers, extent, strict=True))
+        runs[low, extent][start] = offset
+
+    def read_box(box: Box) -> torch.Tensor:
+        found = torch.empty(math.prod(extent), dtype=stored.dtype)
+        left = found.numel()
+        for start, offset in runs[box].items():
+            chunk = reader.chunk(name, offset).reshape(-1)
+            found[start : start + chunk.numel()] = chunk
+            left -= chunk.numel()
+        if left:
+            raise CorruptCheckpointError(
+                f"{reader.directory}: {name}: {left} elements of the box at {box[0]} are missing"
+            )
+        return found.view(extent)
+
+    read = functools.partial(_read, set(runs), tuple(runs), read_box, stored.dtype, name)
+    return GlobalTensor(key, kind, stored.dtype, whole, tuple(runs), read)
+
+
+def _read(
+    known: set[Box],
+    boxes: tuple[Box, ...],
+    read_box: Callable[[Box], torch.Tensor],
+    dtype: torch.dtype,
+    name: str,
+    region: Box,
+) -> torch.Tensor:
+    return (
+        read_box(region) if region in known else read_region(region, boxes, read_box, dtype, name)
+    )
+
+
+# ---------------------------------------------------------------------- objects
+
+
+def _shards(reader: Reader) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield `(name, key, offset)` of all objects."""
+    for name in reader.objects():
+        match = _SHARD.fullmatch(name)
+        if match is not None:
+            yield name, match["key"], tuple(map(int, match["offset"].split(".")))
+
+
+def _random_states(reader: Reader) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    return {
+        (offset[0], offset[1]): reader.object(name)[0]
+        for name, key, offset in _shards(reader)
+        if key == "rng_state" and len(offset) == 2
+    }
+
+
+def _objects(reader: Reader) -> dict[str, Any]:
+    found = {
+        name: reader.object(name)[0]
+        for name, key, _ in _shards(reader)
+        if key.endswith("._extra_state")
+    }
+    return {name: held for name, held in found.items() if held is not None}
+
+
+def _nameless_groups(reader: Reader, optimizer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the param groups of all data-parallel groups, which have an object each."""
+    states: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, key, _ in _shards(reader):
+        match = _BUCKET.match(key)
+        if match is not None and key[match.end() :] in ("optimizer", "grad_scaler"):
+            states[match[0]][key[match.end() :]] = reader.object(name)[0]
+    return merge([[_optimizer(state)] for state in states.values()]) or optimizer
