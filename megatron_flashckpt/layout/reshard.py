@@ -42,6 +42,11 @@ class Region(NamedTuple):
     target_start: int
     target_strides: Shape
 
+    @property
+    def gapless(self) -> bool:
+        """Whether it is a single stretch on both sides."""
+        return self.source_strides == self.target_strides == (1,)
+
 
 class Overlap(NamedTuple):
     """How much of a stored run a wanted one needs."""
@@ -117,13 +122,28 @@ def regions(stored: Run, wanted: Run) -> list[Region]:
             return []
         return [Region((high - low,), low - stored.start, (1,), low - wanted.start, (1,))]
     source_strides, target_strides = _strides(stored.shape), _strides(wanted.shape)
-    found = []
+    found: list[Region] = []
     for offset, shape in _common(stored, wanted):
         extents, source_steps, target_steps = _flattened(shape, source_strides, target_strides)
         source_start = _flat(offset, stored.offset, source_strides) - stored.start
         target_start = _flat(offset, wanted.offset, target_strides) - wanted.start
-        found.append(Region(extents, source_start, source_steps, target_start, target_steps))
+        region = Region(extents, source_start, source_steps, target_start, target_steps)
+        if found and _goes_on(found[-1], region):
+            found[-1] = found[-1]._replace(shape=(found[-1].shape[0] + extents[0],))
+        else:
+            found.append(region)
     return found
+
+
+def _goes_on(before: Region, after: Region) -> bool:
+    """Return whether two regions are one stretch: the rest of a row, then whole rows."""
+    (n, *_) = before.shape
+    return (
+        before.gapless
+        and after.gapless
+        and before.source_start + n == after.source_start
+        and before.target_start + n == after.target_start
+    )
 
 
 def _common(stored: Run, wanted: Run) -> Iterator[Box]:

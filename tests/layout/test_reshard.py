@@ -1,0 +1,211 @@
+"""What two runs have in common, against an oracle that numbers the elements of the global tensor.
+
+The oracle cuts boxes and ranges out of a numpy array of distinct numbers; equal number, equal
+element.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
+
+from megatron_flashckpt.layout.reshard import (
+    Box,
+    Overlap,
+    Region,
+    Run,
+    blocks,
+    intersection,
+    overlap,
+    regions,
+)
+
+Shape = tuple[int, ...]
+
+
+def numbered(global_shape: Shape) -> np.ndarray:
+    return np.arange(math.prod(global_shape)).reshape(global_shape)
+
+
+def elements(run: Run, tensor: np.ndarray) -> np.ndarray:
+    """Return the numbers of the elements of `run`, in its order."""
+    box = tensor[tuple(slice(a, a + n) for a, n in zip(run.offset, run.shape, strict=True))]
+    return box.reshape(-1)[run.start : run.end]
+
+
+@st.composite
+def boxes(draw: st.DrawFn, global_shape: Shape) -> Box:
+    offset = tuple(draw(st.integers(0, size)) for size in global_shape)
+    shape = tuple(
+        draw(st.integers(0, size - low)) for size, low in zip(global_shape, offset, strict=True)
+    )
+    return offset, shape
+
+
+@st.composite
+def runs(draw: st.DrawFn, global_shape: Shape) -> Run:
+    offset, shape = draw(boxes(global_shape))
+    start = draw(st.integers(0, math.prod(shape)))
+    return Run(offset, shape, start, draw(st.integers(start, math.prod(shape))))
+
+
+global_shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+pairs = global_shapes.flatmap(lambda shape: st.tuples(st.just(shape), runs(shape), runs(shape)))
+
+
+# ---------------------------------------------------------------------- a range is a few boxes
+
+
+@given(global_shapes.flatmap(runs))
+def test_a_range_is_at_most_twice_its_axes_less_one_disjoint_boxes(run):
+    tensor = numbered(run.shape)
+    found = list(blocks(run.shape, run.start, run.end))
+    assert len(found) <= max(2 * len(run.shape) - 1, 1)
+    assert all(math.prod(shape) for _, shape in found)
+    inside = [elements(Run(*block, 0, math.prod(block[1])), tensor) for block in found]
+    # In order and without repetition: disjoint, and the whole range.
+    assert [n for part in inside for n in part.tolist()] == list(range(run.start, run.end))
+
+
+def test_the_worst_range_takes_that_many_boxes():
+    assert len(list(blocks((3, 3, 3, 3), 1, 80))) == 7
+
+
+@given(st.data(), global_shapes)
+def test_boxes_intersect_in_the_box_of_what_is_in_both(data, global_shape):
+    one, other = data.draw(boxes(global_shape)), data.draw(boxes(global_shape))
+    tensor = numbered(global_shape)
+    found = intersection(one, other)
+    both = np.intersect1d(*(elements(Run(*b, 0, math.prod(b[1])), tensor) for b in (one, other)))
+    assert (found is None) == (both.size == 0)
+    if found is not None:
+        np.testing.assert_array_equal(elements(Run(*found, 0, math.prod(found[1])), tensor), both)
+
+
+# ---------------------------------------------------------------------- two runs
+
+
+def copied(source: np.ndarray, target: np.ndarray, region: Region) -> None:
+    """Carry out one region, bounds checked."""
+    there = _view(source, region.shape, region.source_start, region.source_strides)
+    _view(target, region.shape, region.target_start, region.target_strides)[...] += there + 1
+
+
+def _view(flat: np.ndarray, shape: Shape, start: int, strides: Shape) -> np.ndarray:
+    last = start + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    assert 0 <= start <= last < flat.size
+    steps = [step * flat.itemsize for step in strides]
+    return as_strided(flat[start:], shape, steps)
+
+
+@given(pairs)
+def test_regions_copy_the_common_elements_each_once_and_nothing_else(pair):
+    global_shape, stored, wanted = pair
+    tensor = numbered(global_shape)
+    source = elements(stored, tensor)
+    # Additions start at zero, so an element that is copied twice is a wrong number.
+    target = np.zeros(wanted.end - wanted.start, dtype=np.int64)
+    for region in regions(stored, wanted):
+        copied(source.copy(), target, region)
+    expected = elements(wanted, tensor)
+    np.testing.assert_array_equal(target, np.where(np.isin(expected, source), expected + 1, 0))
+
+
+@given(pairs)
+def test_overlap_is_how_many_elements_are_common_and_between_which_they_lie(pair):
+    global_shape, stored, wanted = pair
+    tensor = numbered(global_shape)
+    is_wanted = np.isin(elements(stored, tensor), elements(wanted, tensor))
+    found = overlap(stored, wanted)
+    assert found.numel == is_wanted.sum()
+    if found.numel:
+        (places,) = np.nonzero(is_wanted)
+        assert (found.low, found.high) == (
+            stored.start + places[0],
+            stored.start + places[-1] + 1,
+        )
+
+
+@given(pairs)
+def test_what_lies_without_a_gap_on_both_sides_is_one_region(pair):
+    global_shape, stored, wanted = pair
+    tensor = numbered(global_shape)
+    source, target = elements(stored, tensor), elements(wanted, tensor)
+    (there,), (here,) = np.nonzero(np.isin(source, target)), np.nonzero(np.isin(target, source))
+    if not there.size or np.ptp(there) >= there.size or np.ptp(here) >= here.size:
+        return
+    assert regions(stored, wanted) == [
+        Region((there.size,), int(there[0]), (1,), int(here[0]), (1,))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "found"),
+    [
+        pytest.param(
+            Run((0, 0), (4, 6), 3, 20),
+            Run((0, 0), (4, 6), 5, 24),
+            Region((15,), 2, (1,), 0, (1,)),
+            id="another range of the same box",
+        ),
+        pytest.param(
+            Run((0, 0), (8, 6), 0, 48),
+            Run((4, 0), (4, 6), 0, 24),
+            Region((24,), 24, (1,), 0, (1,)),
+            id="rows of a matrix",
+        ),
+        pytest.param(
+            Run((0, 0), (8, 6), 1, 47),
+            Run((4, 0), (4, 6), 2, 24),
+            Region((21,), 25, (1,), 0, (1,)),
+            id="rows of a matrix, cut within rows on both sides",
+        ),
+        pytest.param(
+            Run((3, 0, 0), (1, 8, 6), 0, 48),
+            Run((3, 2, 0), (1, 2, 6), 0, 12),
+            Region((12,), 12, (1,), 0, (1,)),
+            id="rows of one layer of a stack",
+        ),
+        pytest.param(
+            Run((0, 0), (4, 6), 0, 24),
+            Run((0, 2), (4, 3), 0, 12),
+            Region((4, 3), 2, (6, 1), 0, (3, 1)),
+            id="columns",
+        ),
+        pytest.param(
+            Run((0, 0, 0), (2, 4, 6), 0, 48),
+            Run((0, 0, 2), (2, 4, 3), 0, 24),
+            Region((8, 3), 2, (6, 1), 0, (3, 1)),
+            id="columns of all layers: two axes, not three",
+        ),
+        pytest.param(
+            Run((), (), 0, 1), Run((), (), 0, 1), Region((1,), 0, (1,), 0, (1,)), id="a scalar"
+        ),
+    ],
+)
+def test_a_region_has_no_more_axes_than_it_needs(stored, wanted, found):
+    assert regions(stored, wanted) == [found]
+
+
+def test_the_hull_of_columns_begins_and_ends_with_a_wanted_element():
+    assert overlap(Run((0, 0), (4, 6), 0, 24), Run((0, 2), (4, 3), 0, 12)) == Overlap(12, 2, 23)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(Run((2, 0), (2, 6), 0, 12), id="other box"),
+        pytest.param(Run((0, 0), (2, 6), 7, 12), id="other range"),
+        pytest.param(Run((0, 0), (2, 6), 3, 3), id="nothing of it"),
+        pytest.param(Run((0, 3), (2, 0), 0, 0), id="a box of no elements"),
+    ],
+)
+def test_runs_of_other_elements_have_nothing_in_common(wanted):
+    stored = Run((0, 0), (2, 6), 0, 7)
+    assert regions(stored, wanted) == []
+    assert overlap(stored, wanted).numel == 0
