@@ -63,8 +63,8 @@ def is_legacy(directory: Path) -> bool:
     return next(directory.glob(f"mp_rank_*/{MODEL_FILE}"), None) is not None
 
 
-def open_legacy(directory: Path, options: Options) -> Contents:
-    """Return the checkpoint in `directory` (`iter_0000100` or `release`).
+def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
+    """Return the checkpoint in `directory` (`iter_0000100`, or `release`: iteration 0).
 
     Raises:
         NotCommittedError: it is not in this format.
@@ -83,17 +83,21 @@ def open_legacy(directory: Path, options: Options) -> Contents:
             parts += found.parts
             saved.append(found.hyper_parameters)
         optimizer = hyper_parameters.merge(saved)
-    return contents_of(directory, ranks, parts, optimizer)
+    return contents_of(directory, iteration, ranks, parts, optimizer)
 
 
 def contents_of(
-    directory: Path, ranks: list[RankFiles], parts: list[Part], optimizer: Any
+    directory: Path,
+    iteration: int,
+    ranks: list[RankFiles],
+    parts: list[Part],
+    optimizer: list[dict[str, Any]] | None,
 ) -> Contents:
     """Return the contents whose tensors are `parts` and whose side state is that of `ranks`."""
     first = ranks[0].state
     return Contents(
         place=str(directory),
-        iteration=int(first.get("iteration") or 0),
+        iteration=iteration,
         common={name: first[name] for name in _COMMON if name in first},
         tensors=global_tensors(parts),
         optimizer=optimizer,

@@ -59,6 +59,9 @@ def distributed(
         )
     parts: list[Part] = []
     for chunks, state in zip(subs, states, strict=True):
+        if state is None:
+            # Dense state is in the files of the first replica's ranks only.
+            continue
         if not state.get("buckets_coalesced"):
             raise UnsupportedError(
                 f"{place}: in the layout of before February 2024; let Megatron itself convert it "

@@ -12,6 +12,16 @@ from megatron_flashckpt.convert.contents import GlobalTensor, read_region
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.geometry import Geometry, Run
 
+ByKey = dict[str, GlobalTensor]
+
+
+def by_kind(tensors: Iterable[GlobalTensor]) -> dict[str, ByKey]:
+    """Return the tensors by kind and key."""
+    found: dict[str, ByKey] = defaultdict(dict)
+    for tensor in tensors:
+        found[tensor.kind][tensor.key] = tensor
+    return dict(found)
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:

@@ -52,4 +52,6 @@ class RankModel:
     tp: int
     pp: int
     ep: int
+    first_replica: bool
+    """Whether the first data-parallel replica of the dense parameters is here."""
     chunks: tuple[Chunk, ...]

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm import te_names
+from megatron_flashckpt.megatron_lm import parallel, te_names
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry
 from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
@@ -78,7 +78,8 @@ def rank_models(args: Any) -> list[RankModel]:
     for rank in range(world_size):
         with _fake_rank(args, rank, world_size) as place:
             if place not in found:
-                found[place] = RankModel(*place, _chunks(args))
+                first_replica = parallel.data_parallel()[1] == 0
+                found[place] = RankModel(*place, first_replica, _chunks(args))
     return [found[place] for place in sorted(found)]
 
 

@@ -1,0 +1,115 @@
+"""Write Megatron's legacy format, for the parallel layout that the checkpoint's args name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.convert import buckets, to_legacy_optimizer
+from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.destination import (
+    checkpoint_directory,
+    move_tracker,
+    new_directory,
+)
+from megatron_flashckpt.convert.legacy import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    chunk_key,
+    rank_directory,
+)
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.parts import ByKey, by_kind, local_tensor
+from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
+from megatron_flashckpt.megatron_lm.local_model import Chunk, RankModel
+from megatron_flashckpt.megatron_lm.rebuild import rank_models
+
+
+def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
+    """Write `contents` as an iteration of `root`; return its directory.
+
+    Needs memory for the files of one model-parallel rank.
+
+    Raises:
+        ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
+        UnsupportedError: the model cannot be rebuilt from the args.
+        MissingStateError: the model of the args has other tensors than `contents`.
+    """
+    models = rank_models(contents.args)
+    tensors = by_kind(contents.tensors)
+    _refuse_another_model(contents, models, tensors)
+    experts = buckets.has_experts(models)
+    args = copy.copy(contents.args)
+    vars(args).update(ckpt_format="torch", use_dist_ckpt=False)
+    directory = checkpoint_directory(root, contents.iteration)
+    with new_directory(directory, overwrite=options.overwrite) as fresh:
+        for model in models:
+            place = fresh / rank_directory(model, contents.args)
+            place.mkdir()
+            state = {
+                **contents.common,
+                "args": args,
+                "iteration": contents.iteration,
+                **{
+                    chunk_key(model, number): _chunk_state(chunk, tensors, contents.objects)
+                    for number, chunk in enumerate(model.chunks)
+                },
+            }
+            rng = contents.rng.get((model.pp, model.tp))
+            if rng:
+                state["rng_state"] = rng
+            if contents.optimizer is not None:
+                written = to_legacy_optimizer.of_rank(model, contents, tensors, experts=experts)
+                state["optimizer"] = written.state
+                if written.buffers is not None:
+                    torch.save(written.buffers, place / OPTIMIZER_FILE)
+            torch.save(state, place / MODEL_FILE)
+    move_tracker(root, contents.iteration)
+    return directory
+
+
+def _chunk_state(
+    chunk: Chunk, tensors: dict[str, ByKey], objects: dict[str, Any]
+) -> dict[str, Any]:
+    held = {
+        it.name: local_tensor(it.geometry, it.numel, tensors[kind]).view(it.shape)
+        for kind, of_kind in ((WEIGHT, chunk.parameters), (BUFFER, chunk.buffers))
+        for it in of_kind
+    }
+    keys = dict(chunk.objects)
+    return {
+        name: held[name] if name in held else objects.get(keys.get(name, ""))
+        for name in chunk.state_names
+    }
+
+
+def _refuse_another_model(
+    contents: Contents, models: list[RankModel], tensors: dict[str, ByKey]
+) -> None:
+    known = {
+        key: tensor.shape
+        for kind in (WEIGHT, BUFFER)
+        for key, tensor in tensors.get(kind, {}).items()
+    }
+    wanted: dict[str, tuple[int, ...]] = {}
+    resizable = set()
+    for model in models:
+        for chunk in model.chunks:
+            for it in (*chunk.parameters, *chunk.buffers):
+                wanted |= {run.key: run.global_shape for run in it.geometry.runs}
+                resizable |= {run.key for run in it.geometry.runs if it.geometry.resizable}
+    problems = [
+        f"{key} is {known.get(key, 'not there')}, by the args {wanted.get(key, 'not there')}"
+        for key in sorted(known.keys() | wanted.keys())
+        if known.get(key) != wanted.get(key)
+        and not (key in resizable and key in known and known[key][1:] == wanted[key][1:])
+    ]
+    if problems:
+        raise MissingStateError(
+            f"{contents.place}: holds another model than the GPT that its args describe: "
+            f"{'; '.join(problems)}; convert to torch_dist, which needs no model"
+        )

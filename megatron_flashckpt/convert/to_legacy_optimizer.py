@@ -1,0 +1,186 @@
+"""The optimizer state of one rank, as Megatron's legacy files hold it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.convert import buckets
+from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.legacy_optimizer import group_class, grouped
+from megatron_flashckpt.convert.parts import ByKey, local_tensor
+from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
+from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
+
+_Chunks = list[tuple[int, list[LocalTensor]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What goes into the files of one rank."""
+
+    state: Any
+    """`optimizer` of the rank's state dict."""
+    buffers: Any
+    """Contents of `distrib_optim.pt`; None: no such file."""
+
+
+def of_rank(
+    model: RankModel, contents: Contents, tensors: dict[str, ByKey], *, experts: bool
+) -> Written:
+    """Return the state of the optimizers of a rank.
+
+    Raises:
+        MissingStateError: masters or moments of a parameter are missing; all are named.
+    """
+    subs = buckets.sub_optimizers(model, contents.args, experts=experts)
+    saved = _saved(contents, len(subs), experts=experts)
+    if not getattr(contents.args, "use_distributed_optimizer", False):
+        _refuse_incomplete(contents, subs, tensors, ())
+        states = [
+            _plain(chunks, each, contents.args, tensors)
+            for chunks, each in zip(subs, saved, strict=True)
+        ]
+        return Written(_listed(states), None)
+    _refuse_incomplete(contents, subs, tensors, ("exp_avg", "exp_avg_sq"))
+    held = [
+        # As Megatron does: dense state is in the files of the first replica's ranks only.
+        None
+        if not model.first_replica and not (experts and number == len(subs) - 1)
+        else _buffers(model, contents.args, chunks, tensors)
+        for number, chunks in enumerate(subs)
+    ]
+    return Written(_listed([_without_tensors(each) for each in saved]), _listed(held))
+
+
+def _listed(states: list[Any]) -> Any:
+    """Return the state of a single sub-optimizer as it is, as Megatron does."""
+    return states[0] if len(states) == 1 else states
+
+
+def _saved(contents: Contents, count: int, *, experts: bool) -> list[dict[str, Any]]:
+    """Return groups, step and scaler of each of `count` sub-optimizers."""
+    found = []
+    for number in range(count):
+        wanted = experts and number == count - 1
+        entries = [
+            ({**entry, "param_groups": groups})
+            for entry in contents.optimizer or []
+            if (groups := [g for g in entry["param_groups"] if _is_expert(g) == wanted])
+        ]
+        if not entries:
+            raise MissingStateError(
+                f"{contents.place}: has no param groups of "
+                f"{'expert' if wanted else 'dense'} parameters, which the layout of its args needs"
+            )
+        groups = [group for entry in entries for group in entry["param_groups"]]
+        found.append({**entries[0], "param_groups": groups})
+    return found
+
+
+def _is_expert(group: dict[str, Any]) -> bool:
+    return bool(group.get("is_expert_parallel", False))
+
+
+def _refuse_incomplete(
+    contents: Contents,
+    subs: Sequence[_Chunks],
+    tensors: dict[str, ByKey],
+    states: tuple[str, ...],
+) -> None:
+    lost = []
+    keys = {
+        run.key
+        for chunks in subs
+        for _, parameters in chunks
+        for parameter in parameters
+        for run in parameter.geometry.runs
+    }
+    for key in sorted(keys):
+        kinds = (MASTER, *states) if tensors[WEIGHT][key].dtype.itemsize == 2 else states
+        lost += [f"{kind}/{key}" for kind in kinds if key not in tensors.get(kind, {})]
+    if lost:
+        raise MissingStateError(
+            f"{contents.place}: has no {', '.join(lost)}; convert the weights alone with "
+            "--weights-only"
+        )
+
+
+def _without_tensors(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return what the distributed optimizer keeps in the state dict; its groups have the step."""
+    step = saved["step"]
+    groups = [
+        group if step is None else {**group, "step": int(step)} for group in saved["param_groups"]
+    ]
+    return _with_scaler({"optimizer": {"param_groups": groups}}, saved)
+
+
+def _with_scaler(state: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    if saved["grad_scaler"] is not None:
+        state["grad_scaler"] = saved["grad_scaler"]
+    return state
+
+
+def _buffers(
+    model: RankModel, args: Any, chunks: _Chunks, tensors: dict[str, ByKey]
+) -> dict[Any, Any]:
+    dtypes = {
+        (number, parameter.name): tensors[WEIGHT][parameter.geometry.runs[0].key].dtype
+        for number, parameters in chunks
+        for parameter in parameters
+    }
+    found: dict[Any, Any] = {"buckets_coalesced": True}
+    layout = buckets.buffers(model, args, chunks, dtypes, buckets.ALIGNMENTS[0])
+    for number, buffer in enumerate(layout):
+        in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
+        grad_dtype = torch.float32 if in_fp32 else buffer.dtype
+        own = WEIGHT if buffer.dtype == torch.float32 else MASTER
+        held: dict[str, Any] = {}
+        for name, kind in (("param", own), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            flat = torch.zeros(buffer.numel, dtype=torch.float32)
+            for at in buffer.places:
+                start = buffer.coalesced_start(at)
+                local = local_tensor(at.parameter.geometry, at.numel, tensors[kind])
+                flat[start : start + at.numel] = local
+            held[name] = flat
+        found[number] = {(buffer.dtype, grad_dtype): {**held, "numel_unpadded": buffer.numel}}
+    return found
+
+
+def _plain(
+    chunks: _Chunks, saved: dict[str, Any], args: Any, tensors: dict[str, ByKey]
+) -> dict[str, Any]:
+    """Return the state dict of an optimizer of whole parameters, by their index."""
+    states = [kind for kind in tensors if kind not in (WEIGHT, BUFFER, MASTER)]
+    members = grouped(chunks, args, [group_class(group, args) for group in saved["param_groups"]])
+    groups, masters, state = [], [], {}
+    for group, parameters in zip(saved["param_groups"], members, strict=True):
+        indices = range(len(state), len(state) + len(parameters))
+        groups.append({**group, "params": list(indices)})
+        masters.append(
+            [
+                _local(parameter, tensors[MASTER])
+                for _, parameter in parameters
+                if tensors[WEIGHT][parameter.geometry.runs[0].key].dtype.itemsize == 2
+            ]
+        )
+        for index, (_, parameter) in zip(indices, parameters, strict=True):
+            state[index] = {
+                kind: _local(parameter, tensors[kind])
+                for kind in states
+                if parameter.geometry.runs[0].key in tensors[kind]
+            }
+            if saved["step"] is not None:
+                state[index]["step"] = torch.tensor(saved["step"], dtype=torch.float32)
+    inner = {"state": state, "param_groups": groups}
+    if not (args.bf16 or args.fp16):
+        return inner
+    return _with_scaler({"optimizer": inner, "fp32_from_fp16_params": masters}, saved)
+
+
+def _local(parameter: LocalTensor, tensors: ByKey) -> torch.Tensor:
+    return local_tensor(parameter.geometry, parameter.numel, tensors).view(parameter.shape)
