@@ -20,13 +20,18 @@ import numpy.typing as npt
 
 from megatron_flashckpt.errors import LayoutError, MissingStateError
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.piece import Piece, Shape
+from megatron_flashckpt.layout.piece import RANK_STATE, Piece, Shape
 from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, placement_length
-from megatron_flashckpt.layout.reshard import Run, intersection, overlap
+from megatron_flashckpt.layout.reshard import Box, Run, intersection, overlap
 
 _Numbers = npt.NDArray[np.int64]
 _Name = tuple[str, str]
 """Kind and key."""
+_Variant = tuple[Shape, str]
+"""Global shape and element type."""
+_OLDER = "load an older iteration with --ckpt-step"
+#: The sum of two numbers below it fits into 64 bits.
+_LIMIT = 2**62
 
 
 class Read(NamedTuple):
@@ -78,30 +83,29 @@ def read_plan(
     Raises:
         MissingStateError: one message with every key that is absent, superfluous, of another shape
             or type, or only partly there.
-        LayoutError: the stored geometry contradicts itself.
+        LayoutError: something stored lies outside of its own box, tensor or file.
     """
-    stored = _stored(sources, {(piece.kind, piece.key) for piece in wanted})
+    stored = _stored(sources, {(piece.kind, piece.key) for piece in wanted}, place)
     problems = {f"{name}: in the checkpoint, not in the model": None for name in sorted(unwanted)}
     reads: dict[int, list[Read]] = defaultdict(list)
     padded = []
     for index, piece in enumerate(wanted):
-        columns = stored.get((piece.kind, piece.key))
-        problem = _misfit(piece, columns, index in resizable)
-        if columns is not None and problem is None:
-            numel = _stored_numel(piece, columns)
-            found = _fill(index, piece, columns)
-            if found is None or sum(part for _, part, _ in found) != numel:
-                problem = (
-                    f"elements {piece.start} to {piece.end} of the box at {piece.offset} are not "
-                    "there exactly once"
-                )
-            else:
-                for rank, _, read in found:
-                    reads[rank].append(read)
-            if numel < piece.numel:
-                padded.append(index)
-        if problem is not None:
-            problems[f"{piece.kind}/{piece.key}: {problem}"] = None
+        variants = stored.get((piece.kind, piece.key), {})
+        shape = _shape_to_read(piece, variants, index in resizable)
+        if shape is None:
+            problems[f"{piece.kind}/{piece.key}: {_difference(piece, variants)}"] = None
+            continue
+        numel = _numel_within(piece, shape)
+        if numel < piece.numel:
+            padded.append(index)
+        parts = _parts(index, piece, variants[shape, piece.dtype])
+        if sum(part.numel for part in parts) != numel or _any_overlap(parts):
+            problems[
+                f"{piece.kind}/{piece.key}: elements {piece.start} to {piece.end} of the box at "
+                f"{piece.offset} are not there exactly once"
+            ] = None
+        for part in parts:
+            reads[part.rank].append(part.read)
     if problems:
         raise MissingStateError(
             f"{place} does not hold what this model needs ({len(problems)} differences):\n  "
@@ -138,9 +142,6 @@ def stored_items(sources: Iterable[Source]) -> Iterable[TemplateItem]:
 class _Columns:
     """All stored runs of one tensor: row `i` of every column is run `i`."""
 
-    variants: frozenset[tuple[Shape, str]]
-    """Every global shape and type that it has on some rank. Side state differs in length from rank
-    to rank; of a tensor of the model there is one, or no whole one."""
     offset: _Numbers
     shape: _Numbers
     start: _Numbers
@@ -153,77 +154,126 @@ class _Columns:
         return Run(tuple(offset), tuple(shape), int(self.start[row]), int(self.end[row]))
 
 
-def _stored(sources: Iterable[Source], names: set[_Name]) -> dict[_Name, _Columns]:
-    """Return the columns of the tensors `names`, as far as they are stored."""
+def _stored(
+    sources: Iterable[Source], names: set[_Name], place: str
+) -> dict[_Name, dict[_Variant, _Columns]]:
+    """Return the columns of the tensors `names`, as far as they are stored, by shape and type.
+
+    Side state has another length, so another global shape, on every rank. Of a tensor of the model
+    there is one variant, unless ranks contradict each other.
+    """
     sharing: dict[int, list[Source]] = defaultdict(list)
     for source in sources:
         sharing[id(source.template)].append(source)
-    parts: dict[_Name, list[tuple[_Numbers, ...]]] = defaultdict(list)
-    variants: dict[_Name, dict[tuple[Shape, str], None]] = defaultdict(dict)
+    found: dict[_Name, dict[_Variant, list[_Columns]]] = defaultdict(lambda: defaultdict(list))
     for users in sharing.values():
         items = users[0].template.items
-        numbers = _placements(users, placement_length(items))
+        numbers = _placements(users, placement_length(items), place)
         ranks = np.array([user.rank for user in users], dtype=np.int64)
         position = 0
         for item in items:
             low, position = position, position + len(item.shape) + 1
-            name = (item.kind, item.key)
-            if name not in names:
-                continue
-            if len(item.shape) != len(item.global_shape):
-                raise LayoutError(f"{item.kind}/{item.key}: box and tensor differ in axes")
-            variants[name][item.global_shape, item.dtype] = None
-            start = numbers[:, position - 1]
-            rows = len(users)
-            shape = np.broadcast_to(np.array(item.shape, np.int64), (rows, len(item.shape)))
-            offset = numbers[:, low : position - 1]
-            byte_offset = np.full(rows, item.byte_offset)
-            parts[name].append((offset, shape, start, start + item.numel, byte_offset, ranks))
-    found = {}
-    for name, said in variants.items():
-        if len({len(shape) for shape, _ in said}) > 1:
-            raise LayoutError(f"{name[0]}/{name[1]}: ranks do not agree how many axes it has")
-        columns = map(np.concatenate, zip(*parts[name], strict=True))
-        found[name] = _Columns(frozenset(said), *columns)
-    return found
+            if (item.kind, item.key) in names:
+                columns = _columns(item, numbers[:, low:position], ranks, place)
+                found[item.kind, item.key][item.global_shape, item.dtype].append(columns)
+    return {
+        name: {variant: _joined(parts) for variant, parts in variants.items()}
+        for name, variants in found.items()
+    }
 
 
-def _placements(users: list[Source], length: int) -> _Numbers:
+def _placements(users: list[Source], length: int, place: str) -> _Numbers:
     """Return the placements of ranks that share a template, one row per rank."""
     try:
         numbers = np.array([user.placement for user in users], dtype=np.int64)
         return numbers.reshape(len(users), length)
     except (ValueError, OverflowError) as error:
-        raise LayoutError(f"placements do not fit their template ({error})") from error
+        raise LayoutError(
+            f"{place}: placements do not fit their template ({error}); {_OLDER}"
+        ) from error
+
+
+def _columns(item: TemplateItem, placed: _Numbers, ranks: _Numbers, place: str) -> _Columns:
+    """Return the runs that `item` is on `ranks`, given their boxes' offsets and ranges' starts."""
+    problem = f"{item.kind}/{item.key} lies outside of its box, tensor or file"
+    if not _possible(item):
+        raise LayoutError(f"{place}: {problem} on rank {ranks[0]}; {_OLDER}")
+    shape = np.array(item.shape, np.int64)
+    offset, start = placed[:, :-1], placed[:, -1]
+    room = np.array(item.global_shape, np.int64) - shape
+    outside = ((offset < 0) | (offset > room)).any(axis=1)
+    outside |= (start < 0) | (start > math.prod(item.shape) - item.numel)
+    if outside.any():
+        raise LayoutError(f"{place}: {problem} on rank {ranks[outside][0]}; {_OLDER}")
+    rows = len(ranks)
+    return _Columns(
+        offset,
+        np.broadcast_to(shape, (rows, len(item.shape))),
+        start,
+        start + item.numel,
+        np.full(rows, item.byte_offset, np.int64),
+        ranks,
+    )
+
+
+def _possible(item: TemplateItem) -> bool:
+    """Return whether `item` can lie anywhere, and be counted in 64 bits."""
+    return (
+        len(item.shape) == len(item.global_shape)
+        and all(
+            0 <= n <= size < _LIMIT for n, size in zip(item.shape, item.global_shape, strict=True)
+        )
+        and 0 <= item.numel <= math.prod(item.shape) < _LIMIT
+        and 0 <= item.byte_offset < _LIMIT
+    )
+
+
+def _joined(parts: list[_Columns]) -> _Columns:
+    fields = [field.name for field in dataclasses.fields(_Columns)]
+    return _Columns(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
 
 
 # ---------------------------------------------------------------------- one wanted piece
 
 
-def _misfit(piece: Piece, columns: _Columns | None, resizable: bool) -> str | None:
-    """Return why nothing stored can fill `piece`, whatever its cut; None if something may."""
-    if columns is None:
+def _shape_to_read(
+    piece: Piece, variants: dict[_Variant, _Columns], resizable: bool
+) -> Shape | None:
+    """Return the global shape in which `piece` is stored; None if what is stored is not like it."""
+    if piece.kind != RANK_STATE and len(variants) > 1:
+        return None
+    if (piece.global_shape, piece.dtype) in variants:
+        return piece.global_shape
+    for shape, dtype in variants:
+        if resizable and dtype == piece.dtype and len(shape) == len(piece.shape):
+            return shape
+    return None
+
+
+def _difference(piece: Piece, variants: Iterable[_Variant]) -> str:
+    found = ", ".join(f"{shape} {dtype}" for shape, dtype in sorted(variants))
+    if not found:
         return f"not in the checkpoint; the model has shape {piece.global_shape}"
-    if (piece.global_shape, piece.dtype) in columns.variants:
-        return None
-    ((shape, dtype), *others) = columns.variants
-    if resizable and not others and dtype == piece.dtype and len(shape) == len(piece.shape):
-        return None
-    found = ", ".join(f"{shape} {dtype}" for shape, dtype in sorted(columns.variants))
     return f"{found} in the checkpoint, {piece.global_shape} {piece.dtype} in the model"
 
 
-def _stored_numel(piece: Piece, columns: _Columns) -> int:
-    """Return how many elements of `piece` lie in the stored tensor, whose shape may differ."""
-    if (piece.global_shape, piece.dtype) in columns.variants:
+def _numel_within(piece: Piece, shape: Shape) -> int:
+    """Return how many elements of `piece` lie in a tensor of `shape`."""
+    if shape == piece.global_shape:
         return piece.numel
-    ((shape, _),) = columns.variants
-    whole = Run((0,) * len(shape), shape, 0, math.prod(shape))
-    return overlap(whole, Run.of(piece)).numel
+    return overlap(Run((0,) * len(shape), shape, 0, math.prod(shape)), Run.of(piece)).numel
 
 
-def _fill(index: int, piece: Piece, columns: _Columns) -> list[tuple[int, int, Read]] | None:
-    """Return `(source rank, elements, read)` of all runs that meet `piece`; None if two overlap."""
+class _Part(NamedTuple):
+    """What one stored run has of a wanted piece."""
+
+    rank: int
+    numel: int
+    read: Read
+
+
+def _parts(index: int, piece: Piece, columns: _Columns) -> list[_Part]:
+    """Return what there is of `piece`, the wanted one at position `index`."""
     wanted = Run.of(piece)
     size = itemsize(piece.dtype)
     offset, shape = np.array(piece.offset, np.int64), np.array(piece.shape, np.int64)
@@ -234,31 +284,28 @@ def _fill(index: int, piece: Piece, columns: _Columns) -> list[tuple[int, int, R
     same = ((columns.offset == offset) & (columns.shape == shape)).all(axis=1)
     meets &= ~same | ((columns.start < piece.end) & (columns.end > piece.start))
     found = []
-    runs = []
     for row in np.flatnonzero(meets).tolist():
         run = columns.run(row)
         common = overlap(run, wanted)
-        if not common.numel:
-            continue
-        runs.append(run)
-        read = Read(
-            int(columns.byte_offset[row]) + (common.low - run.start) * size,
-            (common.high - common.low) * size,
-            index,
-            run._replace(start=common.low, end=common.high),
-        )
-        found.append((int(columns.rank[row]), common.numel, read))
-    return None if _any_overlap(runs) else found
+        if common.numel:
+            read = Read(
+                int(columns.byte_offset[row]) + (common.low - run.start) * size,
+                (common.high - common.low) * size,
+                index,
+                run._replace(start=common.low, end=common.high),
+            )
+            found.append(_Part(int(columns.rank[row]), common.numel, read))
+    return found
 
 
-def _any_overlap(runs: list[Run]) -> bool:
-    """Return whether an element is in two of `runs`."""
-    boxes: dict[tuple[Shape, Shape], list[tuple[int, int]]] = defaultdict(list)
-    for run in runs:
+def _any_overlap(parts: list[_Part]) -> bool:
+    """Return whether an element may be in two of `parts`. Boxes of a tensor never overlap."""
+    boxes: dict[Box, list[tuple[int, int]]] = defaultdict(list)
+    for part in parts:
+        run = part.read.stored
         boxes[run.offset, run.shape].append((run.start, run.end))
     for ranges in boxes.values():
         ranges.sort()
         if any(after[0] < before[1] for before, after in itertools.pairwise(ranges)):
             return True
-    distinct = sorted(boxes)
-    return any(intersection(*pair) is not None for pair in itertools.combinations(distinct, 2))
+    return any(intersection(*pair) is not None for pair in itertools.combinations(boxes, 2))

@@ -8,8 +8,9 @@ import msgspec
 from hypothesis import strategies as st
 
 from megatron_flashckpt.layout.dtypes import ITEMSIZE
-from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.piece import Piece, Shape
 from megatron_flashckpt.layout.plan import Layout, PlanCache, order
+from megatron_flashckpt.layout.reshard import Box
 
 dtypes = st.sampled_from(sorted(ITEMSIZE))
 #: Model code chooses the keys, so anything goes: separators of the format, quotes, other scripts.
@@ -40,6 +41,22 @@ def pieces(draw: st.DrawFn, max_dims: int = 3, max_extent: int = 4) -> Piece:
         start,
         end,
     )
+
+
+@st.composite
+def tilings(draw: st.DrawFn, global_shape: Shape) -> list[Box]:
+    """Boxes that tile a tensor, cut one by one along any axis; some may be without elements."""
+    boxes: list[Box] = [((0,) * len(global_shape), global_shape)]
+    for _ in range(draw(st.integers(0, 6)) if global_shape else 0):
+        offset, extent = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(global_shape) - 1))
+        cut = draw(st.integers(0, extent[axis]))
+        first, second = list(extent), list(extent)
+        moved = list(offset)
+        first[axis], second[axis] = cut, extent[axis] - cut
+        moved[axis] += cut
+        boxes += [(offset, tuple(first)), (tuple(moved), tuple(second))]
+    return boxes
 
 
 def in_layout_order(unordered: list[Piece]) -> list[Piece]:

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.coverage import Source
 from megatron_flashckpt.layout.piece import Piece
-from tests.layout.strategies import in_layout_order, layout_of
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+from tests.layout.strategies import in_layout_order, layout_of, tilings
 
 
 def source(rank: int, pieces: list[Piece]) -> Source:
@@ -40,21 +38,11 @@ LAST = part((2, 4), (2, 2))
 
 
 @st.composite
-def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
-    """A tensor, cut into boxes by guillotine and each box into ranges."""
+def tiled(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
+    """A tensor, cut into boxes and each box into ranges."""
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
-    boxes: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 6)) if shape else 0):
-        offset, extent = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axis = draw(st.integers(0, len(shape) - 1))
-        cut = draw(st.integers(0, extent[axis]))
-        first, second = list(extent), list(extent)
-        moved = list(offset)
-        first[axis], second[axis] = cut, extent[axis] - cut
-        moved[axis] += cut
-        boxes += [(offset, tuple(first)), (tuple(moved), tuple(second))]
     pieces = []
-    for offset, extent in boxes:
+    for offset, extent in draw(tilings(shape)):
         volume = math.prod(extent)
         cuts = sorted(draw(st.lists(st.integers(0, volume), max_size=2)))
         for start, end in itertools.pairwise([0, *cuts, volume]):
@@ -62,13 +50,13 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Piece]]:
     return shape, draw(st.permutations(pieces))
 
 
-@given(tilings(), st.integers(1, 4))
+@given(tiled(), st.integers(1, 4))
 def test_whatever_tiles_a_tensor_is_complete_however_ranks_share_it(tiling, ranks):
     _, pieces = tiling
     assert problems(*(pieces[rank::ranks] for rank in range(ranks))) == []
 
 
-@given(tilings(), st.data())
+@given(tiled(), st.data())
 def test_a_lost_or_doubled_piece_is_always_found(tiling, data):
     _, pieces = tiling
     victim = data.draw(st.sampled_from([piece for piece in pieces if piece.numel]))
@@ -80,7 +68,7 @@ def test_a_lost_or_doubled_piece_is_always_found(tiling, data):
     assert "twice" in doubled
 
 
-@given(tilings(), st.data())
+@given(tiled(), st.data())
 def test_incomplete_is_what_counting_the_elements_says(tiling, data):
     shape, pieces = tiling
     index = data.draw(st.integers(0, len(pieces) - 1))
