@@ -278,6 +278,11 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
             if item.dtype not in ITEMSIZE or item.numel < 0
         }
     )
+    for name, items in manifest.templates.items():
+        widths = [ITEMSIZE[item.dtype] for item in items if item.dtype in ITEMSIZE]
+        # Or some tensor would not lie at a multiple of its element.
+        if widths != sorted(widths, reverse=True):
+            problems.append(f"template {name!r} does not begin with its widest elements")
     if problems:
         raise CorruptCheckpointError(
             f"{place}: {'; '.join(problems)}; load an older iteration with --ckpt-step"

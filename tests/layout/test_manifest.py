@@ -230,6 +230,13 @@ def test_a_key_index_out_of_range_is_corrupt(index):
         decode_manifest(forged.encode(), PLACE)
 
 
+def test_a_template_whose_elements_would_not_be_aligned_is_corrupt():
+    forged = Forged()
+    forged.items.reverse()
+    with pytest.raises(CorruptCheckpointError, match="does not begin with its widest elements"):
+        decode_manifest(forged.encode(), PLACE)
+
+
 @pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 0], [0, 2], [0, 1, 2]])
 def test_shards_that_are_not_those_of_all_ranks_in_order_are_corrupt(ranks):
     forged = Forged()
