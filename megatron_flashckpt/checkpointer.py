@@ -32,7 +32,7 @@ from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
 from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.restore.exchange import broadcast_object
+from megatron_flashckpt.restore.collectives import broadcast_object
 from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)

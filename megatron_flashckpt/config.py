@@ -77,7 +77,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Use the slots of a living agent when all ranks still have the newest checkpoint there."""
 
     read_threads: int = 2
-    """Chunks read and verified at the same time by one rank."""
+    """Chunks (16 MiB each) read and verified at the same time by one rank."""
+
+    read_memory_mib: int = 256
+    """Host memory that a load may use on one rank beside what it fills, MiB."""
+
+    share_reads: Literal["auto", "always", "never"] = "auto"
+    """Chunks that several data-parallel replicas need: one of them reads each and sends it to the
+    others (`always`), all read them (`never`), or whichever turns out to be faster (`auto`)."""
 
     replicated: Replicated = Replicated()
     agent: AgentConfig = AgentConfig()
@@ -86,6 +93,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name, value, least in (
             ("slots", self.slots, 2),
             ("read_threads", self.read_threads, 1),
+            ("read_memory_mib", self.read_memory_mib, 64),
             ("agent.persist_threads", self.agent.persist_threads, 1),
             ("agent.grace_s", self.agent.grace_s, 0),
             ("agent.start_timeout_s", self.agent.start_timeout_s, 0.1),

@@ -8,51 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from typing import Any, TypeVar
+import time
+from typing import Any
 
 import msgspec
 import torch
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.checkpointer import Checkpointer
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.layout.coverage import (
-    ReadPlan,
-    Source,
-    read_plan,
-    stored_items,
-    superfluous,
-)
+from megatron_flashckpt.layout.coverage import Source
 from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
-from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of
+from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, SavedJob, plan_load
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
-from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
-from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
+from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.restore.exchange import broadcast_object, exchange, gather_objects
-from megatron_flashckpt.restore.reader import read_all
-from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.restore.collectives import broadcast_object, gather_objects, together
+from megatron_flashckpt.restore.exchange import ROUND_NBYTES, exchange
+from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
+from megatron_flashckpt.restore.replicas import ReadReport, Sharing, read_with_replicas
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadRequest:
-    """What a load fills, and how strict it is. Equal on all ranks but for the model."""
-
-    chunks: list[Any]
-    optimizer: Any
-    """None: weights only."""
-    strict: bool
-    fill: bool = True
-    """False: only the side state is wanted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,52 +51,7 @@ class Loaded:
     """Param groups, steps and scaler as `hyper_parameters.load_hyper_parameters` takes them."""
     objects: dict[str, Any]
     """Extra states of modules by global name."""
-    read_nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sources:
-    """One checkpoint, wherever it is, as far as planning needs to know."""
-
-    place: str
-    sources: list[Source]
-    coordinates: list[Coordinates]
-
-    @property
-    def model_cut(self) -> tuple[int, int, int]:
-        """The tensor, pipeline and expert parallel sizes of the saving job."""
-        places = self.coordinates
-        return (
-            max(place.tp for place in places) + 1,
-            max(place.pp for place in places) + 1,
-            max(place.ep for place in places) + 1,
-        )
-
-    def twin(self, mine: Coordinates, model_cut: tuple[int, int, int]) -> int | None:
-        """Return the rank whose random state this one takes: the one that stood where it stands.
-
-        If the number of replicas has changed there may be none; then the first one with the same
-        part of the model, as Megatron takes it from the first replica. None: the tensor or pipeline
-        parallel size has changed, and then random states mean nothing.
-        """
-        if model_cut[:2] != self.model_cut[:2]:
-            return None
-        for part in (
-            lambda place: place,
-            lambda place: (place.tp, place.pp, place.ep),
-            lambda place: (place.tp, place.pp),
-        ):
-            for rank, place in enumerate(self.coordinates):
-                if part(place) == part(mine):
-                    return rank
-        return None
-
-    def representatives(self) -> list[int]:
-        """Return one rank per pipeline stage and expert rank: together they know all groups."""
-        first: dict[tuple[int, int], int] = {}
-        for rank, place in enumerate(self.coordinates):
-            first.setdefault((place.pp, place.ep), rank)
-        return list(first.values())
+    report: ReadReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,15 +102,18 @@ def load_from_memory(
     layouts = gather_objects(
         msgspec.msgpack.encode((meta.rank, meta.template.items, meta.placement, meta.coordinates))
     )
-    found = _Sources(place, [], [])
+    found = SavedJob(place, [], [])
     for encoded in layouts:
         theirs = msgspec.msgpack.decode(encoded, type=_Summary)
         found.sources.append(Source(theirs.rank, Template(theirs.items, 0, b""), theirs.placement))
         found.coordinates.append(theirs.coordinates)
-    planned = _plan(request, state, found, rank)
-    read_nbytes = exchange(own, rank, planned.plan, planned.targets)
+    planned = plan_load(request, state, found, rank)
+    started = time.perf_counter()
+    planned.zero_padding()
+    received = exchange(own, rank, planned.reads, planned.targets)
+    report = ReadReport(0, received, time.perf_counter() - started, 2 * ROUND_NBYTES)
     common = broadcast_object(meta.common if rank == 0 else None)
-    return _loaded(planned, offer.iteration, offer.save_id, "memory", common, place, read_nbytes)
+    return _loaded(planned, offer.iteration, offer.save_id, "memory", common, place, report)
 
 
 def load_from_storage(
@@ -183,7 +122,7 @@ def load_from_storage(
     rank: int,
     storage: Storage,
     iteration: int,
-    threads: int,
+    config: Config,
 ) -> Loaded:
     """Fill the model from a committed checkpoint. Collective.
 
@@ -197,19 +136,26 @@ def load_from_storage(
         together(lambda: read_manifest(storage, iteration) if rank == 0 else b"")
     )
     stored = together(lambda: StoredCheckpoint(storage, iteration, encoded))
-    found = _Sources(
+    found = SavedJob(
         stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
     )
-    planned = _plan(request, state, found, rank)
-    for index in planned.plan.padded:
-        planned.targets.zero(index)
-    read_nbytes = together(
-        lambda: read_all(stored, planned.plan, planned.pieces, planned.targets, threads)
-    )
+    planned = plan_load(request, state, found, rank)
+    planned.zero_padding()
+    report = together(lambda: _read(stored, planned, config))
     common = broadcast_object(together(lambda: stored.common() if rank == 0 else b""))
     return _loaded(
-        planned, iteration, stored.manifest.save_id, "storage", common, stored.place, read_nbytes
+        planned, iteration, stored.manifest.save_id, "storage", common, stored.place, report
     )
+
+
+def _read(stored: StoredCheckpoint, planned: LoadPlan, config: Config) -> ReadReport:
+    memory = config.read_memory_mib * 2**20
+    threads = max(1, min(config.read_threads, memory // 2 // CHUNK_NBYTES))
+    with ChunkReader(stored, threads) as reader:
+        group = parallel.data_parallel_group()
+        sharing = Sharing(group, config.share_reads, memory - reader.nbytes)
+        chunks = chunk_reads(planned.reads, planned.pieces)
+        return read_with_replicas(reader, chunks, planned.targets, sharing)
 
 
 class _Summary(msgspec.Struct, array_like=True):
@@ -221,80 +167,14 @@ class _Summary(msgspec.Struct, array_like=True):
     coordinates: Coordinates
 
 
-@dataclasses.dataclass(frozen=True)
-class _Planned:
-    plan: ReadPlan
-    pieces: list[Piece]
-    targets: Targets
-    twin: int | None
-    model_cut_changed: bool
-    rank_states: dict[int, torch.Tensor]
-    """By source rank."""
-
-
-def _plan(request: LoadRequest, state: ModelState, found: _Sources, rank: int) -> _Planned:
-    """Return the reads of this rank, coverage checked. Collective.
-
-    Raises:
-        MissingStateError: on every rank; lists all differences, nothing was overwritten.
-    """
-    optimizer_kinds = {
-        item.kind: torch_dtype(item.dtype)
-        for item in stored_items(found.sources)
-        if item.kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE)
-    }
-
-    def enumerate_wanted() -> list[LocalPiece]:
-        if not request.fill:
-            return []
-        return state.wanted(request.chunks, request.optimizer, optimizer_kinds)
-
-    wanted = together(enumerate_wanted)
-    kinds = {WEIGHT, BUFFER} if request.fill else set()
-    if request.fill and request.optimizer is not None:
-        kinds |= {MASTER, *optimizer_kinds}
-    unwanted = set.intersection(
-        *gather_objects(superfluous([local.piece for local in wanted], found.sources, kinds))
-    )
-    if not request.strict:
-        known = {(item.kind, item.key) for item in stored_items(found.sources)}
-        wanted = [local for local in wanted if (local.piece.kind, local.piece.key) in known]
-        unwanted = set()
-    cut = parallel.model_cut()
-    twin = found.twin(parallel.coordinates(), cut)
-    changed = cut != found.model_cut
-    needed = set() if twin is None else {twin}
-    if changed and rank == 0:
-        needed |= set(found.representatives())
-    rank_states = {source: piece for source in needed if (piece := _rank_state(found, source))}
-    framed = {source: _bytes_for(piece) for source, piece in rank_states.items()}
-    pieces = [local.piece for local in wanted] + list(rank_states.values())
-    tensors = [local.tensor for local in wanted] + list(framed.values())
-    resizable = {n for n, local in enumerate(wanted) if local.resizable}
-    plan = together(lambda: read_plan(pieces, found.sources, found.place, unwanted, resizable))
-    return _Planned(plan, pieces, Targets(pieces, tensors), twin, changed, framed)
-
-
-def _rank_state(found: _Sources, rank: int) -> Piece | None:
-    source = found.sources[rank]
-    for piece in pieces_of(source.template, source.placement):
-        if piece.kind == RANK_STATE:
-            return piece
-    return None
-
-
-def _bytes_for(piece: Piece) -> torch.Tensor:
-    return torch.empty(piece.nbytes, dtype=torch.uint8)
-
-
 def _loaded(
-    planned: _Planned,
+    planned: LoadPlan,
     iteration: int,
     save_id: str,
     source: str,
     common: bytes,
     place: str,
-    read_nbytes: int,
+    report: ReadReport,
 ) -> Loaded:
     def decode() -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
         return plain.decode(common, f"{place}/{common_name(save_id)}"), {
@@ -308,7 +188,7 @@ def _loaded(
         optimizer, objects = broadcast_object(_merged(list(rank_states.values())))
     else:
         optimizer, objects = (own["optimizer"], own["objects"]) if own else ([], {})
-    return Loaded(iteration, save_id, source, said, own, optimizer, objects, read_nbytes)
+    return Loaded(iteration, save_id, source, said, own, optimizer, objects, report)
 
 
 def _merged(rank_states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -328,25 +208,3 @@ def _verify_slot(own: torch.Tensor, offer: Offer) -> None:
                 f"slot of {iteration_dir(offer.iteration)}, chunk {chunk}: digest {found}, "
                 f"expected {expected}; host memory changed after it was written to storage"
             )
-
-
-def together(work: Callable[[], _T]) -> _T:
-    """Return `work()`, or raise on all ranks if it raised on any. Collective.
-
-    Raises:
-        FlashCkptError: the error of the lowest rank that has one, with its rank.
-    """
-    result: _T | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as failure:  # whatever it is: the other ranks are about to wait for us
-        error = failure
-    errors = gather_objects(None if error is None else (type(error).__name__, str(error)))
-    failed = [(rank, said) for rank, said in enumerate(errors) if said is not None]
-    if error is not None:
-        raise error
-    if failed:
-        rank, (kind, message) = failed[0]
-        raise FlashCkptError(f"rank {rank}: {kind}: {message}")
-    return result  # type: ignore[return-value]

@@ -13,20 +13,19 @@ import torch
 
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import (
     InMemory,
     Loaded,
-    LoadRequest,
     load_from_memory,
     load_from_storage,
     newest_in_memory,
-    together,
 )
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
-from megatron_flashckpt.restore.exchange import broadcast_object
+from megatron_flashckpt.restore.collectives import broadcast_object, together
 from megatron_flashckpt.session import session
 from megatron_flashckpt.storage.posix import PosixStorage
 
@@ -70,7 +69,7 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         _rank(),
         PosixStorage(load_dir),
         stored,
-        session.config.read_threads,
+        session.config,
     )
     return _go_on(call, margs, loaded, load_dir)
 
@@ -170,8 +169,19 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
         session.checkpointer(margs.save).link.client().adopt(loaded.save_id, loaded.iteration)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    around.announce_loaded(load_dir, iteration, loaded.source)
+    around.announce_loaded(load_dir, iteration, loaded.source, _said(loaded))
     return iteration, common["num_floating_point_operations_so_far"]
+
+
+def _said(loaded: Loaded) -> str:
+    report = loaded.report
+    moved = report.read_nbytes + report.received_nbytes
+    return (
+        f"rank 0 read {report.read_nbytes / 2**20:.1f} MiB and received "
+        f"{report.received_nbytes / 2**20:.1f} MiB from other ranks in {report.seconds:.2f} s "
+        f"({moved / 2**20 / max(report.seconds, 1e-9):.0f} MiB/s), with at most "
+        f"{report.memory_nbytes / 2**20:.0f} MiB of memory beside the model"
+    )
 
 
 def _check_and_take_args(margs: Any, saved: Any) -> None:

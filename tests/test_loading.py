@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_flashckpt.layout.manifest import Coordinates
-from megatron_flashckpt.loading import _Sources
+from megatron_flashckpt.load_plan import SavedJob
 
 #: TP1 PP2 DP2 EP2: expert ranks lie along the replicas.
 SAVED = [
@@ -29,4 +29,4 @@ SAVED = [
 def test_the_side_state_comes_from_the_same_place_or_the_first_with_the_same_part(
     mine: Coordinates, twin: int | None
 ) -> None:
-    assert _Sources("the checkpoint", [], SAVED).twin(mine, (1, 2, 2)) == twin
+    assert SavedJob("the checkpoint", [], SAVED).twin(mine, (1, 2, 2)) == twin

@@ -124,7 +124,7 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
         )
 
 
-def announce_loaded(root: str, iteration: int, source: str) -> None:
+def announce_loaded(root: str, iteration: int, source: str, cost: str) -> None:
     """Say what was loaded and from where, as stock does after a load."""
     from megatron.core import parallel_state
 
@@ -137,7 +137,7 @@ def announce_loaded(root: str, iteration: int, source: str) -> None:
         f"{parallel_state.get_pipeline_model_parallel_world_size()} ] "
         f"at iteration {iteration}"
     )
-    stock.print_rank_0(f"  flashckpt: iteration {iteration} was restored from {source}")
+    stock.print_rank_0(f"  flashckpt: iteration {iteration} was restored from {source}: {cost}")
     wandb = getattr(stock, "wandb_utils", None)
     if wandb is not None and _is_last_rank():
         wandb.on_load_checkpoint_success(f"{root}/{iteration_dir(iteration)}", root)

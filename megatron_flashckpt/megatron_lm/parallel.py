@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -14,6 +16,11 @@ def data_parallel() -> tuple[int, int]:
         parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         parallel_state.get_data_parallel_rank(with_context_parallel=True),
     )
+
+
+def data_parallel_group() -> Any:
+    """Return the group of the replicas of dense parameters, context parallel ones too."""
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def expert_data_parallel() -> tuple[int, int]:

@@ -58,6 +58,10 @@ class StoredCheckpoint:
             for shard in self.manifest.shards
         ]
 
+    def data_nbytes(self, rank: int) -> int:
+        """Return the length of the data section of a rank's shard."""
+        return self._templates[self.manifest.shards[rank].template].nbytes
+
     def common(self) -> bytes:
         """Return the contents of `common-<id>.pt`, verified."""
         name = names.common_name(self.manifest.save_id)

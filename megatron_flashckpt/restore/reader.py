@@ -136,7 +136,7 @@ class ChunkReader:
 def read_all(
     stored: StoredCheckpoint, plan: ReadPlan, wanted: list[Piece], sink: Sink, threads: int
 ) -> int:
-    """Carry out `plan`; return the bytes read.
+    """Carry out `plan`, this rank alone; return the bytes read.
 
     Raises:
         CorruptCheckpointError: names file, chunk, bytes and both digests.

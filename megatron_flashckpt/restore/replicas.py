@@ -1,0 +1,241 @@
+"""Replicas that need the same chunks read each of them once and send it on, if that is faster.
+
+Data-parallel replicas hold the same weights, so with many of them nearly all that is read is read
+again and again. Here every shared chunk has one reader among those that need it. The chunk is
+verified by its reader before it is sent.
+
+Which way is faster depends on the storage: from a local disk or the page cache all may as well read
+everything; a file system that the whole job shares is better asked once. `auto` measures both in
+the first round and then decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.restore.collectives import Group, gather_objects, together
+from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads, deliver
+from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
+
+#: Chunks per replica below which it is not worth finding out which way is faster.
+_WORTH_MEASURING = 4
+
+#: Bytes per pair of replicas and turn below which messages are too small to be fast.
+_LEAST_QUOTA = 256 * 1024
+
+_Chunk = tuple[int, int]
+"""Source rank, number of the chunk in its shard."""
+
+
+@dataclasses.dataclass
+class ReadReport:
+    """What a load from storage took on this rank."""
+
+    read_nbytes: int = 0
+    received_nbytes: int = 0
+    """Read by another replica and sent here."""
+    seconds: float = 0.0
+    memory_nbytes: int = 0
+    """The most that was held beside the tensors that were filled."""
+    shared: bool = False
+    """Whether replicas went on sharing after the first round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharing:
+    """The replicas of this rank and how they share."""
+
+    group: Group
+    mode: str
+    """`auto`, `always` or `never`; alike on all ranks."""
+    memory_nbytes: int
+    """For buffers, on each rank."""
+
+
+def read_with_replicas(
+    reader: ChunkReader, chunks: list[ChunkReads], targets: Targets, sharing: Sharing
+) -> ReadReport:
+    """Read `chunks` into `targets`. Collective over the replicas.
+
+    Raises:
+        FlashCkptError: on all replicas, if any of them could not read.
+    """
+    started = time.perf_counter()
+    report = ReadReport(memory_nbytes=reader.nbytes)
+
+    def fill(chunk: ChunkReads, data: memoryview) -> None:
+        deliver(chunk, data, targets)
+
+    if (
+        sharing.mode == "never"
+        or not dist.is_initialized()
+        or dist.get_world_size(sharing.group) < 2
+    ):
+        reader.read(chunks, fill)
+    else:
+        mine = {(chunk.rank, chunk.number): chunk for chunk in chunks}
+        needs = [set(theirs) for theirs in gather_objects(list(mine), sharing.group)]
+        readers = _readers(needs)
+        if sharing.mode == "auto" and max(map(len, needs)) < _WORTH_MEASURING:
+            readers = {}
+        alone = [chunk for key, chunk in mine.items() if key not in readers]
+        together(lambda: reader.read(alone, fill), sharing.group)
+        rest = _Rounds(reader, mine, needs, readers, targets, sharing, report).run()
+        together(lambda: reader.read([mine[key] for key in rest], fill), sharing.group)
+    report.read_nbytes = reader.read_nbytes
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _readers(needs: list[set[_Chunk]]) -> dict[_Chunk, int]:
+    """Return who reads each chunk that at least two replicas need: the loads are even."""
+    needed_by: dict[_Chunk, list[int]] = defaultdict(list)
+    for member, chunks in enumerate(needs):
+        for chunk in chunks:
+            needed_by[chunk].append(member)
+    load = [0] * len(needs)
+    readers = {}
+    for chunk, members in sorted(needed_by.items()):
+        if len(members) > 1:
+            reader = min(members, key=lambda member: (load[member], member))
+            readers[chunk] = reader
+            load[reader] += 1
+    return readers
+
+
+class _Rounds:
+    """In each round every replica reads a few of its chunks, then all exchange what they need."""
+
+    def __init__(
+        self,
+        reader: ChunkReader,
+        mine: dict[_Chunk, ChunkReads],
+        needs: list[set[_Chunk]],
+        readers: dict[_Chunk, int],
+        targets: Targets,
+        sharing: Sharing,
+        report: ReadReport,
+    ) -> None:
+        self._reader = reader
+        self._mine = mine
+        self._needs = needs
+        self._targets = targets
+        self._sharing = sharing
+        self._report = report
+        group = sharing.group
+        self._member, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._lists: list[list[_Chunk]] = [[] for _ in range(self._size)]
+        for chunk, member in readers.items():
+            self._lists[member].append(chunk)
+
+    def run(self) -> list[_Chunk]:
+        """Return the chunks that this rank needs and that were not shared after all."""
+        longest = max(map(len, self._lists))
+        if not longest:
+            return []
+        per_round = max(1, min(self._sharing.memory_nbytes // 3 // CHUNK_NBYTES, longest, 4))
+        buffer = torch.empty(per_round * CHUNK_NBYTES, dtype=torch.uint8)
+        # Beside the buffer: what is sent and what is received in one turn.
+        quota = (self._sharing.memory_nbytes - buffer.numel()) // 2 // self._size
+        quota = max(min(quota, buffer.numel()), _LEAST_QUOTA) // ALIGNMENT * ALIGNMENT
+        self._report.memory_nbytes += buffer.numel() + 2 * quota * self._size
+        for first in range(0, longest, per_round):
+            lists = [chunks[first : first + per_round] for chunks in self._lists]
+            read_s = self._read(lists[self._member], buffer)
+            sent_s = self._send(lists, buffer, quota)
+            rest = [chunks[first + per_round :] for chunks in self._lists]
+            if (
+                first == 0
+                and self._sharing.mode == "auto"
+                and not self._goes_on(lists, rest, read_s, sent_s)
+            ):
+                return [key for key in itertools.chain(*rest) if key in self._mine]
+        self._report.shared = True
+        return []
+
+    def _read(self, chunks: list[_Chunk], buffer: torch.Tensor) -> float:
+        """Read this rank's chunks of the round into `buffer`, and use them; return the seconds."""
+        started = time.perf_counter()
+        slots = {chunk: slot for slot, chunk in enumerate(chunks)}
+        view = buffer.numpy().data
+
+        def keep(chunk: ChunkReads, data: memoryview) -> None:
+            start = slots[chunk.rank, chunk.number] * CHUNK_NBYTES
+            view[start : start + data.nbytes] = data
+            deliver(chunk, data, self._targets)
+
+        work = [self._mine[chunk] for chunk in chunks]
+        together(lambda: self._reader.read(work, keep), self._sharing.group)
+        return time.perf_counter() - started
+
+    def _send(self, lists: list[list[_Chunk]], buffer: torch.Tensor, quota: int) -> float:
+        started = time.perf_counter()
+        outgoing = [self._stream(lists[self._member], peer) for peer in range(self._size)]
+        incoming = [self._stream(lists[peer], self._member, peer) for peer in range(self._size)]
+        coming = [[key for key in chunks if key in self._mine] for chunks in lists]
+
+        def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
+            self._report.received_nbytes += part.numel()
+            self._use(self._mine[coming[peer][which]], start, part)
+
+        turns = -(-buffer.numel() // quota)
+        transfer(
+            buffer,
+            outgoing,
+            incoming,
+            turns=turns,
+            quota=quota,
+            take=take,
+            group=self._sharing.group,
+        )
+        return time.perf_counter() - started
+
+    def _stream(self, chunks: list[_Chunk], receiver: int, sender: int | None = None) -> Stream:
+        """Return what of `chunks`, in their reader's buffer, goes to `receiver`."""
+        if receiver == (self._member if sender is None else sender):
+            return Stream([])
+        return Stream(
+            [
+                (slot * CHUNK_NBYTES, self._nbytes(chunk))
+                for slot, chunk in enumerate(chunks)
+                if chunk in self._needs[receiver]
+            ]
+        )
+
+    def _nbytes(self, chunk: _Chunk) -> int:
+        rank, number = chunk
+        return min(CHUNK_NBYTES, self._reader.stored.data_nbytes(rank) - number * CHUNK_NBYTES)
+
+    def _use(self, chunk: ChunkReads, start: int, part: torch.Tensor) -> None:
+        """Put a part of a chunk, which starts at byte `start` of it, where it is wanted."""
+        begin = chunk.number * CHUNK_NBYTES + start
+        for read in chunk.reads:
+            low = max(read.source_offset, begin)
+            high = min(read.source_offset + read.nbytes, begin + part.numel())
+            if low < high:
+                span = part[low - begin : high - begin]
+                self._targets.put_tensor(read, low - read.source_offset, span)
+
+    def _goes_on(
+        self,
+        lists: list[list[_Chunk]],
+        rest: list[list[_Chunk]],
+        read_s: float,
+        sent_s: float,
+    ) -> bool:
+        """Return whether sharing is the faster way for the rest; alike on all replicas."""
+        times = gather_objects((read_s, sent_s), self._sharing.group)
+        slowest_read, slowest_send = (max(each) for each in zip(*times, strict=True))
+        read_per_chunk = slowest_read / max(map(len, lists))
+        needed = max(sum(key in needs for key in itertools.chain(*rest)) for needs in self._needs)
+        moved = max(sum(key in needs for key in itertools.chain(*lists)) for needs in self._needs)
+        sharing = max(map(len, rest)) * read_per_chunk + needed * slowest_send / max(moved, 1)
+        return bool(sharing < needed * read_per_chunk)
