@@ -1,8 +1,8 @@
-"""The command line: look at a save directory, verify it, check the configuration.
+"""The command line: look at a save directory, verify it, convert it, check the configuration.
 
-Needs neither torch nor a GPU, and changes nothing. Results go to stdout, errors as one line to
-stderr. Exit status: 0 all is well; 1 damage was found, or what was asked for is not there; 2 wrong
-usage or configuration.
+Needs no GPU, and nothing but `convert` needs torch or writes anything. Results go to stdout, errors
+as one line to stderr. Exit status: 0 all is well; 1 damage was found, or what was asked for is not
+there; 2 wrong usage or configuration.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
-from rich.text import Text
 
 from megatron_flashckpt import __version__, inspection
 from megatron_flashckpt.config import load_config
+from megatron_flashckpt.console import (
+    add_row,
+    complain,
+    human_size,
+    new_table,
+    progress_bar,
+    say,
+)
+from megatron_flashckpt.convert import command as convert
 from megatron_flashckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -44,24 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args, out)
     except ConfigError as error:
-        return _complain(str(error), 2)
+        return complain(str(error), 2)
     except (FlashCkptError, OSError) as error:
-        return _complain(str(error), 1)
+        return complain(str(error), 1)
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
-    return status
-
-
-def _complain(message: str, status: int) -> int:
-    one_line = " ".join(line.strip() for line in message.splitlines())
-    err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
-    err.print(f"flashckpt: {printable(one_line, err.encoding)}")
+        return complain("interrupted", 130)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="flashckpt", description="Inspect and verify checkpoints of megatron_flashckpt."
+        prog="flashckpt", description="Inspect, verify and convert checkpoints of Megatron-LM jobs."
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -82,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--iteration", type=_iteration, metavar="N", help=chosen)
     which.add_argument("--all", action="store_true", help="all committed checkpoints of DIR")
     check.set_defaults(run=_verify)
+
+    convert.add_parser(commands, _iteration)
 
     config = commands.add_parser("config", help="settings").add_subparsers(
         required=True, metavar="COMMAND"
@@ -121,23 +122,23 @@ def _ls(args: argparse.Namespace, out: Console) -> int:
     tracker, tracked = inspection.tracker(storage), inspection.tracked_iteration(storage)
     named = tracker if tracked is None else iteration_dir(tracked)
     if found:
-        table = _table("", "iteration", "state", "ranks", "size", "layout", "remark")
+        table = new_table("", "iteration", "state", "ranks", "size", "layout", "remark")
         for one in found:
             marker = "*" if one.directory == named else ""
             number = one.directory if one.iteration is None else str(one.iteration)
             ranks = "" if one.ranks is None else str(one.ranks)
-            size = "" if one.nbytes is None else _size(one.nbytes)
-            _row(table, out, marker, number, one.state, ranks, size, one.layout, one.remark)
+            size = "" if one.nbytes is None else human_size(one.nbytes)
+            add_row(table, out, marker, number, one.state, ranks, size, one.layout, one.remark)
         out.print(table)
     else:
-        _say(out, f"{args.directory}: holds no checkpoints")
+        say(out, f"{args.directory}: holds no checkpoints")
     if tracker is None:
         if found:
-            _say(out, f"no {TRACKER}: a job would start from scratch")
+            say(out, f"no {TRACKER}: a job would start from scratch")
     elif named in {one.directory for one in found}:
-        _say(out, f"* named by {TRACKER}")
+        say(out, f"* named by {TRACKER}")
     else:
-        _say(out, f"{TRACKER} names {tracker!r}, which is not here")
+        say(out, f"{TRACKER} names {tracker!r}, which is not here")
     return 0
 
 
@@ -148,32 +149,34 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
         iteration = inspection.chosen_iteration(storage)
     summary = inspection.summary(inspection.open_checkpoint(storage, iteration))
     if args.json:
-        _say(out, json.dumps(msgspec.to_builtins(summary), indent=2))
+        say(out, json.dumps(msgspec.to_builtins(summary), indent=2))
         return 0
     facts = {
         "checkpoint": summary.place,
         "save": f"{summary.save_id}, format version {summary.version}",
         "tracker": "names it" if summary.tracked else "does not name it",
-        "size": f"{_size(summary.nbytes)} in {len(summary.files)} files",
+        "size": f"{human_size(summary.nbytes)} in {len(summary.files)} files",
         **{name: str(said) for name, said in summary.description.items() if said is not None},
     }
-    table = _table("", "")
+    table = new_table("", "")
     table.show_header = False
     for name, said in facts.items():
-        _row(table, out, name, said)
+        add_row(table, out, name, said)
     out.print(table)
     out.print()
-    table = _table("kind", "key", "dtype", "global shape", "size", "pieces")
+    table = new_table("kind", "key", "dtype", "global shape", "size", "pieces")
     for it in summary.tensors:
         shape = str(list(it.global_shape))
-        _row(table, out, it.kind, it.key, it.dtype, shape, _size(it.nbytes), str(it.pieces))
+        add_row(table, out, it.kind, it.key, it.dtype, shape, human_size(it.nbytes), str(it.pieces))
     out.print(table)
     out.print()
-    table = _table("rank", "at", "file", "size", "pieces")
+    table = new_table("rank", "at", "file", "size", "pieces")
     for file in summary.files:
         at = msgspec.structs.asdict(file.coordinates)
         place = " ".join(f"{name}{number}" for name, number in at.items())
-        _row(table, out, str(file.rank), place, file.file, _size(file.nbytes), str(file.pieces))
+        add_row(
+            table, out, str(file.rank), place, file.file, human_size(file.nbytes), str(file.pieces)
+        )
     out.print(table)
     return 0
 
@@ -197,63 +200,24 @@ def _verify(args: argparse.Namespace, out: Console) -> int:
                 raise
             damages, read = [error], ""
         else:
-            with _progress() as progress:
+            with progress_bar() as progress:
                 task = progress.add_task(name, total=nbytes_to_read(stored))
                 damages = verify(stored, functools.partial(progress.advance, task))
             files = len(stored.manifest.shards)
-            read = f" ({files} shard files, {_size(nbytes_to_read(stored))})"
+            read = f" ({files} shard files, {human_size(nbytes_to_read(stored))})"
         for damage in damages:
             word = "damaged" if isinstance(damage, CorruptCheckpointError) else "unreadable"
-            _say(out, f"{word}: {damage}")
+            say(out, f"{word}: {damage}")
         plural = "s" if len(damages) > 1 else ""
         verdict = f"{len(damages)} problem{plural}" if damages else "intact"
-        _say(out, f"{name}: {verdict}{read}")
+        say(out, f"{name}: {verdict}{read}")
         intact = intact and not damages
     return 0 if intact else 1
 
 
 def _config_check(args: argparse.Namespace, out: Console) -> int:
-    _say(out, msgspec.yaml.encode(load_config(args.file)).decode().rstrip())
+    say(out, msgspec.yaml.encode(load_config(args.file)).decode().rstrip())
     return 0
-
-
-def _progress() -> Progress:
-    err = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
-    return Progress(
-        *columns, TransferSpeedColumn(), console=err, transient=True, disable=not err.is_terminal
-    )
-
-
-def _table(*columns: str) -> Table:
-    """Return a table that looks right in a terminal and that `cut` and `awk` can take apart."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        right = column in ("ranks", "size", "pieces", "iteration", "rank")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    return table
-
-
-def _row(table: Table, out: Console, *cells: str) -> None:
-    table.add_row(*(Text(printable(cell, out.encoding)) for cell in cells))
-
-
-def _say(out: Console, text: str) -> None:
-    for line in text.split("\n"):
-        out.print(printable(line, out.encoding))
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes} B"
-
-
-def printable(text: str, encoding: str) -> str:
-    """Return `text` so that names from a hostile file cannot send the terminal commands."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import msgspec
 import pytest
 
 from megatron_flashckpt import FORMAT_VERSION, __version__, cli
-from megatron_flashckpt.cli import main, printable
+from megatron_flashckpt.cli import main
 from megatron_flashckpt.config import Config, load_config
+from megatron_flashckpt.console import printable
 from megatron_flashckpt.layout.manifest import TRACKER, failure_name
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -17,7 +17,12 @@ from megatron_flashckpt.convert.to_ours import write_ours
 from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
 from megatron_flashckpt.convert.torch_dist import CONFIG, open_torch_dist
 from megatron_flashckpt.errors import ConfigError, NotCommittedError
-from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.layout.manifest import (
+    MANIFEST,
+    TRACKER,
+    iteration_dir,
+    parse_iteration_dir,
+)
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -126,6 +131,12 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
             )
         return directory, iteration
     tracker = root / TRACKER
+    own = parse_iteration_dir(root.absolute().name)
+    if own is not None and not tracker.exists():
+        raise NotCommittedError(
+            f"{root}: is one checkpoint; give the directory that holds it: "
+            f"{root.absolute().parent} --iteration {own}"
+        )
     try:
         text = tracker.read_text(errors="replace").strip()
     except FileNotFoundError:

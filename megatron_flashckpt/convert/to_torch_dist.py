@@ -160,6 +160,7 @@ def _unique_key(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> st
 def _common(contents: Contents, *, distributed: bool) -> dict[str, Any]:
     """Return what `common.pt` holds: all that is neither a tensor nor kept per rank."""
     args = argparse.Namespace(**vars(contents.args))
+    args.ckpt_format, args.use_dist_ckpt = "torch_dist", True
     # Megatron does not ask for what these say was not saved.
     args.no_save_optim = contents.optimizer is None
     args.no_save_rng = not contents.rng

@@ -1,0 +1,56 @@
+"""How the command line prints: alike for people at a terminal and for `cut` and `awk` in a pipe."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+
+def complain(message: str, status: int) -> int:
+    """Print `message` as one line to stderr; return `status`."""
+    one_line = " ".join(line.strip() for line in message.splitlines())
+    err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    err.print(f"flashckpt: {printable(one_line, err.encoding)}")
+    return status
+
+
+def progress_bar() -> Progress:
+    """Return a bar that counts bytes; it shows at a terminal only, and is gone afterwards."""
+    err = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
+    return Progress(
+        *columns, TransferSpeedColumn(), console=err, transient=True, disable=not err.is_terminal
+    )
+
+
+def new_table(*columns: str) -> Table:
+    """Return a table that looks right in a terminal and that `cut` and `awk` can take apart."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        right = column in ("ranks", "size", "pieces", "iteration", "rank")
+        table.add_column(column, justify="right" if right else "left", overflow="fold")
+    return table
+
+
+def add_row(table: Table, out: Console, *cells: str) -> None:
+    table.add_row(*(Text(printable(cell, out.encoding)) for cell in cells))
+
+
+def say(out: Console, text: str) -> None:
+    for line in text.split("\n"):
+        out.print(printable(line, out.encoding))
+
+
+def human_size(nbytes: int) -> str:
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"
+
+
+def printable(text: str, encoding: str) -> str:
+    """Return `text` so that names from a hostile file cannot send the terminal commands."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
