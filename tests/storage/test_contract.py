@@ -108,6 +108,29 @@ def test_read_returns_the_range_and_less_only_at_the_end(backend, offset, nbytes
     assert backend.storage.read("f", offset, nbytes) == DATA[offset:end]
 
 
+@pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
+@pytest.mark.parametrize("nbytes", [0, 1, 4097, len(DATA), len(DATA) + 1])
+def test_read_into_fills_the_buffer_and_leaves_the_rest_alone_at_the_end(backend, offset, nbytes):
+    backend.plant("f", DATA)
+    buffer = bytearray(b"?" * (nbytes + 2))
+    filled = backend.storage.read_into("f", offset, memoryview(buffer)[1 : 1 + nbytes])
+    meant = DATA[offset : offset + nbytes]
+    assert filled == len(meant)
+    assert bytes(buffer) == b"?" + meant + b"?" * (nbytes + 1 - filled)
+
+
+def test_several_threads_may_read_one_file(backend):
+    backend.plant("f", DATA)
+    found = bytearray(len(DATA))
+
+    def fill(at: int) -> int:
+        return backend.storage.read_into("f", at, memoryview(found)[at : at + 512])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(fill, range(0, len(DATA), 512))) == len(DATA)
+    assert found == DATA
+
+
 def test_size_is_the_number_of_bytes(backend):
     backend.plant("d/full", DATA)
     backend.plant("d/empty", b"")
@@ -115,12 +138,20 @@ def test_size_is_the_number_of_bytes(backend):
     assert backend.storage.size("d/empty") == 0
 
 
-@pytest.mark.parametrize("operation", ["read", "size"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda storage, name: storage.read(name),
+        lambda storage, name: storage.read_into(name, 0, memoryview(bytearray(1))),
+        lambda storage, name: storage.size(name),
+    ],
+    ids=["read", "read_into", "size"],
+)
 @pytest.mark.parametrize("name", ["absent", "no/such/directory", "d/absent"])
 def test_what_is_not_there_is_a_file_not_found_error_with_its_name(backend, operation, name):
     backend.plant("d/f", b"")
     with pytest.raises(FileNotFoundError, match=name):
-        getattr(backend.storage, operation)(name)
+        operation(backend.storage, name)
 
 
 def test_list_names_what_is_directly_in_a_directory(backend):
@@ -237,12 +268,13 @@ def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
         lambda storage, name: storage.put(name, b"planted"),
         lambda storage, name: storage.create(name, 7),
         lambda storage, name: storage.read(name),
+        lambda storage, name: storage.read_into(name, 0, memoryview(bytearray(1))),
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
         lambda storage, name: storage.delete_tree(name),
         lambda storage, name: storage.list(name or ".."),  # the root itself may be listed
     ],
-    ids=["put", "create", "read", "size", "delete", "delete_tree", "list"],
+    ids=["put", "create", "read", "read_into", "size", "delete", "delete_tree", "list"],
 )
 def test_a_name_that_is_not_inside_the_root_is_refused(backend, tmp_path, operation, name):
     name = f"{tmp_path}/x" if name == ABSOLUTE else name

@@ -146,11 +146,17 @@ def test_a_file_where_a_directory_should_be_is_named_with_the_remedy(storage, ro
     assert (root / "file").read_bytes() == b"stays"
 
 
-@pytest.mark.parametrize("operation", ["read", "delete"])
+def read_into(storage, name):
+    return storage.read_into(name, 0, memoryview(bytearray(8)))
+
+
+@pytest.mark.parametrize(
+    "operation", [PosixStorage.read, read_into, PosixStorage.delete], ids=lambda it: it.__name__
+)
 def test_a_directory_where_a_file_should_be_is_named_with_the_remedy(storage, root, operation):
     (root / "d").mkdir()
     with pytest.raises(StorageError, match=f"{root}/d: .*a directory stands") as caught:
-        getattr(storage, operation)("d")
+        operation(storage, "d")
     assert caught.value.errno == errno.EISDIR
     assert (root / "d").is_dir()
 
@@ -163,6 +169,8 @@ def test_no_descriptor_stays_open_whatever_fails(storage, root, outside):
     for attempt in (
         lambda: storage.read("d"),
         lambda: storage.read("link"),
+        lambda: read_into(storage, "d"),
+        lambda: read_into(storage, "link"),
         lambda: storage.put("d", b""),
         lambda: storage.put("f", None),
         lambda: storage.create("d", 1),
@@ -171,6 +179,7 @@ def test_no_descriptor_stays_open_whatever_fails(storage, root, outside):
         with pytest.raises((StorageError, TypeError)):
             attempt()
     storage.read("f")
+    read_into(storage, "f")
     storage.create("g", 1).abandon()
     storage.create("g", 1).finish()
     assert open_descriptors() == before
@@ -191,10 +200,11 @@ def test_create_does_not_make_the_target_of_a_dangling_link(storage, root, tmp_p
     assert not (tmp_path / "absent").exists()
 
 
-def test_read_does_not_follow_a_link(storage, root, outside):
+@pytest.mark.parametrize("operation", [PosixStorage.read, read_into], ids=lambda it: it.__name__)
+def test_read_does_not_follow_a_link(storage, root, outside, operation):
     (root / "manifest.json").symlink_to(outside)
     with pytest.raises(StorageError, match="symbolic link") as caught:
-        storage.read("manifest.json")
+        operation(storage, "manifest.json")
     assert caught.value.errno == errno.ELOOP
 
 
