@@ -25,6 +25,7 @@ from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pl
 from megatron_flashckpt.layout.reshard import Box, Run, intersection, overlap
 
 _Numbers = npt.NDArray[np.int64]
+_Hull = tuple[_Numbers, _Numbers]
 _Name = tuple[str, str]
 """Kind and key."""
 _Variant = tuple[Shape, str]
@@ -85,7 +86,7 @@ def read_plan(
             or type, or only partly there.
         LayoutError: something stored lies outside of its own box, tensor or file.
     """
-    stored = _stored(sources, {(piece.kind, piece.key) for piece in wanted}, place)
+    stored = _stored(sources, _hulls(wanted), place)
     problems = {f"{name}: in the checkpoint, not in the model": None for name in sorted(unwanted)}
     reads: dict[int, list[Read]] = defaultdict(list)
     padded = []
@@ -140,12 +141,15 @@ def stored_items(sources: Iterable[Source]) -> Iterable[TemplateItem]:
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """All stored runs of one tensor: row `i` of every column is run `i`."""
+    """Stored runs of one tensor: row `i` of every column is run `i`."""
 
     offset: _Numbers
     shape: _Numbers
     start: _Numbers
     end: _Numbers
+    low: _Numbers
+    high: _Numbers
+    """The smallest box that holds the run: from `low` to `high` along every axis."""
     byte_offset: _Numbers
     rank: _Numbers
 
@@ -154,10 +158,25 @@ class _Columns:
         return Run(tuple(offset), tuple(shape), int(self.start[row]), int(self.end[row]))
 
 
+def _hulls(wanted: list[Piece]) -> dict[_Name, _Hull]:
+    """Return the smallest box, as low and high corner, that holds all that is wanted by name."""
+    corners: dict[_Name, list[tuple[list[int], list[int]]]] = defaultdict(list)
+    for piece in wanted:
+        high = [low + n for low, n in zip(piece.offset, piece.shape, strict=True)]
+        corners[piece.kind, piece.key].append((list(piece.offset), high))
+    return {
+        name: (
+            np.array([low for low, _ in both], np.int64).min(axis=0),
+            np.array([high for _, high in both], np.int64).max(axis=0),
+        )
+        for name, both in corners.items()
+    }
+
+
 def _stored(
-    sources: Iterable[Source], names: set[_Name], place: str
+    sources: Iterable[Source], hulls: dict[_Name, _Hull], place: str
 ) -> dict[_Name, dict[_Variant, _Columns]]:
-    """Return the columns of the tensors `names`, as far as they are stored, by shape and type.
+    """Return the runs that meet the `hulls` of the tensors they belong to, by shape and type.
 
     Side state has another length, so another global shape, on every rank. Of a tensor of the model
     there is one variant, unless ranks contradict each other.
@@ -173,8 +192,9 @@ def _stored(
         position = 0
         for item in items:
             low, position = position, position + len(item.shape) + 1
-            if (item.kind, item.key) in names:
-                columns = _columns(item, numbers[:, low:position], ranks, place)
+            hull = hulls.get((item.kind, item.key))
+            if hull is not None:
+                columns = _columns(item, numbers[:, low:position], ranks, hull, place)
                 found[item.kind, item.key][item.global_shape, item.dtype].append(columns)
     return {
         name: {variant: _joined(parts) for variant, parts in variants.items()}
@@ -193,12 +213,22 @@ def _placements(users: list[Source], length: int, place: str) -> _Numbers:
         ) from error
 
 
-def _columns(item: TemplateItem, placed: _Numbers, ranks: _Numbers, place: str) -> _Columns:
-    """Return the runs that `item` is on `ranks`, given their boxes' offsets and ranges' starts."""
+def _columns(
+    item: TemplateItem, placed: _Numbers, ranks: _Numbers, hull: _Hull, place: str
+) -> _Columns:
+    """Return the runs that `item` is on `ranks`, as far as they meet `hull`.
+
+    Args:
+        placed: per rank the offset of its box and the start of its range.
+    """
     problem = f"{item.kind}/{item.key} lies outside of its box, tensor or file"
     if not _possible(item):
         raise LayoutError(f"{place}: {problem} on rank {ranks[0]}; {_OLDER}")
     shape = np.array(item.shape, np.int64)
+    if len(hull[0]) == len(shape):  # else there is a difference, for which all are of interest
+        offset = placed[:, :-1]
+        meets = ((offset < hull[1]) & (offset > hull[0] - shape)).all(axis=1)
+        placed, ranks = placed[meets], ranks[meets]
     offset, start = placed[:, :-1], placed[:, -1]
     room = np.array(item.global_shape, np.int64) - shape
     outside = ((offset < 0) | (offset > room)).any(axis=1)
@@ -206,14 +236,35 @@ def _columns(item: TemplateItem, placed: _Numbers, ranks: _Numbers, place: str) 
     if outside.any():
         raise LayoutError(f"{place}: {problem} on rank {ranks[outside][0]}; {_OLDER}")
     rows = len(ranks)
+    low, high = _bounds(offset, item.shape, start, start + item.numel)
     return _Columns(
         offset,
         np.broadcast_to(shape, (rows, len(item.shape))),
         start,
         start + item.numel,
+        low,
+        high,
         np.full(rows, item.byte_offset, np.int64),
         ranks,
     )
+
+
+def _bounds(
+    offset: _Numbers, shape: Shape, start: _Numbers, end: _Numbers
+) -> tuple[_Numbers, _Numbers]:
+    """Return corners of boxes that hold the runs `[start, end)` of boxes of `shape`.
+
+    They are tight along the first axis that has an extent: the distributed optimizer cuts a layer's
+    matrix into bands of rows.
+    """
+    low, high = offset.copy(), offset + np.array(shape, np.int64)
+    for axis, n in enumerate(shape):
+        if n != 1:
+            row = max(math.prod(shape[axis + 1 :]), 1)
+            low[:, axis] = offset[:, axis] + start // row
+            high[:, axis] = offset[:, axis] - (-end // row)
+            break
+    return low, high
 
 
 def _possible(item: TemplateItem) -> bool:
@@ -276,13 +327,10 @@ def _parts(index: int, piece: Piece, columns: _Columns) -> list[_Part]:
     """Return what there is of `piece`, the wanted one at position `index`."""
     wanted = Run.of(piece)
     size = itemsize(piece.dtype)
-    offset, shape = np.array(piece.offset, np.int64), np.array(piece.shape, np.int64)
-    low = np.maximum(columns.offset, offset)
-    high = np.minimum(columns.offset + columns.shape, offset + shape)
-    meets = (low < high).all(axis=1)
-    # In the same box, a run of other elements is told from its range: most rows go here.
-    same = ((columns.offset == offset) & (columns.shape == shape)).all(axis=1)
-    meets &= ~same | ((columns.start < piece.end) & (columns.end > piece.start))
+    offset = np.array([piece.offset], np.int64).reshape(1, -1)
+    ends = np.array([piece.start], np.int64), np.array([piece.end], np.int64)
+    low, high = _bounds(offset, piece.shape, *ends)
+    meets = ((columns.low < high) & (columns.high > low)).all(axis=1)
     found = []
     for row in np.flatnonzero(meets).tolist():
         run = columns.run(row)
