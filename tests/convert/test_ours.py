@@ -1,0 +1,143 @@
+"""Our format as source and destination of a conversion, without Megatron and without ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.ours import open_ours
+from megatron_flashckpt.convert.to_ours import write_ours
+from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError
+from megatron_flashckpt.layout.manifest import TRACKER
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.verification import verify
+from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
+from tests.megatron.jobs import same
+from tests.restore.made import snapshot
+
+
+def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path) -> None:
+    made = contents()
+    directory = write_ours(made, tmp_path, Options(shard_nbytes=1000))
+    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert differing(made.tensors, found.tensors) == []
+    assert [tensor.boxes for tensor in found.tensors] == [tensor.boxes for tensor in made.tensors]
+    assert vars(found.args) == vars(made.args)
+    assert {**found.common, "args": 0} == {**made.common, "args": 0}
+    groups = [group for entry in found.optimizer for group in entry["param_groups"]]
+    assert groups == made.optimizer[0]["param_groups"]
+    assert same(found.rng, made.rng)
+    assert same(found.objects, made.objects)
+    assert len(list(directory.glob("*.safetensors"))) > 4
+    assert (tmp_path / TRACKER).read_text() == str(ITERATION)
+
+
+def test_the_result_is_an_intact_checkpoint_with_a_place_for_every_rank(tmp_path: Path) -> None:
+    write_ours(contents(), tmp_path, Options())
+    storage = PosixStorage(tmp_path)
+    stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
+    assert verify(stored) == []
+    places = {(shard.coordinates.pp, shard.coordinates.tp) for shard in stored.manifest.shards}
+    assert places == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_every_replica_keeps_its_own_random_state(tmp_path: Path) -> None:
+    made = contents(data_parallel_random_init=True)
+    states = {place: [*of_place, {"mark": place}] for place, of_place in made.rng.items()}
+    write_ours(dataclasses.replace(made, rng=states), tmp_path, Options(shard_nbytes=500))
+    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert same({place: of_place[:2] for place, of_place in found.rng.items()}, states)
+
+
+@pytest.mark.parametrize("memory_nbytes", [1, 2**30])
+def test_boxes_are_put_together_from_the_shares_of_all_ranks(
+    tmp_path: Path, memory_nbytes: int
+) -> None:
+    made = contents()
+    save_as_ranks(made, tmp_path, replicas=7)
+    found = open_ours(PosixStorage(tmp_path), ITERATION, Options(memory_nbytes=memory_nbytes))
+    assert differing(made.tensors, found.tensors) == []
+
+
+def test_a_region_across_boxes_is_the_same_as_in_the_whole_tensor(tmp_path: Path) -> None:
+    save_as_ranks(contents(), tmp_path, replicas=3)
+    for tensor in open_ours(PosixStorage(tmp_path), ITERATION, Options()).tensors:
+        shape = tuple(max(n - 2, 1) for n in tensor.shape)
+        offset = tuple(min(1, n - extent) for n, extent in zip(tensor.shape, shape, strict=True))
+        ranges = zip(offset, shape, strict=True)
+        expected = whole(tensor)[tuple(slice(low, low + n) for low, n in ranges)]
+        assert torch.equal(tensor.read((offset, shape)), expected), tensor.name
+
+
+def test_a_chunk_is_read_once_while_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_as_ranks(contents(), tmp_path, replicas=3)
+    reads: Counter[tuple[int, int]] = Counter()
+    chunk = StoredCheckpoint.chunk
+
+    def counting(self, shard, index, *rest):
+        reads[shard.metadata.rank, index] += 1
+        return chunk(self, shard, index, *rest)
+
+    monkeypatch.setattr(StoredCheckpoint, "chunk", counting)
+    first, *_, last = open_ours(PosixStorage(tmp_path), ITERATION, Options()).tensors
+    for _ in range(5):
+        whole(first), whole(last)
+    assert set(reads.values()) == {1}
+    options = Options(memory_nbytes=1)
+    first, *_, last = open_ours(PosixStorage(tmp_path), ITERATION, options).tensors
+    for _ in range(5):
+        whole(first), whole(last)
+    assert max(reads.values()) > 5
+
+
+def test_a_changed_byte_is_found_before_it_is_used(tmp_path: Path) -> None:
+    save_as_ranks(contents(), tmp_path, replicas=3)
+    (file,) = tmp_path.glob("iter_*/rank_00001-*.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[8192] ^= 1
+    file.write_bytes(damaged)
+    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    with pytest.raises(CorruptCheckpointError, match=r"rank_00001.*chunk 0 .*digest"):
+        differing(found.tensors, found.tensors)
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    made = contents()
+    last = made.tensors[-1]
+
+    def fail(box):
+        raise CorruptCheckpointError("the source is damaged")
+
+    broken = [*made.tensors[:-1], dataclasses.replace(last, read=fail)]
+    write_ours(contents(seed=1), tmp_path, Options())
+    before = snapshot(tmp_path)
+    for options in (Options(overwrite=True), Options(overwrite=True, shard_nbytes=100)):
+        with pytest.raises(CorruptCheckpointError, match="the source is damaged"):
+            write_ours(dataclasses.replace(made, tensors=broken), tmp_path, options)
+        assert snapshot(tmp_path) == before
+
+
+def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
+    write_ours(contents(seed=1), tmp_path, Options())
+    before = snapshot(tmp_path)
+    with pytest.raises(ConfigError, match=r"iter_0000010: exists already.*--overwrite"):
+        write_ours(contents(), tmp_path, Options())
+    assert snapshot(tmp_path) == before
+    write_ours(contents(), tmp_path, Options(overwrite=True))
+    found = open_ours(PosixStorage(tmp_path), ITERATION, Options())
+    assert differing(contents().tensors, found.tensors) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000010", TRACKER]
+
+
+def test_the_tracker_never_goes_back(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("11")
+    write_ours(contents(), tmp_path, Options())
+    assert (tmp_path / TRACKER).read_text() == "11"

@@ -1,0 +1,89 @@
+"""Consolidated weights, opened with the real safetensors library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.safetensors_export import INDEX, write_safetensors
+from megatron_flashckpt.errors import ConfigError
+from tests.convert.made import EXPERTS, LAYERS, contents, whole
+
+
+def expected() -> dict[str, torch.Tensor]:
+    """Every tensor by the name that Megatron's state dict has for it."""
+    held = {tensor.key: whole(tensor) for tensor in contents().tensors if tensor.kind == "weight"}
+    (buffer,) = (tensor for tensor in contents().tensors if tensor.kind == "buffer")
+    found = {key: held[key] for key in held if ".layers." not in key}
+    for layer in range(LAYERS):
+        start = f"decoder.layers.{layer}.mlp"
+        fc1 = held["decoder.layers.mlp.experts.experts.linear_fc1.weight"][layer]
+        for expert in range(EXPERTS):
+            name = f"{start}.experts.local_experts.{expert}.linear_fc1.weight"
+            found[name] = fc1[expert]
+        found[f"{start}.linear_fc2.weight"] = held["decoder.layers.mlp.linear_fc2.weight"][layer]
+        found[f"{start}.linear_fc2.bias"] = held["decoder.layers.mlp.linear_fc2.bias"][layer]
+        found[f"{start}.router.expert_bias"] = whole(buffer)[layer]
+    return found
+
+
+@pytest.mark.parametrize("limit_nbytes", [1, 200, 2**30])
+def test_every_weight_is_there_by_name(tmp_path: Path, limit_nbytes: int) -> None:
+    write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=limit_nbytes))
+    found = {}
+    for file in sorted((tmp_path / "hf").glob("*.safetensors")):
+        found.update(load_file(file))
+    assert found.keys() == expected().keys()
+    for name, tensor in expected().items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def test_the_index_leads_to_every_tensor(tmp_path: Path) -> None:
+    write_safetensors(contents(), tmp_path / "hf", Options(shard_nbytes=200))
+    index = json.loads((tmp_path / "hf" / INDEX).read_text())
+    total = sum(tensor.nbytes for tensor in expected().values())
+    assert index["metadata"]["total_size"] == total
+    assert index["weight_map"].keys() == expected().keys()
+    files = sorted(set(index["weight_map"].values()))
+    count = len(files)
+    assert count > 3
+    assert files == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "hf" / file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert torch.equal(opened.get_tensor(name), expected()[name])
+    held = [sum(t.nbytes for t in load_file(tmp_path / "hf" / file).values()) for file in files]
+    assert max(held) <= 200
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already"):
+        write_safetensors(contents(), tmp_path, Options())
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_boxes_of_the_source_are_read_once(tmp_path: Path) -> None:
+    """Rows that lie in several boxes are written box by box; columns need the boxes together."""
+    made = contents()
+    regions = []
+    for number, tensor in enumerate(made.tensors):
+        read = tensor.read
+
+        def noting(region, tensor=tensor, read=read):
+            regions.append((tensor.name, region))
+            return read(region)
+
+        object.__setattr__(made.tensors[number], "read", noting)
+    write_safetensors(made, tmp_path / "hf", Options())
+    embedding = [r for name, r in regions if name == "weight/embedding.word_embeddings.weight"]
+    assert embedding == [((0, 0), (6, 5)), ((6, 0), (6, 5))]
+    columns = [r for name, r in regions if name == "weight/decoder.layers.mlp.linear_fc2.weight"]
+    assert columns == [((0, 0, 0), (1, 6, 8)), ((1, 0, 0), (1, 6, 8))]
