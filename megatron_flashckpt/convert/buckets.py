@@ -9,14 +9,20 @@ A wrong layout cannot go unnoticed: `verify` compares every parameter with its m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from megatron_flashckpt.convert.parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
 
+#: Megatron's name of the masters in a buffer.
+MAIN = "param"
+REMEDY = "convert another iteration, or the weights alone with --weights-only"
 #: Elements to which the start of a parameter is aligned; none before core 0.8.
 ALIGNMENTS = (64, 1)
 
@@ -30,7 +36,6 @@ class Place:
     bucket: int
     start: int
     """Element in the bucket."""
-    numel: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +116,33 @@ def buffers(
     return found
 
 
+def layout(
+    model: RankModel,
+    args: Any,
+    chunks: list[tuple[int, list[LocalTensor]]],
+    dtypes: dict[tuple[int, str], torch.dtype],
+    stored: Sequence[tuple[int, ...]],
+    where: str,
+) -> list[Buffer]:
+    """Return the buffers of one sub-optimizer, aligned as the stored sizes say.
+
+    Args:
+        stored: of each buffer, the sizes of its buckets, or its own size.
+
+    Raises:
+        CorruptCheckpointError: by the args the sizes are others.
+    """
+    tried = []
+    for alignment in ALIGNMENTS:
+        found = buffers(model, args, chunks, dtypes, alignment)
+        tried.append([buffer.bucket_numels for buffer in found])
+        if list(stored) in (tried[-1], [(buffer.numel,) for buffer in found]):
+            return found
+    raise CorruptCheckpointError(
+        f"{where}: buffers of {stored} elements, by the args {tried[0]}; {REMEDY}"
+    )
+
+
 def _bucket_numel(model: RankModel, args: Any, chunk: int) -> int | None:
     """Return the number of elements that ends a bucket; None: one bucket (but for embeddings)."""
     if (
@@ -145,7 +177,7 @@ def _buffer(
             # Alone in its bucket, so that first and last stage cut it into the same shares.
             numels.append(position)
             position = 0
-        places.append(Place(chunk, parameter, len(numels), position, parameter.numel))
+        places.append(Place(chunk, parameter, len(numels), position))
         position += parameter.numel
         empty = False
         if parameter.shared_embedding or (bucket_numel is not None and position >= bucket_numel):
@@ -157,7 +189,46 @@ def _buffer(
     return Buffer(dtype, tuple(places), tuple(numels))
 
 
-def verify(held: Iterator[tuple[str, torch.Tensor, torch.Tensor]], place: str, remedy: str) -> None:
+def buffer_parts(
+    buffer: Buffer,
+    states: dict[str, torch.dtype],
+    weight: Callable[[Place], torch.Tensor],
+    read: Callable[[str, Place, int, int], torch.Tensor],
+    where: str,
+) -> list[Part]:
+    """Return the parts of a buffer whose weights have proved the layout.
+
+    Args:
+        states: the types of what the buffer has, by name; `param` are the masters.
+        weight: returns a whole parameter.
+        read: returns elements of a parameter's state.
+        where: of the buffer, for messages.
+
+    Raises:
+        CorruptCheckpointError: some weight is not what its master rounds to.
+    """
+    verify(
+        (
+            (at.parameter.name, weight(at), read(MAIN, at, 0, at.parameter.numel))
+            for at in buffer.places
+        ),
+        where,
+    )
+    return [
+        Part(
+            at.parameter.geometry,
+            MASTER if state == MAIN else state,
+            dtype,
+            functools.partial(read, state, at),
+        )
+        for at in buffer.places
+        for state, dtype in states.items()
+        # fp32 parameters are their own masters.
+        if state != MAIN or buffer.dtype != torch.float32
+    ]
+
+
+def verify(held: Iterable[tuple[str, torch.Tensor, torch.Tensor]], where: str) -> None:
     """Compare weights with what their masters, at the computed places, round to.
 
     Args:
@@ -173,9 +244,9 @@ def verify(held: Iterator[tuple[str, torch.Tensor, torch.Tensor]], place: str, r
     ]
     if wrong:
         raise CorruptCheckpointError(
-            f"{place}: {len(wrong)} weights are not what the optimizer's masters, at the places "
-            f"that the checkpoint's args give them, round to: {', '.join(wrong)}; the optimizer "
-            f"state cannot be read safely; {remedy}"
+            f"{where}: {len(wrong)} weights are not what the optimizer's masters, at the places "
+            f"that the checkpoint's args give them, round to: {', '.join(wrong)}; so the optimizer "
+            f"state cannot be told apart; {REMEDY}"
         )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.dp_reshardable import optimizer_tensors
+from megatron_flashckpt.convert.legacy import is_legacy, open_legacy
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
 from megatron_flashckpt.convert.safetensors_export import write_safetensors
 from megatron_flashckpt.convert.soundness import refuse_damage
+from megatron_flashckpt.convert.to_legacy import write_legacy
 from megatron_flashckpt.convert.to_ours import write_ours
 from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
 from megatron_flashckpt.convert.torch_dist import CONFIG, open_torch_dist
@@ -50,13 +54,19 @@ SOURCES = (
             PosixStorage(directory.parent), iteration, options
         ),
     ),
-    Source("torch_dist", lambda directory: (directory / CONFIG).exists(), open_torch_dist),
+    Source(
+        "torch_dist",
+        lambda directory: (directory / CONFIG).exists(),
+        functools.partial(open_torch_dist, nameless=optimizer_tensors),
+    ),
+    Source("torch", is_legacy, open_legacy),
 )
 
 #: Functions that write a checkpoint into a save directory (safetensors: into the directory itself).
 DESTINATIONS: dict[str, Callable[[Contents, Path, Options], Path]] = {
     "flashckpt": write_ours,
     "torch_dist": write_torch_dist,
+    "torch": write_legacy,
     "safetensors": write_safetensors,
 }
 

@@ -17,8 +17,6 @@ from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
 Weights = dict[tuple[int, str], torch.Tensor]
 """Parameters of a rank by chunk and name."""
 
-_REMEDY = "convert another iteration, or the weights alone with --weights-only"
-
 
 @dataclasses.dataclass(frozen=True)
 class Found:
@@ -55,7 +53,7 @@ def distributed(
     if len(states) != len(subs):
         raise CorruptCheckpointError(
             f"{place}: state of {len(states)} optimizers, by the args there are {len(subs)}; "
-            f"{_REMEDY}"
+            f"{buckets.REMEDY}"
         )
     parts: list[Part] = []
     for chunks, state in zip(subs, states, strict=True):
@@ -69,58 +67,29 @@ def distributed(
             )
         held = {key: value for key, value in state.items() if isinstance(key, int)}
         tensors = [next(iter(held[number].values())) for number in sorted(held)]
-        layout = _layout(model, args, chunks, weights, tensors, place)
+        dtypes = {name: weight.dtype for name, weight in weights.items()}
+        stored_numels = [(int(of_buffer["numel_unpadded"]),) for of_buffer in tensors]
+        layout = buckets.layout(model, args, chunks, dtypes, stored_numels, place)
         for buffer, of_buffer in zip(layout, tensors, strict=True):
             parts += _buffer_parts(buffer, of_buffer, weights, place)
     return Found(parts, [_hyper_parameters(each["optimizer"], each) for each in _listed(saved)])
 
 
-def _layout(
-    model: RankModel,
-    args: Any,
-    chunks: list[tuple[int, list[LocalTensor]]],
-    weights: Weights,
-    tensors: list[dict[str, Any]],
-    place: str,
-) -> list[buckets.Buffer]:
-    """Return the buffers, aligned as the file's sizes say."""
-    dtypes = {name: weight.dtype for name, weight in weights.items()}
-    stored = [int(of_buffer["numel_unpadded"]) for of_buffer in tensors]
-    tried = []
-    for alignment in buckets.ALIGNMENTS:
-        layout = buckets.buffers(model, args, chunks, dtypes, alignment)
-        tried.append([buffer.numel for buffer in layout])
-        if tried[-1] == stored:
-            return layout
-    raise CorruptCheckpointError(
-        f"{place}: buffers of {stored} elements, by the args they have {tried[0]}; {_REMEDY}"
-    )
-
-
 def _buffer_parts(
     buffer: buckets.Buffer, tensors: dict[str, Any], weights: Weights, place: str
-) -> Iterator[Part]:
-    """Yield the parts of one buffer, once its masters have proved the layout."""
-
-    def of(kind: str, at: buckets.Place) -> torch.Tensor:
-        start = buffer.coalesced_start(at)
-        flat: torch.Tensor = tensors[kind][start : start + at.numel]
+) -> list[Part]:
+    def read(kind: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
+        base = buffer.coalesced_start(at)
+        flat: torch.Tensor = tensors[kind][base + start : base + end]
         return flat
 
-    buckets.verify(
-        (
-            (at.parameter.name, weights[at.chunk, at.parameter.name], of("param", at))
-            for at in buffer.places
-        ),
-        place,
-        _REMEDY,
-    )
-    for at in buffer.places:
-        for kind in tensors:
-            if kind == "param" and buffer.dtype != torch.float32:
-                yield part_of(at.parameter.geometry, MASTER, of(kind, at))
-            elif kind not in ("param", "numel_unpadded"):
-                yield part_of(at.parameter.geometry, kind, of(kind, at))
+    def weight(at: buckets.Place) -> torch.Tensor:
+        return weights[at.chunk, at.parameter.name]
+
+    states = {
+        kind: tensor.dtype for kind, tensor in tensors.items() if isinstance(tensor, torch.Tensor)
+    }
+    return buckets.buffer_parts(buffer, states, weight, read, place)
 
 
 def plain(
@@ -146,7 +115,6 @@ def plain(
         buckets.verify(
             ((it.name, weight, master) for it, weight, master, _ in held if master is not None),
             place,
-            _REMEDY,
         )
         for parameter, weight, master, state in held:
             if master is not None:
@@ -180,7 +148,7 @@ def _of_parameters(
                 f"{len(parameters)}"
             )
     if problems:
-        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {_REMEDY}")
+        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {buckets.REMEDY}")
     for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         of_group = iter(masters[number] if masters is not None else ())
         for index, (chunk, parameter) in zip(group["params"], parameters, strict=True):

@@ -140,12 +140,13 @@ def _buffers(
         grad_dtype = torch.float32 if in_fp32 else buffer.dtype
         own = WEIGHT if buffer.dtype == torch.float32 else MASTER
         held: dict[str, Any] = {}
-        for name, kind in (("param", own), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        kinds = {buckets.MAIN: own, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+        for name, kind in kinds.items():
             flat = torch.zeros(buffer.numel, dtype=torch.float32)
             for at in buffer.places:
                 start = buffer.coalesced_start(at)
-                local = local_tensor(at.parameter.geometry, at.numel, tensors[kind])
-                flat[start : start + at.numel] = local
+                local = local_tensor(at.parameter.geometry, at.parameter.numel, tensors[kind])
+                flat[start : start + at.parameter.numel] = local
             held[name] = flat
         found[number] = {(buffer.dtype, grad_dtype): {**held, "numel_unpadded": buffer.numel}}
     return found
@@ -157,7 +158,8 @@ def _plain(
     """Return the state dict of an optimizer of whole parameters, by their index."""
     states = [kind for kind in tensors if kind not in (WEIGHT, BUFFER, MASTER)]
     members = grouped(chunks, args, [group_class(group, args) for group in saved["param_groups"]])
-    groups, masters, state = [], [], {}
+    groups, masters = [], []
+    state: dict[int, dict[str, torch.Tensor]] = {}
     for group, parameters in zip(saved["param_groups"], members, strict=True):
         indices = range(len(state), len(state) + len(parameters))
         groups.append({**group, "params": list(indices)})

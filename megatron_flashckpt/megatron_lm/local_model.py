@@ -54,4 +54,7 @@ class RankModel:
     ep: int
     first_replica: bool
     """Whether the first data-parallel replica of the dense parameters is here."""
+    dense_group: int
+    expert_group: int
+    """Number of the data-parallel group of its dense and of its expert parameters."""
     chunks: tuple[Chunk, ...]

@@ -79,7 +79,8 @@ def rank_models(args: Any) -> list[RankModel]:
         with _fake_rank(args, rank, world_size) as place:
             if place not in found:
                 first_replica = parallel.data_parallel()[1] == 0
-                found[place] = RankModel(*place, first_replica, _chunks(args))
+                groups = _group_numbers()
+                found[place] = RankModel(*place, first_replica, *groups, _chunks(args))
     return [found[place] for place in sorted(found)]
 
 
@@ -163,6 +164,20 @@ def _fake_rank(
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+def _group_numbers() -> tuple[int, int]:
+    """Return Megatron's numbers of this rank's data-parallel groups: dense, expert."""
+    from megatron.core import parallel_state
+
+    dense = dist.get_rank(parallel_state.get_model_parallel_group())
+    if not hasattr(parallel_state, "get_expert_tensor_model_pipeline_parallel_group"):
+        # before core 0.9
+        experts = parallel_state.get_expert_model_parallel_rank()
+        return dense, experts * dist.get_world_size(
+            parallel_state.get_model_parallel_group()
+        ) + dense
+    return dense, dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group())
 
 
 def _call(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
