@@ -1,0 +1,259 @@
+"""Megatron's torch_dist format without Megatron: layout of the files, damage, hostile pickles."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_flashckpt.convert.dcp import Reader
+from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
+from megatron_flashckpt.convert.torch_dist import open_torch_dist
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from megatron_flashckpt.layout.manifest import TRACKER
+from tests.convert.made import ITERATION, contents, differing, held, whole, with_tensor
+from tests.megatron.jobs import same
+from tests.restore.made import snapshot
+
+DAMAGED = "master/decoder.layers.mlp.linear_fc2.weight"
+
+
+class Trap:
+    """Leaves a file behind if it is ever unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path, distributed: bool) -> None:
+    made = contents()
+    made.args.use_distributed_optimizer = distributed
+    directory = write_torch_dist(made, tmp_path, Options(shard_nbytes=500))
+    found = open_torch_dist(directory, ITERATION, Options())
+    assert differing(made.tensors, found.tensors) == []
+    assert [tensor.boxes for tensor in found.tensors] == [tensor.boxes for tensor in made.tensors]
+    assert found.optimizer == made.optimizer
+    assert found.common["opt_param_scheduler"] == made.common["opt_param_scheduler"]
+    assert found.args.tensor_model_parallel_size == 2
+    assert same(found.rng, made.rng)
+    assert same(found.objects, made.objects)
+    assert len(list(directory.glob("*.distcp"))) > 3
+    assert (tmp_path / TRACKER).read_text() == str(ITERATION)
+
+
+def test_torch_itself_reads_every_tensor(tmp_path: Path) -> None:
+    made = contents()
+    directory = write_torch_dist(made, tmp_path, Options(shard_nbytes=500))
+    names = {"weight": "", "buffer": "", "master": "optimizer.state.param."}
+    expected = {
+        names.get(tensor.kind, f"optimizer.state.{tensor.kind}.") + tensor.key: whole(tensor)
+        for tensor in made.tensors
+    }
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    dcp.load(found, checkpoint_id=directory, no_dist=True)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_fp32_parameters_are_written_as_their_own_masters_and_read_once(tmp_path: Path) -> None:
+    made = contents()
+    fp32 = [
+        dataclasses.replace(tensor, kind="weight") if tensor.kind == "master" else tensor
+        for tensor in made.tensors
+        if tensor.kind != "weight"
+    ]
+    directory = write_torch_dist(dataclasses.replace(made, tensors=fp32), tmp_path, Options())
+    key = "decoder.final_layernorm.weight"
+    reader = Reader(directory)
+    assert torch.equal(reader.chunk(f"optimizer.state.param.{key}", (0,)), reader.chunk(key, (0,)))
+    found = open_torch_dist(directory, ITERATION, Options())
+    assert {tensor.kind for tensor in found.tensors} == {
+        "weight",
+        "buffer",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    assert differing(fp32, found.tensors) == []
+
+
+def flatten(directory: Path, name: str, original: torch.Tensor, extent: tuple[int, ...]) -> None:
+    """Store a tensor anew, as core 0.8 to 0.15 store what a distributed optimizer has cut.
+
+    A box is one more axis, of which the chunks are ranges; the other axes count boxes.
+    """
+    with open(directory / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    counts = tuple(n // part for n, part in zip(original.shape, extent, strict=True))
+    numel = torch.Size(extent).numel()
+    chunks = []
+    for at in torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)).tolist():
+        box = original
+        for axis, (number, n) in enumerate(zip(at, extent, strict=True)):
+            box = box.narrow(axis, number * n, n)
+        for start, end in ((0, numel // 3), (numel // 3, numel)):
+            offset = torch.Size((*at, start))
+            file = f"flat_{len(list(directory.iterdir()))}.distcp"
+            part = box.reshape(-1)[start:end].clone().view((1,) * len(counts) + (-1,))
+            torch.save(part, directory / file)
+            info = dataclasses.replace(next(iter(metadata.storage_data.values())))
+            info.relative_path, info.offset = file, 0
+            info.length = (directory / file).stat().st_size
+            metadata.storage_data[MetadataIndex(name, offset)] = info
+            chunks.append(ChunkStorageMetadata(offset, part.shape))
+    properties = TensorProperties(dtype=original.dtype)
+    size = torch.Size((*counts, numel))
+    metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, size, chunks)
+    metadata.mcore_data = {
+        **getattr(metadata, "mcore_data", {}),
+        name: {"nd_reformulated_orig_global_shape": tuple(original.shape)},
+    }
+    with open(directory / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+
+
+def test_ranges_of_boxes_are_put_together(tmp_path: Path) -> None:
+    made = contents()
+    directory = write_torch_dist(made, tmp_path, Options())
+    for tensor in made.tensors:
+        if tensor.kind == "exp_avg":
+            name = f"optimizer.state.exp_avg.{tensor.key}"
+            flatten(directory, name, whole(tensor), tensor.boxes[0][1])
+    found = open_torch_dist(directory, ITERATION, Options())
+    assert differing(made.tensors, found.tensors) == []
+
+
+def test_a_name_of_a_chained_optimizer_does_not_matter(tmp_path: Path) -> None:
+    made = contents()
+    directory = write_torch_dist(made, tmp_path, Options())
+    with open(directory / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+
+    def chained(name: str) -> str:
+        return f"chained_1.{name}" if name.startswith("optimizer.") else name
+
+    described = metadata.state_dict_metadata
+    metadata.state_dict_metadata = {chained(name): it for name, it in described.items()}
+    metadata.storage_data = {
+        MetadataIndex(chained(index.fqn), index.offset): info
+        for index, info in metadata.storage_data.items()
+    }
+    with open(directory / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    found = open_torch_dist(directory, ITERATION, Options())
+    assert differing(made.tensors, found.tensors) == []
+
+
+def test_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
+    made = contents()
+    (tensor,) = (tensor for tensor in made.tensors if tensor.name == DAMAGED)
+    value = whole(tensor)
+    value[1, :, 3] *= 1.5
+    write_torch_dist(with_tensor(made, DAMAGED, value), tmp_path / "source", Options())
+    opened = open_source(tmp_path / "source", None, Options())
+    with pytest.raises(CorruptCheckpointError) as error:
+        convert(opened, tmp_path / "result", "flashckpt", Options())
+    said = str(error.value)
+    assert "linear_fc2.weight (6 of 96 elements)" in said
+    assert "0.15.0 to 0.19.0" in said
+    assert "--weights-only" in said
+    assert not (tmp_path / "result").exists()
+    for options in (Options(weights_only=True), Options(accept_damage=True, overwrite=True)):
+        opened = open_source(tmp_path / "source", None, options)
+        convert(opened, tmp_path / "result", "flashckpt", options)
+        kinds = {
+            tensor.kind
+            for tensor in open_source(tmp_path / "result", None, Options()).contents.tensors
+        }
+        assert ("master" in kinds) == options.accept_damage
+
+
+def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
+    options = Options(weights_only=True)
+    write_torch_dist(contents(), tmp_path / "source", Options())
+    convert(
+        open_source(tmp_path / "source", None, options), tmp_path / "dist", "torch_dist", options
+    )
+    found = open_source(tmp_path / "dist", None, Options()).contents
+    assert {tensor.kind for tensor in found.tensors} == {"weight", "buffer"}
+    assert found.optimizer is None
+    assert found.rng == {}
+    assert found.args.no_save_optim
+    assert found.args.no_save_rng
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt"])
+def test_no_pickle_runs_code(tmp_path: Path, file: str) -> None:
+    directory = write_torch_dist(contents(), tmp_path / "save", Options())
+    trap = Trap(tmp_path / "sprung")
+    if file == "common.pt":
+        torch.save({"args": argparse.Namespace(), "trap": trap}, directory / file)
+    else:
+        (directory / file).write_bytes(pickle.dumps({"trap": trap}))
+    with pytest.raises(UnsupportedError, match=r"pathlib.*could run code"):
+        open_source(tmp_path / "save", None, Options())
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_an_object_of_another_class_is_named(tmp_path: Path) -> None:
+    directory = write_torch_dist(contents(), tmp_path, Options())
+    torch.save(
+        {"args": argparse.Namespace(), "other": pickle.PickleBuffer}, directory / "common.pt"
+    )
+    with pytest.raises(UnsupportedError, match="PickleBuffer"):
+        open_source(tmp_path, None, Options())
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "metadata", "common", "outside"])
+def test_damage_is_named_and_leaves_no_result(tmp_path: Path, damage: str) -> None:
+    directory = write_torch_dist(contents(), tmp_path / "save", Options())
+    (file,) = directory.glob("*.distcp")
+    place = file.name
+    if damage == "missing":
+        file.unlink()
+    elif damage == "short":
+        file.write_bytes(file.read_bytes()[:-3000])
+    elif damage == "metadata":
+        place = ".metadata"
+        (directory / place).write_bytes((directory / place).read_bytes()[:-20])
+    elif damage == "common":
+        place = "common.pt"
+        (directory / place).write_bytes(b"not a pickle")
+    else:
+        place = ".metadata"
+        described = (directory / place).read_bytes()
+        (directory / place).write_bytes(described.replace(b"__0_0.distcp", b"../_0.distcp"))
+    before = snapshot(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match=place):
+        convert(open_source(tmp_path / "save", None, Options()), tmp_path, "flashckpt", Options())
+    assert snapshot(tmp_path) == before
+
+
+def test_a_tensor_without_elements_and_one_without_axes(tmp_path: Path) -> None:
+    odd = [
+        held("empty", "weight", torch.zeros((0, 3)), (((0, 0), (0, 3)),)),
+        held("scalar", "buffer", torch.tensor(3.5), (((), ()),)),
+    ]
+    made = dataclasses.replace(contents(), tensors=odd, optimizer=None)
+    for to in ("torch_dist", "flashckpt"):
+        write_torch_dist(made, tmp_path / "source", Options(overwrite=True))
+        convert(open_source(tmp_path / "source", None, Options()), tmp_path / to, to, Options())
+        found = open_source(tmp_path / to, None, Options()).contents.tensors
+        assert torch.equal(found[0].read(found[0].boxes[0]), torch.zeros((0, 3)))
+        assert float(found[1].read(((), ()))) == 3.5
