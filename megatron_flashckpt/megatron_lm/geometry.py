@@ -26,6 +26,10 @@ from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import Piece, Shape
 
 
+#: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
+_MANY_RUNS, _SHORT_RUN = 1024, 16
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """`numel` elements that are contiguous both in the local tensor and in a box."""
@@ -228,6 +232,13 @@ def _runs_of_indices(part: ShardedTensor, indices: torch.Tensor) -> Iterator[Run
     """Yield maximal runs, given for each element of the box its index in the local tensor."""
     if not indices.numel():
         return
-    cuts = (torch.nonzero(indices[1:] - indices[:-1] != 1).flatten() + 1).tolist()
+    breaks = torch.nonzero(indices[1:] - indices[:-1] != 1).flatten() + 1
+    if len(breaks) > _MANY_RUNS and indices.numel() < _SHORT_RUN * len(breaks):
+        raise UnsupportedError(
+            f"{part.key}: Megatron stores this tensor transposed (the old grouped GEMM of experts "
+            "does), so no two of its elements stay together; start without --moe-grouped-gemm or "
+            "with TransformerEngine's grouped experts, or keep Megatron's own checkpointing"
+        )
+    cuts = breaks.tolist()
     for low, high in zip([0, *cuts], [*cuts, indices.numel()], strict=True):
         yield Run(part.key, *_box(part), low, int(indices[low]), high - low)

@@ -1,0 +1,34 @@
+"""Benchmarks: `scripts/bench plan` and `scripts/bench load`; see `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from bench_load import bench_load
+from bench_plan import bench_plan
+from rich.console import Console
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
+    commands = parser.add_subparsers(required=True, dest="command")
+    plan = commands.add_parser("plan", help="planning one rank's reads of 16,384 ranks' checkpoint")
+    plan.add_argument("--rounds", type=int, default=5)
+    load = commands.add_parser("load", help="a resharding load against raw reads of the same files")
+    load.add_argument("--rounds", type=int, default=7)
+    load.add_argument("--mib", type=int, default=1024, help="size of the checkpoint")
+    load.add_argument("--threads", type=int, default=2)
+    load.add_argument("--dir", type=Path, help="where to write it (default: a temporary directory)")
+    args = parser.parse_args()
+    out = Console(soft_wrap=True, highlight=False)
+    if args.command == "plan":
+        bench_plan(out, args.rounds)
+        return
+    with tempfile.TemporaryDirectory(dir=args.dir) as root:
+        bench_load(out, Path(root), args.mib, args.threads, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

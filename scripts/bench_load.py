@@ -1,0 +1,140 @@
+"""A resharding load against the raw read bandwidth of the same files, interleaved.
+
+Four ranks (TP2 x DP2) "saved" a Llama-like model; one process loads it whole, as TP1 x DP1 does:
+every byte is read once, checked, and put where it belongs among the rows and columns of the other
+tensor rank. Raw reading takes the same files with the same number of threads into buffers of the
+same size, and does nothing with them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import queue
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from synthetic import SAVE_ID, Model, World
+
+from megatron_flashckpt.agent.commit import PendingSave, commit
+from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.layout.plan import PlanCache
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.memory.slot import SlotMeta
+from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.restore.reader import read_all
+from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.storage.posix import PosixStorage
+
+ITERATION = 1000
+
+
+def write_checkpoint(storage: PosixStorage, world: World) -> None:
+    """Write a committed checkpoint of random bytes, as agents do."""
+    noise = memoryview(random.Random(0).randbytes(CHUNK_NBYTES))
+
+    def data_section(nbytes: int) -> Iterator[memoryview]:
+        for start in range(0, nbytes, CHUNK_NBYTES):
+            yield noise[: min(CHUNK_NBYTES, nbytes - start)]
+
+    metas = []
+    for rank, (coordinates, pieces) in enumerate(world.ranks()):
+        layout = PlanCache().layout(pieces)
+        meta = SlotMeta(
+            root=storage.place,
+            rank=rank,
+            world_size=world.size,
+            coordinates=coordinates,
+            template_fingerprint=layout.template_fingerprint,
+            template=layout.template,
+            placement=layout.placement,
+            common=b"" if rank else b"none",
+            description={},
+        )
+        write_shard(storage, ITERATION, SAVE_ID, meta, data_section(layout.nbytes))
+        metas.append(meta)
+    commit(PendingSave(storage, ITERATION, SAVE_ID, 0.0, metas={0: metas[0]}))
+
+
+def read_raw(paths: list[Path], threads: int) -> int:
+    """Read all of `paths` and forget it; return the bytes."""
+    buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+    for _ in range(threads):
+        buffers.put(bytearray(CHUNK_NBYTES))
+
+    def read(path: Path, offset: int) -> int:
+        buffer = buffers.get()
+        try:
+            with open(path, "rb", 0) as file:
+                return os.preadv(file.fileno(), [buffer], offset)
+        finally:
+            buffers.put(buffer)
+
+    jobs = [
+        (path, offset) for path in paths for offset in range(0, path.stat().st_size, CHUNK_NBYTES)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(read, *zip(*jobs, strict=True)))
+
+
+def forget(paths: list[Path]) -> None:
+    """Drop the files from the page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def bench_load(out: Console, root: Path, mib: int, threads: int, rounds: int) -> None:
+    """Print the bandwidth of both, page cache warm and cold, and the median of their ratios."""
+    layers = max(1, round(mib / 43))  # 3.2 million parameters, 14 bytes each
+    model = Model(layers, hidden=512, ffn=1408, qkv=1024, vocab=2048)
+    storage = PosixStorage(root)
+    write_checkpoint(storage, World(model, tp=2, pp=1, dp=2))
+    stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
+    paths = sorted((root / stored.directory).glob("*.safetensors"))
+    wanted = World(model, 1, 1, 1).wanted(0, 0, 0)
+    tensors = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
+
+    def load() -> int:
+        plan = read_plan(wanted, stored.sources(), stored.place)
+        return read_all(stored, plan, wanted, Targets(wanted, tensors), threads)
+
+    def timed(work: Callable[[], int], *, cold: bool) -> float:
+        if cold:
+            forget(paths)
+        started = time.perf_counter()
+        nbytes = work()
+        return nbytes / (time.perf_counter() - started) / 2**20
+
+    load()
+    table = Table("page cache", "raw read, MiB/s", "load, MiB/s", "load / raw", box=None)
+    for cold in (False, True):
+        raw, ours = [], []
+        for turn in range(rounds):
+            both = [(raw, lambda: read_raw(paths, threads)), (ours, load)]
+            for figures, work in both if turn % 2 else reversed(both):
+                figures.append(timed(work, cold=cold))
+        ratio = statistics.median(b / a for a, b in zip(raw, ours, strict=True))
+        table.add_row(
+            "cold" if cold else "warm",
+            f"{statistics.median(raw):.0f}",
+            f"{statistics.median(ours):.0f}",
+            f"{ratio:.2f}",
+        )
+    nbytes = sum(path.stat().st_size for path in paths)
+    out.print(
+        f"TP2 x DP2 -> TP1 x DP1, {nbytes / 2**20:.0f} MiB in {len(paths)} files, {threads} threads"
+    )
+    out.print(table)
