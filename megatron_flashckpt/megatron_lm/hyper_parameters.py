@@ -7,7 +7,8 @@ sub-optimizers than without, and a pipeline stage may lack a group that another 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import megatron.core.optimizer.optimizer as megatron_optimizer
@@ -66,12 +67,13 @@ def _per_parameter_step(inner: torch.optim.Optimizer) -> float | None:
 
 
 def merge(of_ranks: list[_Saved]) -> _Saved:
-    """Return the groups of all ranks together, each identity once.
+    """Return the groups of all ranks together, each identity once, with its step.
 
     Args:
         of_ranks: what `hyper_parameters` returned on ranks that between them hold all of the model.
     """
     merged: _Saved = []
+    made = _steps_made(entry for saved in of_ranks for entry in saved)
     seen: set[tuple[int, _Identity]] = set()
     for saved in of_ranks:
         for number, entry in enumerate(saved):
@@ -79,11 +81,11 @@ def merge(of_ranks: list[_Saved]) -> _Saved:
             for group in entry["param_groups"]:
                 if (number, _identity(group)) not in seen:
                     seen.add((number, _identity(group)))
-                    fresh.append(group)
+                    counted = made is None or _step_of(entry, group) is not None
+                    fresh.append(group if counted else {**group, "step": made})
             if fresh:
                 merged.append({**entry, "param_groups": fresh})
-    # A rank without parameters of its own (an empty group) has made no step.
-    return sorted(merged, key=lambda entry: _step_of(entry, entry["param_groups"][0]) is None)
+    return merged
 
 
 def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
@@ -100,9 +102,12 @@ def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
             f"the checkpoint has no param group like {', '.join(lost)}; it has {', '.join(known)}; "
             "use the optimizer settings of the saving run, or --no-load-optim"
         )
+    made = _steps_made(saved)
     for inner, group, found in matches:
         if found is not None:
-            _take(inner, group, *found)
+            entry, values = found
+            step = _step_of(entry, values)
+            _take(inner, group, values, made if step is None else step)
     scalers = [entry["grad_scaler"] for entry in saved if entry["grad_scaler"] is not None]
     for sub in sub_optimizers(optimizer):
         scaler = getattr(sub, "grad_scaler", None)
@@ -147,19 +152,25 @@ def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:
     return group.get("step") if entry["step"] is None else entry["step"]
 
 
+def _steps_made(saved: Iterable[dict[str, Any]]) -> Any:
+    """Return how many steps there were; None before the first one.
+
+    All groups step together, but one without parameters on its rank does not count there.
+    """
+    steps = (_step_of(entry, group) for entry in saved for group in entry["param_groups"])
+    return next((step for step in steps if step is not None), None)
+
+
 def _take(
-    inner: torch.optim.Optimizer,
-    group: dict[str, Any],
-    entry: dict[str, Any],
-    values: dict[str, Any],
+    inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any], step: Any
 ) -> None:
+    # Copies: several groups may take the values of one, and optimizers change tensors in place.
     kept = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), "params", "step")
-    group.update({key: value for key, value in values.items() if key not in kept})
-    step = _step_of(entry, values)
+    group.update({key: copy.deepcopy(it) for key, it in values.items() if key not in kept})
     if step is None:
         return
     if not type(inner).__module__.startswith("torch.optim"):
-        group["step"] = step if isinstance(step, torch.Tensor) else int(step)
+        group["step"] = step.clone() if isinstance(step, torch.Tensor) else int(step)
         return
     for parameter in group["params"]:
         # One tensor per parameter: a shared one would count every parameter's step.

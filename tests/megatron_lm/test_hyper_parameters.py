@@ -1,0 +1,336 @@
+"""Param groups and steps find their like under another layout.
+
+The optimizers are torch's own (step per parameter), or a stand-in with the layout of Apex and
+TransformerEngine (step per group, none for an empty group), with plain data in Megatron's param
+groups. Megatron's wrappers around them are real classes, made without their constructors, which
+want a GPU. tests/megatron has whole jobs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
+
+from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.megatron_lm.hyper_parameters import (
+    IDENTIFIERS,
+    hyper_parameters,
+    load_hyper_parameters,
+    merge,
+)
+
+Group = dict[str, Any]
+
+
+class PerGroup(torch.optim.Optimizer):
+    """Counts as the fused optimizers do; changes nothing else."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if group["params"]:
+                group["step"] = group.get("step", 0) + 1
+
+
+class Scaler:
+    """What Megatron asks of a loss scaler."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+def group(wd_mult: float, *, expert: bool = False, lr: float = 0.0, parameters: int = 1) -> Group:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(parameters)]
+    identity = dict.fromkeys(IDENTIFIERS)
+    identity.update(wd_mult=wd_mult, lr_mult=1.0, is_expert_parallel=expert, is_decoupled_lr=False)
+    return {"params": params, **identity, "lr": lr}
+
+
+def wrapped(inner: torch.optim.Optimizer, scaler: Scaler | None = None) -> FP32Optimizer:
+    made = FP32Optimizer.__new__(FP32Optimizer)
+    made.optimizer = inner
+    made.is_stub_optimizer = False
+    made.config = None
+    made.grad_scaler = scaler
+    return made
+
+
+def chained(*subs: FP32Optimizer) -> ChainedOptimizer:
+    made = ChainedOptimizer.__new__(ChainedOptimizer)
+    made.chained_optimizers = list(subs)
+    return made
+
+
+def adam(groups: list[Group]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups)
+
+
+def stepped(inner: torch.optim.Optimizer, steps: int = 5) -> torch.optim.Optimizer:
+    for each in inner.param_groups:
+        for parameter in each["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    for _ in range(steps):
+        inner.step()
+    return inner
+
+
+def go_on(inner: torch.optim.Optimizer) -> None:
+    """Make one more step. The other state is allocated first, as a load has done it."""
+    for parameter, state in inner.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(parameter)
+    stepped(inner, 1)
+
+
+def steps_of(inner: torch.optim.Optimizer) -> list[list[float | None]]:
+    """Return, by group, the step of each parameter."""
+    if isinstance(inner, PerGroup):
+        return [[each.get("step")] * len(each["params"]) for each in inner.param_groups]
+    return [
+        [float(inner.state[parameter]["step"]) for parameter in each["params"]]
+        for each in inner.param_groups
+    ]
+
+
+def rates(inner: torch.optim.Optimizer) -> list[float]:
+    return [each["lr"] for each in inner.param_groups]
+
+
+@pytest.fixture(params=[adam, PerGroup])
+def make(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+# ---------------------------------------------------------------------- other layouts
+
+
+def test_the_same_layout_takes_back_what_it_saved(make) -> None:
+    def fresh(lr: float) -> list[Group]:
+        return [group(1.0, lr=lr, parameters=2), group(0.0, lr=lr / 2)]
+
+    saved = hyper_parameters(wrapped(stepped(make(fresh(0.5)))))
+    inner = make(fresh(0.125))
+    load_hyper_parameters(wrapped(inner), saved)
+    assert rates(inner) == [0.5, 0.25]
+    assert steps_of(inner) == [[5, 5], [5]]
+
+
+def test_experts_of_two_chained_optimizers_go_into_one(make) -> None:
+    dense = stepped(make([group(1.0, lr=0.5), group(0.0, lr=0.25)]))
+    experts = stepped(make([group(1.0, expert=True, lr=0.5)]))
+    saved = hyper_parameters(chained(wrapped(dense), wrapped(experts)))
+    assert len(saved) == 2
+    inner = make([group(1.0, parameters=3), group(0.0)])
+    load_hyper_parameters(wrapped(inner), saved)
+    assert rates(inner) == [0.5, 0.25]
+    assert steps_of(inner) == [[5, 5, 5], [5]]
+
+
+def test_one_optimizer_goes_into_two_chained_ones(make) -> None:
+    saved = hyper_parameters(
+        wrapped(stepped(make([group(1.0, lr=0.5, parameters=3), group(0.0, lr=0.25)])))
+    )
+    dense, experts = make([group(1.0), group(0.0)]), make([group(1.0, expert=True)])
+    load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), saved)
+    assert (rates(dense), rates(experts)) == ([0.5, 0.25], [0.5])
+    assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[5]])
+    # Each goes on by itself: nothing is shared with the other or with what was saved.
+    go_on(dense)
+    assert (steps_of(dense), steps_of(experts)) == ([[6], [6]], [[5]])
+
+
+def test_experts_that_have_settings_of_their_own_take_those(make) -> None:
+    dense = stepped(make([group(1.0, lr=0.5)]))
+    experts = stepped(make([group(1.0, expert=True, lr=0.125)]))
+    saved = hyper_parameters(chained(wrapped(dense), wrapped(experts)))
+    saved.reverse()
+    dense, experts = make([group(1.0)]), make([group(1.0, expert=True)])
+    load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), saved)
+    assert (rates(dense), rates(experts)) == ([0.5], [0.125])
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_groups_are_matched_by_what_they_are_in_any_order(make, order) -> None:
+    def fresh(lrs: tuple[float, float, float]) -> list[Group]:
+        return [
+            group(1.0, lr=lrs[0]),
+            group(0.0, lr=lrs[1]),
+            group(0.0, lr=lrs[2]) | {"is_decoupled_lr": True},
+        ]
+
+    saved = hyper_parameters(wrapped(stepped(make(fresh((1.0, 2.0, 3.0))))))
+    mine = fresh((0.0, 0.0, 0.0))
+    inner = make([mine[n] for n in order])
+    load_hyper_parameters(wrapped(inner), saved)
+    assert rates(inner) == [float(n + 1) for n in order]
+    assert [each["wd_mult"] for each in inner.param_groups] == [mine[n]["wd_mult"] for n in order]
+
+
+def test_a_group_that_one_stage_lacks_is_there_once_stages_are_merged(make) -> None:
+    """Stage 0 has no group without weight decay, stage 1 no other; a job of one stage has both."""
+    of_ranks = [
+        hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)])))),
+        hyper_parameters(wrapped(stepped(make([group(0.0, lr=0.25)])))),
+        hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5), group(0.0, lr=0.25)])))),
+    ]
+    merged = merge(of_ranks)
+    assert sum(len(entry["param_groups"]) for entry in merged) == 2
+    inner = make([group(0.0), group(1.0, parameters=2)])
+    load_hyper_parameters(wrapped(inner), merged)
+    assert rates(inner) == [0.25, 0.5]
+    assert steps_of(inner) == [[5], [5, 5]]
+
+
+def test_merging_one_rank_changes_nothing(make) -> None:
+    inner = stepped(make([group(1.0, lr=0.5), group(0.0, lr=0.25)]))
+    saved = hyper_parameters(chained(wrapped(inner), wrapped(stepped(make([group(0.0)])))))
+    assert merge([saved, saved]) == saved
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def test_a_group_that_was_empty_where_it_was_saved_has_made_as_many_steps(make) -> None:
+    """With the distributed optimizer a rank may own nothing of a group."""
+    saved = hyper_parameters(wrapped(stepped(make([group(1.0, parameters=0, lr=0.5), group(0.0)]))))
+    inner = make([group(1.0, parameters=2), group(0.0)])
+    load_hyper_parameters(wrapped(inner), saved)
+    assert rates(inner) == [0.5, 0.0]
+    assert steps_of(inner) == [[5, 5], [5]]
+
+
+@pytest.mark.parametrize("empty_first", [True, False])
+def test_a_rank_that_owns_nothing_does_not_hide_the_steps_of_others(make, empty_first) -> None:
+    of_ranks = [
+        hyper_parameters(wrapped(stepped(make([group(1.0, parameters=0)])))),
+        hyper_parameters(wrapped(stepped(make([group(1.0)])))),
+    ]
+    inner = make([group(1.0), group(1.0, expert=True)])
+    load_hyper_parameters(wrapped(inner), merge(of_ranks if empty_first else of_ranks[::-1]))
+    assert steps_of(inner) == [[5], [5]]
+
+
+@pytest.mark.parametrize(("saved_as", "loaded_as"), [(adam, PerGroup), (PerGroup, adam)])
+def test_a_step_per_parameter_becomes_one_per_group_and_the_reverse(saved_as, loaded_as) -> None:
+    saved = hyper_parameters(wrapped(stepped(saved_as([group(1.0), group(0.0)]))))
+    inner = loaded_as([group(1.0, parameters=2), group(0.0)])
+    load_hyper_parameters(wrapped(inner), saved)
+    assert steps_of(inner) == [[5, 5], [5]]
+    if loaded_as is PerGroup:
+        assert {type(each["step"]) for each in inner.param_groups} == {int}
+    else:
+        assert all("step" not in each for each in inner.param_groups)
+    go_on(inner)
+    assert steps_of(inner) == [[6, 6], [6]]
+
+
+def test_every_parameter_has_a_step_of_its_own() -> None:
+    saved = hyper_parameters(wrapped(stepped(adam([group(1.0), group(0.0)]))))
+    inner = adam([group(1.0, parameters=3), group(0.0, parameters=2)])
+    load_hyper_parameters(wrapped(inner), saved)
+    pointers = {state["step"].data_ptr() for state in inner.state.values()}
+    assert len(pointers) == 5
+    assert {state["step"].dtype for state in inner.state.values()} == {torch.float32}
+
+
+def test_a_step_that_is_a_tensor_is_not_shared_between_groups() -> None:
+    """As optimizers keep it that can be captured in a CUDA graph."""
+    saved = hyper_parameters(wrapped(stepped(PerGroup([group(1.0)]))))
+    saved[0]["param_groups"][0]["step"] = torch.tensor(5, dtype=torch.int32)
+    dense, experts = PerGroup([group(1.0)]), PerGroup([group(1.0, expert=True)])
+    load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), saved)
+    dense.param_groups[0]["step"].add_(1)
+    assert (steps_of(dense), steps_of(experts)) == ([[6]], [[5]])
+    assert saved[0]["param_groups"][0]["step"] == 5
+
+
+def test_before_the_first_step_there_is_none_to_take(make) -> None:
+    saved = hyper_parameters(wrapped(make([group(1.0, lr=0.5)])))
+    inner = make([group(1.0)])
+    load_hyper_parameters(wrapped(inner), saved)
+    assert rates(inner) == [0.5]
+    assert not inner.state
+    assert "step" not in inner.param_groups[0]
+
+
+def test_parameters_of_one_optimizer_with_different_steps_are_refused() -> None:
+    inner = stepped(adam([group(1.0, parameters=2)]))
+    inner.state[inner.param_groups[0]["params"][1]]["step"] += 1
+    with pytest.raises(UnsupportedError, match=r"AdamW have different steps \[5\.0, 6\.0\]"):
+        hyper_parameters(wrapped(inner))
+
+
+# ---------------------------------------------------------------------- kept or refused
+
+
+def test_what_makes_a_group_a_group_stays_as_the_job_has_it(make) -> None:
+    saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)]))))
+    saved[0]["param_groups"][0].update(weight_decay=0.75, foreign="also taken")
+    mine = group(1.0, expert=True)
+    inner = make([mine])
+    before = {key: inner.param_groups[0][key] for key in IDENTIFIERS}
+    load_hyper_parameters(wrapped(inner), saved)
+    (after,) = inner.param_groups
+    assert {key: after[key] for key in IDENTIFIERS} == before
+    assert after["is_expert_parallel"] is True
+    assert after["params"] is inner.param_groups[0]["params"]
+    assert (after["lr"], after["weight_decay"], after["foreign"]) == (0.5, 0.75, "also taken")
+
+
+def test_names_that_nemo_changes_are_known(make) -> None:
+    saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5), group(0.0, lr=0.25)]))))
+    renamed = [group(0.0), group(1.0)]
+    for each in renamed:
+        for key in ("wd_mult", "lr_mult"):
+            each[f"pre_{key}"] = each.pop(key)
+    inner = make(renamed)
+    load_hyper_parameters(wrapped(inner), saved)
+    assert rates(inner) == [0.25, 0.5]
+    assert [each["pre_wd_mult"] for each in inner.param_groups] == [0.0, 1.0]
+
+
+def test_all_groups_that_are_missing_are_named_and_nothing_is_changed(make) -> None:
+    saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)]))))
+    inner = make([group(1.0), group(0.25), group(0.75, expert=True)])
+    before = copy.deepcopy([{**each, "params": None} for each in inner.param_groups])
+    with pytest.raises(MissingStateError) as caught:
+        load_hyper_parameters(wrapped(inner), saved)
+    said, known = str(caught.value).split("; it has ")
+    assert said.startswith("the checkpoint has no param group like ")
+    assert said.count("wd_mult") == 2
+    assert "wd_mult 0.25" in said
+    assert "wd_mult 0.75" in said
+    assert "wd_mult 1.0" in known
+    assert "--no-load-optim" in known
+    assert [{**each, "params": None} for each in inner.param_groups] == before
+    assert not inner.state
+
+
+def test_a_missing_group_without_parameters_does_not_matter(make) -> None:
+    saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)]))))
+    inner = make([group(1.0), group(0.25, parameters=0, lr=0.125)])
+    load_hyper_parameters(wrapped(inner), saved)
+    assert rates(inner) == [0.5, 0.125]
+
+
+def test_a_loss_scale_goes_to_every_optimizer_that_has_one(make) -> None:
+    saved = hyper_parameters(
+        chained(wrapped(make([group(1.0)])), wrapped(make([group(0.0)]), Scaler(256.0)))
+    )
+    scalers = [Scaler(1.0), Scaler(1.0)]
+    subs = [wrapped(make([group(0.0), group(1.0)]), scaler) for scaler in scalers]
+    load_hyper_parameters(chained(*subs), merge([saved]))
+    assert [scaler.scale for scaler in scalers] == [256.0, 256.0]
