@@ -1,0 +1,154 @@
+"""torch_dist both ways with real Megatron: its checkpoint trains on in ours, and ours in its.
+
+Per layout three real jobs of two ranks: stock trains 6 iterations and saves at 2, 4 and 6. Its
+iteration 2 is converted, our load trains on to 6 and saves at 4. That one is converted back, and
+stock trains on from it. All losses, and all global tensors at iteration 6, must be stock's own, bit
+for bit. Dropout is on, so random states count too.
+
+Megatron's `fully_reshardable` is right only as long as there is one bucket, as here. A job with
+several shows that their damage is found.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.soundness import masters_that_differ
+from megatron_flashckpt.errors import CorruptCheckpointError
+from tests.convert.made import differing
+from tests.megatron.jobs import Result, run_job, succeeded
+
+DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+LAYOUTS = {
+    "dp2-swiglu-untied": [
+        *("--num-layers", "2", "--bf16", "--swiglu", *DISTRIBUTED),
+        "--untie-embeddings-and-output-weights",
+    ],
+    "tp2-plain-optimizer": [
+        *("--num-layers", "2", "--bf16", "--tensor-model-parallel-size", "2"),
+    ],
+    "pp2-fp32": ["--num-layers", "2", "--pipeline-model-parallel-size", "2"],
+    "moe-ep2": [
+        *("--num-layers", "2", "--bf16", "--expert-model-parallel-size", "2", *DISTRIBUTED),
+        *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
+        *("--moe-token-dispatcher-type", "alltoall", "--moe-router-score-function", "sigmoid"),
+        "--moe-router-enable-expert-bias",
+    ],
+}
+
+
+def schedule(load: Path, save: Path, iterations: int = 6) -> list[str]:
+    return [
+        *("--train-iters", str(iterations), "--save", str(save), "--load", str(load)),
+        *("--save-interval", "2", "--ckpt-format", "torch_dist"),
+    ]
+
+
+def opened(root: Path, iteration: int) -> Contents:
+    return open_source(root, iteration, Options()).contents
+
+
+class Jobs:
+    """The three jobs of one layout, and the conversions between them."""
+
+    def __init__(self, tmp_path: Path, arguments: list[str]) -> None:
+        self.tmp_path = tmp_path
+        stock, ours, back = (tmp_path / name for name in ("stock", "ours", "back"))
+        self.a = self._run("a", [*arguments, *schedule(stock, stock)], "stock")
+        convert(open_source(stock, 2, Options()), ours, "flashckpt", Options())
+        self.b = self._run("b", [*arguments, *schedule(ours, ours)], "launch")
+        convert(open_source(ours, 4, Options()), back, "torch_dist", Options())
+        self.c = self._run("c", [*arguments, *schedule(back, back)], "stock")
+
+    def _run(self, name: str, arguments: list[str], door: str) -> Result:
+        return succeeded(run_job(self.tmp_path, name, arguments, ranks=2, door=door, timeout_s=400))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp(request.param), LAYOUTS[request.param])
+
+
+def test_a_checkpoint_of_megatrons_trains_on_in_ours(jobs: Jobs) -> None:
+    assert "iteration 2 was restored from storage" in jobs.b.log
+    assert sorted(jobs.b.losses()) == [3, 4, 5, 6]
+    for iteration, losses in jobs.b.losses().items():
+        assert losses == jobs.a.losses()[iteration]
+    stock, ours = opened(jobs.tmp_path / "stock", 6), opened(jobs.tmp_path / "ours", 6)
+    assert len(stock.tensors) > 40
+    assert differing(stock.tensors, ours.tensors) == []
+
+
+def test_a_checkpoint_of_ours_trains_on_in_megatron(jobs: Jobs) -> None:
+    assert sorted(jobs.c.losses()) == [5, 6]
+    for iteration, losses in jobs.c.losses().items():
+        assert losses == jobs.a.losses()[iteration]
+    stock, back = opened(jobs.tmp_path / "stock", 6), opened(jobs.tmp_path / "back", 6)
+    assert differing(stock.tensors, back.tensors) == []
+
+
+def test_side_state_is_the_same_in_all_three(jobs: Jobs) -> None:
+    stock = opened(jobs.tmp_path / "stock", 6)
+    for name in ("ours", "back"):
+        other = opened(jobs.tmp_path / name, 6)
+        assert other.common["opt_param_scheduler"] == stock.common["opt_param_scheduler"]
+        assert other.args.consumed_train_samples == stock.args.consumed_train_samples == 48
+        assert groups(other) == groups(stock)
+
+
+def groups(contents: Contents) -> list[dict]:
+    return [group for entry in contents.optimizer for group in entry["param_groups"]]
+
+
+def test_megatron_loads_ours_under_another_tensor_parallel_size(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """From TP 2 to TP 1: stock, from what was converted, trains as ours does from its own."""
+    tmp_path = tmp_path_factory.mktemp("cross")
+    arguments = LAYOUTS["dp2-swiglu-untied"]
+    ours, dist = tmp_path / "ours", tmp_path / "dist"
+    ways = ["--tensor-model-parallel-size", "2"]
+    run = [*arguments, *ways, *schedule(ours, ours, 2)]
+    succeeded(run_job(tmp_path, "save", run, ranks=2, timeout_s=400))
+    convert(open_source(ours, 2, Options()), dist, "torch_dist", Options())
+    changed = [
+        "--override-opt_param-scheduler",
+        "--hidden-dropout",
+        "0",
+        "--attention-dropout",
+        "0",
+    ]
+    results = {}
+    for name, load, door in (("mine", ours, "launch"), ("stock", dist, "stock")):
+        run = [*arguments, *schedule(load, tmp_path / f"saved-{name}", 4), *changed]
+        results[name] = succeeded(run_job(tmp_path, name, run, ranks=2, door=door, timeout_s=400))
+    assert sorted(results["stock"].losses()) == [3, 4]
+    assert results["stock"].losses() == results["mine"].losses()
+    mine, stock = (opened(tmp_path / f"saved-{name}", 4) for name in ("mine", "stock"))
+    assert differing(mine.tensors, stock.tensors) == []
+
+
+def test_the_damage_that_megatron_does_with_several_buckets_is_found(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("damage")
+    arguments = ["--num-layers", "2", "--bf16", *DISTRIBUTED, "--overlap-grad-reduce"]
+    # A hidden size of 72 makes buckets whose ends are padded.
+    arguments += ["--ddp-bucket-size", "20000", "--hidden-size", "72", "--kv-channels", "18"]
+    run = [*arguments, *schedule(tmp_path / "stock", tmp_path / "stock", 2)]
+    succeeded(run_job(tmp_path, "stock", run, ranks=2, door="stock", timeout_s=400))
+    source = open_source(tmp_path / "stock", 2, Options())
+    wrong = masters_that_differ(source.contents)
+    assert len(wrong) > 10
+    with pytest.raises(CorruptCheckpointError, match=r"fp32 masters of .* tensors are not"):
+        convert(source, tmp_path / "ours", "flashckpt", Options())
+    assert not (tmp_path / "ours").exists()
+    options = Options(weights_only=True)
+    convert(open_source(tmp_path / "stock", 2, options), tmp_path / "ours", "flashckpt", options)
+    weights = [it for it in source.contents.tensors if it.kind in ("weight", "buffer")]
+    assert differing(weights, opened(tmp_path / "ours", 2).tensors) == []
