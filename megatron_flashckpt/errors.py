@@ -26,6 +26,9 @@ class LayoutError(FlashCkptError, ValueError):
 class MissingStateError(FlashCkptError, KeyError):
     """A checkpoint does not hold what the model needs; the message names every key."""
 
+    differences: tuple[str, ...] = ()
+    """One line per key, where they were found key by key."""
+
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0]) if self.args else ""
 

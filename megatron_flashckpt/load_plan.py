@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.coverage import (
     ReadPlan,
     Source,
+    missing_state,
     read_plan,
     stored_items,
     superfluous,
@@ -22,6 +26,8 @@ from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.restore.collectives import gather_objects, together
 from megatron_flashckpt.restore.targets import Targets
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,28 +110,7 @@ def plan_load(request: LoadRequest, state: ModelState, found: SavedJob, rank: in
     Raises:
         MissingStateError: on every rank; lists all differences, nothing was overwritten.
     """
-    optimizer_kinds = {
-        item.kind: torch_dtype(item.dtype)
-        for item in stored_items(found.sources)
-        if item.kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE)
-    }
-
-    def enumerate_wanted() -> list[LocalPiece]:
-        if not request.fill:
-            return []
-        return state.wanted(request.chunks, request.optimizer, optimizer_kinds)
-
-    wanted = together(enumerate_wanted)
-    kinds = {WEIGHT, BUFFER} if request.fill else set()
-    if request.fill and request.optimizer is not None:
-        kinds |= {MASTER, *optimizer_kinds}
-    unwanted = set.intersection(
-        *gather_objects(superfluous([local.piece for local in wanted], found.sources, kinds))
-    )
-    if not request.strict:
-        known = {(item.kind, item.key) for item in stored_items(found.sources)}
-        wanted = [local for local in wanted if (local.piece.kind, local.piece.key) in known]
-        unwanted = set()
+    wanted, unwanted = _wanted(request, state, found, rank)
     cut = parallel.model_cut()
     twin = found.twin(parallel.coordinates(), cut)
     changed = cut != found.model_cut
@@ -137,8 +122,69 @@ def plan_load(request: LoadRequest, state: ModelState, found: SavedJob, rank: in
     pieces = [local.piece for local in wanted] + list(rank_states.values())
     tensors = [local.tensor for local in wanted] + list(framed.values())
     resizable = {n for n, local in enumerate(wanted) if local.resizable}
-    plan = together(lambda: read_plan(pieces, found.sources, found.place, unwanted, resizable))
-    return LoadPlan(plan, pieces, Targets(pieces, tensors), twin, changed, framed)
+    reads = _reads(
+        lambda: read_plan(pieces, found.sources, found.place, unwanted, resizable), found.place
+    )
+    return LoadPlan(reads, pieces, Targets(pieces, tensors), twin, changed, framed)
+
+
+def _wanted(
+    request: LoadRequest, state: ModelState, found: SavedJob, rank: int
+) -> tuple[list[LocalPiece], set[str]]:
+    """Return what this rank wants, and the names of what no rank wants. Collective.
+
+    Without `strict`, what is not in the checkpoint is left as it is, what is not in the model is
+    not read, and rank 0 says so.
+    """
+    if not request.fill:
+        return [], set()
+    optimizer_kinds = {
+        item.kind: torch_dtype(item.dtype)
+        for item in stored_items(found.sources)
+        if item.kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE)
+    }
+    wanted = together(lambda: state.wanted(request.chunks, request.optimizer, optimizer_kinds))
+    kinds = {WEIGHT, BUFFER}
+    if request.optimizer is not None:
+        kinds |= {MASTER, *optimizer_kinds}
+    unwanted = set.intersection(
+        *gather_objects(superfluous([local.piece for local in wanted], found.sources, kinds))
+    )
+    if request.strict:
+        return wanted, unwanted
+    known = {(item.kind, item.key) for item in stored_items(found.sources)}
+    kept = [local for local in wanted if (local.piece.kind, local.piece.key) in known]
+    mine = {(local.piece.kind, local.piece.key) for local in wanted}
+    absent = set.union(*gather_objects({f"{kind}/{key}" for kind, key in mine - known}))
+    if rank == 0 and (absent or unwanted):
+        logger.warning(
+            "%s: not strict: left as they are: %s; not read: %s",
+            found.place,
+            ", ".join(sorted(absent)) or "none",
+            ", ".join(sorted(unwanted)) or "none",
+        )
+    return kept, set()
+
+
+def _reads(plan: Callable[[], ReadPlan], place: str) -> ReadPlan:
+    """Return `plan()`, or raise on all ranks the differences that all of them found. Collective."""
+
+    def attempt() -> ReadPlan | tuple[str, ...]:
+        try:
+            return plan()
+        except MissingStateError as error:
+            return error.differences
+
+    made = together(attempt)
+    # A dict keeps the order of the first rank that found them.
+    everywhere = dict.fromkeys(
+        line
+        for lines in gather_objects(() if isinstance(made, ReadPlan) else made)
+        for line in lines
+    )
+    if everywhere or not isinstance(made, ReadPlan):
+        raise missing_state(place, list(everywhere))
+    return made
 
 
 def _rank_state(found: SavedJob, rank: int) -> Piece | None:

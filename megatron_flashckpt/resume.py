@@ -31,6 +31,9 @@ from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
+#: Values of --dist-ckpt-strictness with which Megatron, too, goes on in spite of differences.
+_LENIENT = ("log_unexpected", "log_all", "ignore_all")
+
 
 def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     """Load a checkpoint of ours, or return None: there is none, or it is one of Megatron's own.
@@ -83,7 +86,7 @@ def _request(call: LoadCall, margs: Any) -> LoadRequest:
     return LoadRequest(
         chunks=unwrap(call.model),
         optimizer=call.optimizer if wants_optimizer else None,
-        strict=call.strict,
+        strict=call.strict and getattr(margs, "dist_ckpt_strictness", None) not in _LENIENT,
         fill=not call.skip_model_and_optimizer,
     )
 

@@ -27,8 +27,8 @@ from megatron_flashckpt.agent.persist import write_shard
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.plan import PlanCache
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets

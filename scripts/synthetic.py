@@ -1,4 +1,4 @@
-"""Checkpoints of models that no machine here could train: the geometry is true, the numbers are not.
+"""Checkpoints of models that no machine here could train: true geometry, untrue numbers.
 
 A `World` cuts a Llama-like model as Megatron does, and gives every replica what its distributed
 optimizer would own: of each bucket one run.

@@ -108,15 +108,22 @@ def read_plan(
         for part in parts:
             reads[part.rank].append(part.read)
     if problems:
-        raise MissingStateError(
-            f"{place} does not hold what this model needs ({len(problems)} differences):\n  "
-            + "\n  ".join(problems)
-            + "\nUse the model settings of the run that saved it (the parallel sizes are free), or "
-            "--ckpt-step for another iteration; nothing was loaded"
-        )
+        raise missing_state(place, problems)
     for each in reads.values():
         each.sort()
     return ReadPlan(dict(reads), tuple(padded))
+
+
+def missing_state(place: str, differences: Collection[str]) -> MissingStateError:
+    """Return the error that lists `differences`, which it also carries."""
+    error = MissingStateError(
+        f"{place} does not hold what this model needs ({len(differences)} differences):\n  "
+        + "\n  ".join(differences)
+        + "\nUse the model settings of the run that saved it (the parallel sizes are free), or "
+        "--ckpt-step for another iteration; nothing was loaded"
+    )
+    error.differences = tuple(differences)
+    return error
 
 
 def superfluous(wanted: list[Piece], sources: Iterable[Source], kinds: set[str]) -> set[str]:

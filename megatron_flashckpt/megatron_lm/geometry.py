@@ -25,7 +25,6 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import Piece, Shape
 
-
 #: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
 _MANY_RUNS, _SHORT_RUN = 1024, 16
 

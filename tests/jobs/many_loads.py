@@ -84,7 +84,8 @@ def main() -> None:
         result, error = None, None
         try:
             if case["call"] == "load":
-                result = load_checkpoint(model, optimizer, scheduler)[0]
+                strict = case.get("strict", True)
+                result = load_checkpoint(model, optimizer, scheduler, strict=strict)[0]
             else:
                 save_checkpoint(case["iteration"], model, optimizer, scheduler, 0)
                 outcomes = session.checkpointer(args.save).wait()

@@ -288,6 +288,43 @@ def test_a_checkpoint_of_another_model_names_every_differing_key_and_both_shapes
     assert snapshot(ran.good) == before
 
 
+def test_strict_lists_what_is_missing_and_superfluous_and_otherwise_loads_what_fits(
+    ran: Ran,
+) -> None:
+    load = {"call": "load", "args": {"load": str(ran.good)}}
+    cases = [
+        {**load, "name": "strict"},
+        {**load, "name": "not strict", "strict": False},
+        {
+            **load,
+            "name": "as Megatron's own flag says",
+            "args": {**load["args"], "dist_ckpt_strictness": "log_all"},
+        },
+    ]
+    (ran.tmp_path / "strict.json").write_text(json.dumps(cases))
+    before = snapshot(ran.good)
+    model = [*MODEL, "--untie-embeddings-and-output-weights", "--disable-bias-linear"]
+    result = ran.run("strict", model, ran.tmp_path / "strict.json")
+    for event in result.named("strict"):
+        kind, message = event["error"]
+        assert kind == "MissingStateError"
+        assert not event["weights_changed"]
+        for each in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            assert f"{each}/output_layer.weight: not in the checkpoint; " in message
+            fc2 = f"{each}/decoder.layers.mlp.linear_fc2.bias"
+            assert f"{fc2}: in the checkpoint, not in the model" in message
+    for name in ("not strict", "as Megatron's own flag says"):
+        events = result.named(name)
+        assert [(event["result"], event["error"]) for event in events] == [(2, None)] * RANKS
+    assert all(event["weights_changed"] for event in result.named("not strict"))
+    said = re.findall(r"not strict: left as they are: (.*); not read: (.*)", result.log)
+    assert len(said) == 2, "once per load, on rank 0"
+    for absent, superfluous in said:
+        assert "weight/output_layer.weight" in absent
+        assert "weight/decoder.layers.mlp.linear_fc2.bias" in superfluous
+    assert snapshot(ran.good) == before
+
+
 def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> None:
     result = run_job(
         tmp_path,
