@@ -13,6 +13,8 @@ from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
 from megatron_flashckpt.storage.posix import PosixStorage
 
+RELEASE = "release"
+
 
 @contextlib.contextmanager
 def new_directory(final: Path, *, overwrite: bool) -> Iterator[Path]:
@@ -42,7 +44,7 @@ def new_directory(final: Path, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(around, ignore_errors=True)
 
 
-def move_tracker(root: Path, iteration: int) -> None:
+def move_tracker(root: Path, iteration: int, *, megatron: bool = False) -> None:
     """Make `iteration` the one that jobs load from `root`, unless a later one is.
 
     Called when the checkpoint is complete.
@@ -53,12 +55,18 @@ def move_tracker(root: Path, iteration: int) -> None:
     except FileNotFoundError:
         text = ""
     if not (text.isdecimal() and int(text) > iteration):
-        storage.put(TRACKER, str(iteration).encode())
+        named = RELEASE if megatron and iteration == 0 else str(iteration)
+        storage.put(TRACKER, named.encode())
 
 
-def checkpoint_directory(root: Path, iteration: int) -> Path:
-    """Return where a save directory keeps `iteration`."""
-    return root / iteration_dir(iteration)
+def checkpoint_directory(root: Path, iteration: int, *, megatron: bool = False) -> Path:
+    """Return where a save directory keeps `iteration`.
+
+    Args:
+        megatron: in a format of Megatron's own, which calls the weights that a training starts
+            from, its iteration 0, a release.
+    """
+    return root / (RELEASE if megatron and iteration == 0 else iteration_dir(iteration))
 
 
 def _sync(path: Path) -> None:

@@ -45,7 +45,7 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     experts = buckets.has_experts(models)
     args = copy.copy(contents.args)
     vars(args).update(ckpt_format="torch", use_dist_ckpt=False)
-    directory = checkpoint_directory(root, contents.iteration)
+    directory = checkpoint_directory(root, contents.iteration, megatron=True)
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         for model in models:
             place = fresh / rank_directory(model, contents.args)
@@ -68,7 +68,7 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
                 if written.buffers is not None:
                     torch.save(written.buffers, place / OPTIMIZER_FILE)
             torch.save(state, place / MODEL_FILE)
-    move_tracker(root, contents.iteration)
+    move_tracker(root, contents.iteration, megatron=True)
     return directory
 
 

@@ -53,7 +53,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
     Raises:
         ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
     """
-    directory = checkpoint_directory(root, contents.iteration)
+    directory = checkpoint_directory(root, contents.iteration, megatron=True)
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         files = _Files(fresh, options.shard_nbytes)
@@ -64,7 +64,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
         files.finish()
         torch.save(_common(contents, distributed=distributed), fresh / COMMON)
         (fresh / CONFIG).write_text(json.dumps(_FORMAT))
-    move_tracker(root, contents.iteration)
+    move_tracker(root, contents.iteration, megatron=True)
     return directory
 
 

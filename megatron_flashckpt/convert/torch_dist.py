@@ -64,6 +64,8 @@ def open_torch_dist(
     """
     reader = Reader(directory)
     common = _common(directory)
+    if iteration == 0:  # a release may say what it was trained to
+        common["iteration"] = 0
     tensors = _tensors(reader, with_optimizer=not options.weights_only)
     saved = common.pop("optimizer", None)
     optimizer = None if options.weights_only or saved is None else _optimizers(saved)

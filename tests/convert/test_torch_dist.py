@@ -257,3 +257,18 @@ def test_a_tensor_without_elements_and_one_without_axes(tmp_path: Path) -> None:
         found = open_source(tmp_path / to, None, Options()).contents.tensors
         assert torch.equal(found[0].read(found[0].boxes[0]), torch.zeros((0, 3)))
         assert float(found[1].read(((), ()))) == 3.5
+
+
+def test_a_release_is_iteration_0_in_ours_and_a_release_in_megatrons(tmp_path: Path) -> None:
+    options = Options(weights_only=True)
+    directory = write_torch_dist(contents(), tmp_path / "save", options)
+    directory.rename(directory.with_name("release"))
+    (tmp_path / "save" / TRACKER).write_text("release")
+    convert(open_source(tmp_path / "save", None, options), tmp_path / "ours", "flashckpt", options)
+    opened = open_source(tmp_path / "ours", None, options)
+    assert (opened.contents.iteration, opened.contents.common["iteration"]) == (0, 0)
+    convert(opened, tmp_path / "back", "torch_dist", options)
+    assert (tmp_path / "back" / TRACKER).read_text() == "release"
+    weights = [it for it in contents().tensors if it.kind in ("weight", "buffer")]
+    found = open_source(tmp_path / "back", None, options).contents
+    assert differing(weights, found.tensors) == []
