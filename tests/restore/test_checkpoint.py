@@ -264,8 +264,8 @@ def test_a_damaged_chunk_is_named_and_the_others_stay_readable(
 def test_bytes_of_a_damaged_chunk_never_arrive(damaged_large: Made) -> None:
     stored = damaged_large.stored()
     sink = Collected()
+    plan = read_plan(LARGE[1:], stored.sources(), "it")
     with pytest.raises(CorruptCheckpointError, match="chunk 2 "):
-        plan = read_plan(LARGE[1:], stored.sources(), "it")
         read_stored(stored, plan, LARGE[1:], sink, 1)
     in_chunk_1 = 2 * CHUNK_NBYTES - LARGE[0].nbytes
     assert [(offset, len(part)) for offset, part in sink.parts.items()] == [(0, in_chunk_1)]

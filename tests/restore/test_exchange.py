@@ -12,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.restore import exchange
 from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream
 from tests.layout.strategies import in_layout_order
 from tests.layout.worlds import (
     Sizes,
@@ -158,6 +161,21 @@ def test_what_came_from_others_is_counted(found: list[dict], name: str) -> None:
         )
         assert found[rank][name][0] == from_others
     assert (name == "nothing from others") == all(each[name][0] == 0 for each in found)
+
+
+@given(st.lists(st.integers(1, 40), max_size=6), st.integers(1, 5))
+def test_a_stream_is_cut_between_elements_however_long_its_spans_are(lengths, eighths):
+    """A span starts with an element, so within it a cut is good at multiples of the widest one."""
+    spans = [(1000 * number, nbytes) for number, nbytes in enumerate(lengths)]
+    stream = Stream(spans)
+    step = eighths * ALIGNMENT
+    arrived: list[list[int]] = [[] for _ in spans]
+    for low in range(0, stream.nbytes, step):
+        for which, start, a, b in stream.cut(low, low + step):
+            assert start % ALIGNMENT == 0
+            assert (a, 0 < b - a <= step) == (spans[which][0] + start, True)
+            arrived[which] += range(start, start + b - a)
+    assert arrived == [list(range(nbytes)) for nbytes in lengths]
 
 
 def test_without_other_ranks_all_comes_from_the_own_slot() -> None:
