@@ -1,0 +1,151 @@
+"""What a rank holds, told by Megatron's own accessors: the oracle for what a load has filled.
+
+Nothing of megatron_flashckpt is used. Every tensor of the model and of the optimizer on this rank
+is described by its place in the global tensor and a digest of its bytes, duplicates included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import xxhash
+from megatron.core import mpu
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from megatron.core.utils import unwrap_model
+
+
+def sub_optimizers(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [sub for sub in chained if not getattr(sub, "is_stub_optimizer", False)]
+
+
+def described(model: list[Any], optimizer: Any) -> Iterator[list[Any]]:
+    """Yield `[kind, key, global shape, offset, shape, start, end, digest]` of every part held.
+
+    `[start, end)` is a range of the row-major flattening of the box.
+    """
+    metadata = {
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    by_id: dict[int, Any] = {}
+    for chunk in unwrap_model(model):
+        parameters = {id(parameter) for parameter in chunk.parameters()}
+        for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
+            if (
+                not isinstance(entry, ShardedTensor | ShardedTensorFactory)
+                or entry.data is None
+                or id(entry.data) in by_id
+            ):
+                continue
+            by_id[id(entry.data)] = entry
+            kind = "weight" if id(entry.data) in parameters else "buffer"
+            flat = entry.data.detach().reshape(-1)
+            yield from _parts(kind, entry, 0, flat.numel(), flat)
+    for parameter, start, end, states in optimizer_states(optimizer):
+        for kind, tensor in states.items():
+            flat = tensor.detach().reshape(-1)
+            yield from _parts(kind, by_id[id(parameter)], start, end, flat)
+
+
+def optimizer_states(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Tensor]]]:
+    """Yield `(parameter, start, end, tensors)`: the range that this rank's optimizer holds."""
+    for sub in sub_optimizers(optimizer):
+        if isinstance(sub, DistributedOptimizer):
+            for parameter in sub.model_param_gbuf_map:
+                owned = sub._get_model_param_range_map(parameter)["param"]
+                states = sub._get_main_param_and_optimizer_states(parameter)
+                yield parameter, owned.start, owned.end, _named(parameter, states)
+        elif isinstance(sub, FP32Optimizer):
+            for group in sub.optimizer.param_groups:
+                for parameter in group["params"]:
+                    states = {"param": parameter, **sub.optimizer.state[parameter]}
+                    yield parameter, 0, parameter.numel(), _named(parameter, states)
+        else:
+            for models, masters in zip(
+                sub.float16_groups, sub.fp32_from_float16_groups, strict=True
+            ):
+                for parameter, master in zip(models, masters, strict=True):
+                    states = {"param": master, **sub.optimizer.state[master]}
+                    yield parameter, 0, parameter.numel(), _named(parameter, states)
+
+
+def _named(parameter: torch.Tensor, states: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the states by kind; what is stepped is the weight itself if that is of 32 bits."""
+    stepped = "weight" if parameter.dtype == torch.float32 else "master"
+    return {
+        stepped: states["param"],
+        "exp_avg": states["exp_avg"],
+        "exp_avg_sq": states["exp_avg_sq"],
+    }
+
+
+def _parts(
+    kind: str, entry: ShardedTensor | ShardedTensorFactory, start: int, end: int, flat: torch.Tensor
+) -> Iterator[list[Any]]:
+    """Yield the parts of `flat`, which is local range `[start, end)`, each in one box."""
+    index = torch.arange(entry.data.numel()).view(entry.data.shape)
+    boxes = [(entry, index)]
+    if isinstance(entry, ShardedTensorFactory):
+        built = dataclasses.replace(entry, data=index).build()
+        boxes = [(box, box.data) for box in nested_values({"built": built})]
+    for box, indices in boxes:
+        indices = indices.reshape(-1)
+        inside = torch.nonzero((indices >= start) & (indices < end)).flatten()
+        if not inside.numel():
+            continue
+        low, high = int(inside[0]), int(inside[-1]) + 1
+        assert high - low == inside.numel(), f"{box.key}: not one range of its box"
+        content = flat[indices[low:high] - start]
+        yield [
+            kind,
+            box.key,
+            list(box.global_shape),
+            list(box.global_offset),
+            [1] * box.prepend_axis_num + list(box.local_shape),
+            low,
+            high,
+            digest(content),
+        ]
+
+
+def digest(content: torch.Tensor) -> str:
+    """Return a digest of the bytes of a contiguous tensor."""
+    return xxhash.xxh3_64_hexdigest(content.contiguous().view(torch.uint8).numpy())
+
+
+def steps(optimizer: Any) -> list[float]:
+    """Return the different numbers of steps that the optimizers believe to have taken."""
+    found = set()
+    for sub in sub_optimizers(optimizer):
+        inner = sub.optimizer
+        found |= {float(group["step"]) for group in inner.param_groups if "step" in group}
+        found |= {float(state["step"]) for state in inner.state.values() if "step" in state}
+    return sorted(found)
+
+
+def spoil(optimizer: Any, how: str) -> None:
+    """Make the state wrong in one of the ways in which a load can go wrong silently."""
+    if how == "steps forgotten":
+        for sub in sub_optimizers(optimizer):
+            for group in sub.optimizer.param_groups:
+                group["step"] = 0
+        return
+    for _, _, _, states in optimizer_states(optimizer):
+        first, second = states["exp_avg"], states["exp_avg_sq"]
+        if how == "moments swapped":
+            kept = first.clone()
+            first.copy_(second)
+            second.copy_(kept.abs())  # its root is taken
+        elif how == "moments zeroed":
+            first.zero_()
+            second.zero_()
+        else:
+            raise ValueError(f"no such way to spoil: {how}")
