@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.destination import RELEASE
+from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
 from megatron_flashckpt.convert.dp_reshardable import optimizer_tensors
 from megatron_flashckpt.convert.legacy import is_legacy, open_legacy
 from megatron_flashckpt.convert.options import Options
@@ -30,8 +32,6 @@ from megatron_flashckpt.layout.manifest import (
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.storage.posix import PosixStorage
-
-RELEASE = "release"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,7 @@ SOURCES = (
         lambda directory: (directory / CONFIG).exists(),
         functools.partial(open_torch_dist, nameless=optimizer_tensors),
     ),
+    Source("dlrover", is_dlrover, open_dlrover),
     Source("torch", is_legacy, open_legacy),
 )
 

@@ -29,7 +29,6 @@ OPTIMIZER_FILE = "distrib_optim.pt"
 _COMMON = (
     "args",
     "checkpoint_version",
-    "iteration",
     "num_floating_point_operations_so_far",
     "opt_param_scheduler",
 )
@@ -73,9 +72,9 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
             contradict each other.
     """
     ranks = open_ranks(directory)
-    parts = [part for rank in ranks for part in _model_parts(rank)]
+    parts = [part for rank in ranks for part in model_parts(rank)]
     optimizer = None
-    if not options.weights_only and "optimizer" in ranks[0].state:
+    if not options.weights_only and _has_optimizer(ranks[0]):
         experts = buckets.has_experts([rank.model for rank in ranks])
         saved = []
         for rank in ranks:
@@ -98,7 +97,11 @@ def contents_of(
     return Contents(
         place=str(directory),
         iteration=iteration,
-        common={name: first[name] for name in _COMMON if name in first},
+        common={
+            # Not the state dict's own iteration: a release may say what it was trained to.
+            **{name: first[name] for name in _COMMON if name in first},
+            "iteration": iteration,
+        },
         tensors=global_tensors(parts),
         optimizer=optimizer,
         rng=_random_states(ranks),
@@ -176,7 +179,8 @@ def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
         )
 
 
-def _model_parts(rank: RankFiles) -> Iterator[Part]:
+def model_parts(rank: RankFiles) -> Iterator[Part]:
+    """Yield the parameters and buffers of a rank."""
     for number, chunk in enumerate(rank.model.chunks):
         state = rank.chunk(number)
         for parameter in chunk.parameters:
@@ -185,22 +189,26 @@ def _model_parts(rank: RankFiles) -> Iterator[Part]:
             yield part_of(buffer.geometry, BUFFER, state[buffer.name])
 
 
-def _optimizer(rank: RankFiles, *, experts: bool) -> legacy_optimizer.Found:
-    file = rank.directory / OPTIMIZER_FILE
+def _has_optimizer(rank: RankFiles) -> bool:
     args = rank.state["args"]
-    saved = rank.state["optimizer"]
-    if getattr(args, "use_distributed_optimizer", False):
-        if not file.is_file():
-            raise CorruptCheckpointError(
-                f"{file}: missing, although the run used the distributed optimizer; convert "
-                "another iteration, or the weights alone with --weights-only"
-            )
-        buffers = pickles.load(file, str(file), mmap=True)
-        return legacy_optimizer.distributed(
-            rank.model, rank.weights, args, saved, buffers, str(file), experts=experts
+    released = rank.directory.parent.name == "release"
+    return "optimizer" in rank.state or not (released or getattr(args, "no_save_optim", None))
+
+
+def _optimizer(rank: RankFiles, *, experts: bool) -> legacy_optimizer.Found:
+    args = rank.state["args"]
+    distributed = getattr(args, "use_distributed_optimizer", False)
+    file = rank.directory / (OPTIMIZER_FILE if distributed else MODEL_FILE)
+    if not file.is_file() or "optimizer" not in rank.state:
+        raise CorruptCheckpointError(
+            f"{file}: holds no optimizer state, although the run saved it (DLRover keeps it in "
+            f"rank_*/{OPTIMIZER_FILE}, and these are not there either); {buckets.REMEDY}"
         )
-    place = str(rank.directory / MODEL_FILE)
-    return legacy_optimizer.plain(rank.model, rank.weights, args, saved, place, experts=experts)
+    held = (rank.model, rank.weights, args, rank.state["optimizer"])
+    if not distributed:
+        return legacy_optimizer.plain(*held, str(file), experts=experts)
+    stored = pickles.load(file, str(file), mmap=True)
+    return legacy_optimizer.distributed(*held, stored, str(file), experts=experts)
 
 
 def _random_states(ranks: list[RankFiles]) -> dict[tuple[int, int], list[dict[str, Any]]]:

@@ -72,7 +72,7 @@ def distributed(
         layout = buckets.layout(model, args, chunks, dtypes, stored_numels, place)
         for buffer, of_buffer in zip(layout, tensors, strict=True):
             parts += _buffer_parts(buffer, of_buffer, weights, place)
-    return Found(parts, [_hyper_parameters(each["optimizer"], each) for each in _listed(saved)])
+    return Found(parts, hyper_parameters(saved))
 
 
 def _buffer_parts(
@@ -107,7 +107,6 @@ def plain(
         CorruptCheckpointError: the state is not that of this model, or contradicts the weights.
     """
     parts: list[Part] = []
-    hyper_parameters = []
     subs = buckets.sub_optimizers(model, args, experts=experts)
     for chunks, each in zip(subs, _listed(saved), strict=True):
         inner = each.get("optimizer", each)
@@ -124,8 +123,7 @@ def plain(
                 for kind, value in state.items()
                 if isinstance(value, torch.Tensor) and value.shape == weight.shape
             ]
-        hyper_parameters.append(_hyper_parameters(inner, each))
-    return Found(parts, hyper_parameters)
+    return Found(parts, hyper_parameters(saved))
 
 
 def _of_parameters(
@@ -168,6 +166,15 @@ def group_class(group: dict[str, Any], args: Any) -> GroupClass:
     return group.get("wd_mult", group.get("pre_wd_mult")) == 0.0, bool(decoupled)
 
 
+def class_of(parameter: LocalTensor, args: Any) -> GroupClass:
+    """Return what `group_class` returns for the group that the parameter is in."""
+    decayed = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
+    if getattr(args, "apply_wd_to_qk_layernorm", False):
+        decayed |= "q_layernorm." in parameter.name or "k_layernorm." in parameter.name
+    decoupled = getattr(args, "decoupled_lr", None) is not None and parameter.embedding_or_output
+    return not decayed, decoupled
+
+
 def grouped(
     chunks: list[tuple[int, list[LocalTensor]]], args: Any, classes: list[GroupClass]
 ) -> list[list[tuple[int, LocalTensor]]]:
@@ -175,14 +182,13 @@ def grouped(
     found: list[list[tuple[int, LocalTensor]]] = [[] for _ in classes]
     for number, parameters in chunks:
         for parameter in parameters:
-            decayed = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
-            if getattr(args, "apply_wd_to_qk_layernorm", False):
-                decayed |= "q_layernorm." in parameter.name or "k_layernorm." in parameter.name
-            decoupled = (
-                getattr(args, "decoupled_lr", None) is not None and parameter.embedding_or_output
-            )
-            found[classes.index((not decayed, decoupled))].append((number, parameter))
+            found[classes.index(class_of(parameter, args))].append((number, parameter))
     return found
+
+
+def hyper_parameters(saved: Any) -> list[dict[str, Any]]:
+    """Return groups, steps and scaler of `optimizer` in a rank's state dict."""
+    return [_hyper_parameters(each.get("optimizer", each), each) for each in _listed(saved)]
 
 
 def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,229 @@
+"""Read what DLRover's Megatron flash checkpoint (`megatron_dist_ckpt`) writes.
+
+Weights are in Megatron's legacy files, in later releases with the param groups. Each rank's own
+shards of the distributed optimizer are in `rank_RRRRR/distrib_optim.pt`, by bucket, param group and
+position in the group: `{bucket: {group: {position: {param, exp_avg, exp_avg_sq[, step]}}}}`. That
+names no parameter, so the shards are laid out again as Megatron lays out its buckets, and proved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
+from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.legacy import (
+    OPTIMIZER_FILE,
+    RankFiles,
+    contents_of,
+    is_legacy,
+    model_parts,
+    open_ranks,
+)
+from megatron_flashckpt.convert.legacy_optimizer import GroupClass, class_of
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.parts import Part
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from megatron_flashckpt.megatron_lm import hyper_parameters
+
+_Shards = dict[int, dict[int, dict[int, dict[str, Any]]]]
+"""Of one rank: tensors by bucket, group, position."""
+
+
+def is_dlrover(directory: Path) -> bool:
+    """Return whether `directory`, of one iteration, holds optimizer state by rank."""
+    return is_legacy(directory) and any(directory.glob("rank_*"))
+
+
+def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
+    """Return the checkpoint in `directory`.
+
+    Raises:
+        UnsupportedError: the model cannot be rebuilt, or has experts.
+        CorruptCheckpointError: optimizer state of some rank is not there, or not that of this
+            model, or contradicts the weights.
+    """
+    ranks = open_ranks(directory)
+    parts = [part for rank in ranks for part in model_parts(rank)]
+    if options.weights_only:
+        return contents_of(directory, iteration, ranks, parts, None)
+    args = ranks[0].state["args"]
+    shards = _load_shards(directory, args)
+    if buckets.has_experts([rank.model for rank in ranks]):
+        raise UnsupportedError(
+            f"{directory}: optimizer state of experts, as DLRover names it, cannot be told apart; "
+            "convert the weights alone with --weights-only"
+        )
+    for rank in ranks:
+        parts += _optimizer_parts(rank, shards)
+    if "optimizer" in ranks[0].state:
+        saved = [rank.state["optimizer"] for rank in ranks]
+        groups = hyper_parameters.merge([legacy_optimizer.hyper_parameters(it) for it in saved])
+        return contents_of(directory, iteration, ranks, parts, groups)
+    steps = _steps(shards)
+    groups = [_hyper_parameters(args, max(steps, default=float(iteration)))]
+    contents = contents_of(directory, iteration, ranks, parts, groups)
+    if steps:
+        return contents
+    warning = (
+        f"this DLRover did not save the optimizer's step count; the iteration, {iteration}, is "
+        "taken for it. That is wrong by the iterations that were skipped, and if the run began "
+        "with --finetune"
+    )
+    return dataclasses.replace(contents, warnings=(warning,))
+
+
+def _load_shards(directory: Path, args: Any) -> list[_Shards]:
+    """Return what every rank of the saving job wrote, in the order of ranks."""
+    files = [
+        directory / f"rank_{rank:05d}" / OPTIMIZER_FILE for rank in range(int(args.world_size))
+    ]
+    found = [_of_file(file) if file.is_file() else {} for file in files]
+    lost = [str(file) for file, shards in zip(files, found, strict=True) if not shards]
+    if lost:
+        raise CorruptCheckpointError(
+            f"{directory}: {len(lost)} of {len(files)} ranks have no optimizer tensors "
+            f"({', '.join(lost)}), so the optimizer state is not in this checkpoint (DLRover "
+            f"writes none where Megatron chains optimizers); {buckets.REMEDY}"
+        )
+    return found
+
+
+def _of_file(file: Path) -> _Shards:
+    """Return the shards of one rank; empty if the file has none."""
+    stored = pickles.load(file, str(file), mmap=True)
+    # A list: of the sub-optimizers of a chained one, None for those whose state was not found.
+    states = [state for state in (stored if isinstance(stored, list) else [stored]) if state]
+    return states[0] if states else {}
+
+
+def _optimizer_parts(rank: RankFiles, shards: list[_Shards]) -> list[Part]:
+    """Return the optimizer state of one place in the model-parallel layout."""
+    args = rank.state["args"]
+    model = rank.model
+    where = f"{rank.directory.parent}: optimizer of (tp {model.tp}, pp {model.pp})"
+    stage = len(shards) // args.pipeline_model_parallel_size
+    first = model.pp * stage + model.tp
+    replicas = shards[first : first + stage : args.tensor_model_parallel_size]
+    (chunks,) = buckets.sub_optimizers(model, args, experts=False)
+    dtypes = {name: weight.dtype for name, weight in rank.weights.items()}
+    classes = sorted({class_of(it, args) for _, of_chunk in chunks for it in of_chunk})
+    for alignment, multiple in zip(buckets.ALIGNMENTS, (128, 1), strict=True):
+        layout = buckets.buffers(model, args, chunks, dtypes, alignment)
+        owned = _owned(layout, len(replicas), math.lcm(len(replicas), multiple))
+        for order in itertools.permutations(classes):
+            held = _held(owned, replicas, order, args)
+            if held is not None:
+                return _parts(layout, held, rank, where)
+    raise CorruptCheckpointError(
+        f"{where}: shards of other sizes than the args say; {buckets.REMEDY}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Owned:
+    """What one replica owns of one parameter."""
+
+    at: buckets.Place
+    start: int
+    end: int
+    """Elements of the flattened parameter."""
+
+
+def _owned(layout: list[buckets.Buffer], replicas: int, multiple: int) -> list[list[_Owned]]:
+    """Return what each replica owns, in the order of its buckets."""
+    found: list[list[_Owned]] = [[] for _ in range(replicas)]
+    for buffer in layout:
+        for at in buffer.places:
+            padded = -(-buffer.bucket_numels[at.bucket] // multiple) * multiple
+            share = padded // replicas
+            for replica, mine in enumerate(found):
+                start = max(share * replica - at.start, 0)
+                end = min(share * (replica + 1) - at.start, at.parameter.numel)
+                if start < end:
+                    mine.append(_Owned(at, start, end))
+    return found
+
+
+_Held = dict[buckets.Place, list[tuple[int, dict[str, torch.Tensor]]]]
+"""Per parameter: starts of the shards, and their tensors."""
+
+
+def _held(
+    owned: list[list[_Owned]],
+    replicas: list[_Shards],
+    order: tuple[GroupClass, ...],
+    args: Any,
+) -> _Held | None:
+    """Return the shards by parameter; None: with groups in this order the sizes are others."""
+    found: _Held = defaultdict(list)
+    for mine, shards in zip(owned, replicas, strict=True):
+        positions = dict.fromkeys(order, 0)
+        for it in mine:
+            kind = class_of(it.at.parameter, args)
+            of_bucket = shards.get(it.at.bucket, {})
+            tensors = of_bucket.get(order.index(kind), {}).get(positions[kind])
+            if tensors is None or tensors[buckets.MAIN].numel() != it.end - it.start:
+                return None
+            positions[kind] += 1
+            found[it.at].append((it.start, tensors))
+    return found
+
+
+def _parts(layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: str) -> list[Part]:
+    def weight(at: buckets.Place) -> torch.Tensor:
+        return rank.weights[at.chunk, at.parameter.name]
+
+    parts = []
+    for buffer in layout:
+        _, tensors = held[buffer.places[0]][0]
+        states = {name: value.dtype for name, value in tensors.items() if name != "step"}
+        read = functools.partial(_read, held)
+        parts += buckets.buffer_parts(buffer, states, weight, read, where)
+    return parts
+
+
+def _read(held: _Held, state: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
+    shards = sorted((low, tensors[state].reshape(-1)) for low, tensors in held[at])
+    return torch.cat([shard[max(start - low, 0) : max(end - low, 0)] for low, shard in shards])
+
+
+def _steps(shards: list[_Shards]) -> set[float]:
+    return {
+        float(tensors["step"])
+        for of_rank in shards
+        for of_bucket in of_rank.values()
+        for of_group in of_bucket.values()
+        for tensors in of_group.values()
+        if "step" in tensors
+    }
+
+
+def _hyper_parameters(args: Any, step: float) -> dict[str, Any]:
+    """Return the param groups that the args describe, for want of saved ones.
+
+    The scheduler, which is saved, sets learning rate and weight decay when it is loaded.
+    """
+    group = {
+        "lr_mult": 1.0,
+        "is_expert_parallel": False,
+        "is_decoupled_lr": False,
+        "default_config": True,
+        "lr": args.lr,
+        "max_lr": args.lr,
+        "min_lr": args.min_lr,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_eps,
+        "weight_decay": args.weight_decay,
+        "bias_correction": True,
+    }
+    groups = [{**group, "wd_mult": 1.0}, {**group, "wd_mult": 0.0, "weight_decay": 0.0}]
+    return {"param_groups": groups, "step": step, "grad_scaler": None}

@@ -1,0 +1,25 @@
+"""Whole global tensors of opened checkpoints, compared bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_flashckpt.convert.contents import Contents
+
+Wholes = dict[tuple[str, str], torch.Tensor]
+"""By kind and key."""
+
+
+def wholes(contents: Contents) -> Wholes:
+    """Every tensor, read in one piece."""
+    return {(it.kind, it.key): it.read(((0,) * len(it.shape), it.shape)) for it in contents.tensors}
+
+
+def assert_equal(one: Wholes, other: Wholes) -> None:
+    assert one.keys() == other.keys()
+    unequal = [
+        name
+        for name in one
+        if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ]
+    assert unequal == []

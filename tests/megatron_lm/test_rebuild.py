@@ -1,0 +1,218 @@
+"""Local models rebuilt from args: no ranks, no CUDA, and together they are the whole model."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm.local_model import RankModel
+from megatron_flashckpt.megatron_lm.rebuild import rank_models
+
+LAYOUTS = {
+    "tp1": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp4": {"tensor_model_parallel_size": 4},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2-vpp2": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    },
+    "tp2-pp4": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4},
+}
+EXPERT_LAYOUTS = {
+    "ep1": {},
+    "ep4": {"expert_model_parallel_size": 4},
+    "tp2-ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    "tp2-ep2-etp1": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": True,
+    },
+    "pp2-ep2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
+}
+MODELS = {
+    "tied": {},
+    "untied-swiglu": {"untie_embeddings_and_output_weights": True, "swiglu": True},
+    "gqa-rms": {
+        "normalization": "RMSNorm",
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "qk_layernorm": True,
+        "position_embedding_type": "rope",
+    },
+}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "add_bias_linear": False,
+    "swiglu": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+
+
+def arguments(**changes) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{
+            "num_layers": 4,
+            "hidden_size": 64,
+            "ffn_hidden_size": 128,
+            "num_attention_heads": 8,
+            "kv_channels": 8,
+            "max_position_embeddings": 32,
+            "padded_vocab_size": 512,
+            "params_dtype": torch.bfloat16,
+            "bf16": True,
+            "transformer_impl": "local",
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "virtual_pipeline_model_parallel_size": None,
+            **changes,
+        }
+    )
+
+
+def shapes(models: list[RankModel]) -> dict[str, tuple[int, ...]]:
+    """Global shapes by key, after a check that the main boxes are the whole of each."""
+    found: dict[str, tuple[int, ...]] = {}
+    boxes: dict[str, set] = {}
+    for model in models:
+        for chunk in model.chunks:
+            for it in (*chunk.parameters, *chunk.buffers):
+                assert sum(run.numel for run in it.geometry.runs) == it.numel
+                for run in it.geometry.runs if it.geometry.main else ():
+                    found.setdefault(run.key, run.global_shape)
+                    assert found[run.key] == run.global_shape
+                    boxes.setdefault(run.key, set()).add((run.offset, run.shape))
+    for key, shape in found.items():
+        assert sum(math.prod(extent) for _, extent in boxes[key]) == math.prod(shape), key
+        assert len({offset for offset, _ in boxes[key]}) == len(boxes[key])
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+def test_every_layout_is_the_same_dense_model(model: dict) -> None:
+    whole = shapes(rank_models(arguments(**model)))
+    assert whole["decoder.layers.self_attention.linear_proj.weight"] == (4, 64, 64)
+    for layout in LAYOUTS.values():
+        assert shapes(rank_models(arguments(**model, **layout))) == whole
+
+
+def test_every_layout_is_the_same_model_with_experts() -> None:
+    whole = shapes(rank_models(arguments(**EXPERTS)))
+    assert whole["decoder.layers.mlp.experts.experts.linear_fc2.weight"] == (4, 4, 64, 128)
+    assert whole["decoder.layers.mlp.router.expert_bias"] == (4, 4)
+    for layout in EXPERT_LAYOUTS.values():
+        assert shapes(rank_models(arguments(**EXPERTS, **layout))) == whole
+
+
+def test_every_place_of_the_layout_comes_once() -> None:
+    def places(**layout) -> list[tuple[int, int, int]]:
+        return [(it.tp, it.pp, it.ep) for it in rank_models(arguments(**layout))]
+
+    assert places(**LAYOUTS["tp2-pp4"]) == [(tp, pp, 0) for tp in range(2) for pp in range(4)]
+    assert places(**EXPERTS, **EXPERT_LAYOUTS["tp2-ep2"]) == [
+        (tp, 0, ep) for tp in range(2) for ep in range(2)
+    ]
+    # Megatron's rank order: the experts' ranks run along the tensor-parallel ones.
+    assert places(**EXPERTS, **EXPERT_LAYOUTS["tp2-ep2-etp1"]) == [(0, 0, 0), (1, 0, 1)]
+
+
+def test_tied_embeddings_are_marked_on_both_ends_and_the_first_is_the_main_one() -> None:
+    models = rank_models(arguments(**LAYOUTS["pp2-vpp2"]))
+    shared = [
+        (model.pp, number, it.name, it.geometry.main)
+        for model in models
+        for number, chunk in enumerate(model.chunks)
+        for it in chunk.parameters
+        if it.shared_embedding
+    ]
+    assert shared == [
+        (0, 0, "embedding.word_embeddings.weight", True),
+        (1, 1, "output_layer.weight", False),
+    ]
+
+
+def test_nothing_is_left_behind() -> None:
+    args = arguments(**LAYOUTS["tp2-pp4"])
+    said = dict(vars(args))
+    hook, random_state = sys.excepthook, torch.get_rng_state()
+    to_cuda, current_device = torch.Tensor.cuda, torch.cuda.current_device
+    rank_models(args)
+    assert vars(args) == said
+    assert not dist.is_initialized()
+    assert not parallel_state.model_parallel_is_initialized()
+    assert sys.excepthook is hook
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert (torch.Tensor.cuda, torch.cuda.current_device) == (to_cuda, current_device)
+    assert torch.empty(1).device.type == "cpu"
+
+
+def test_models_that_cannot_be_rebuilt_are_refused_with_the_remedy() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        rank_models(arguments(spec=["somewhere", "spec"], mtp_num_layers=1))
+    assert "--spec, --mtp-num-layers" in str(caught.value)
+    assert "--ckpt-convert-format torch_dist" in str(caught.value)
+    with pytest.raises(UnsupportedError, match=r"num_attention_heads.*--ckpt-convert-format"):
+        rank_models(arguments(num_attention_heads=3, tensor_model_parallel_size=2))
+    assert not dist.is_initialized()
+
+
+def names(**changes) -> list[str]:
+    (model,) = rank_models(
+        arguments(num_layers=1, transformer_impl="transformer_engine", **changes)
+    )
+    layer = "decoder.layers.0."
+    return [
+        it.name.removeprefix(layer)
+        for it in model.chunks[0].parameters
+        if it.name.startswith(layer)
+    ]
+
+
+def test_transformer_engine_names_and_order_of_a_dense_layer() -> None:
+    """The fused layer's norm comes right before its weight."""
+    assert names() == [
+        "self_attention.linear_proj.weight",
+        "self_attention.linear_proj.bias",
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.layer_norm_bias",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_qkv.bias",
+        "mlp.linear_fc1.layer_norm_weight",
+        "mlp.linear_fc1.layer_norm_bias",
+        "mlp.linear_fc1.weight",
+        "mlp.linear_fc1.bias",
+        "mlp.linear_fc2.weight",
+        "mlp.linear_fc2.bias",
+    ]
+
+
+def test_transformer_engine_names_order_and_keys_of_a_layer_with_grouped_experts() -> None:
+    changes = {**EXPERTS, "moe_grouped_gemm": True}
+    assert names(**changes) == [
+        "self_attention.linear_proj.weight",
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.layer_norm_bias",
+        "self_attention.linear_qkv.weight",
+        "pre_mlp_layernorm.weight",
+        "pre_mlp_layernorm.bias",
+        "mlp.router.weight",
+        *(f"mlp.experts.linear_fc{layer}.weight{n}" for layer in (1, 2) for n in range(4)),
+    ]
+    fused = shapes(rank_models(arguments(**changes, transformer_impl="transformer_engine")))
+    local = shapes(rank_models(arguments(**EXPERTS)))
+    # Before experts, Transformer Engine's norm is a module of its own, with a key of its own.
+    moved = {f"decoder.layers.mlp.linear_fc1.layer_norm_{leaf}" for leaf in ("weight", "bias")}
+    assert local.keys() - fused.keys() == moved
+    assert fused.keys() - local.keys() == {
+        f"decoder.layers.pre_mlp_layernorm.{leaf}" for leaf in ("weight", "bias")
+    }
