@@ -1,0 +1,88 @@
+"""Stock's `torch_dist` with its default optimizer format, which has no names, becomes ours.
+
+Per layout two real jobs. A: stock Megatron, `--ckpt-format torch_dist`, trains 4 iterations and
+saves every second. B: ours, goes on from A's iteration 2, converted. Dropout is on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.convert import dp_reshardable
+from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.torch_dist import open_torch_dist
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from tests.convert.tensors import assert_equal, wholes
+from tests.megatron.jobs import Result, assemble, run_job, succeeded
+
+LAYOUTS = {
+    # Stages differ: the embedding has a bucket of its own on both, the first has more.
+    "pp2-tied-swiglu-buckets": [
+        *("--num-layers", "4", "--bf16", "--pipeline-model-parallel-size", "2", "--swiglu"),
+        *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
+    ],
+    "moe-ep2": [
+        *("--num-layers", "2", "--bf16", "--expert-model-parallel-size", "2"),
+        *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
+        *("--moe-token-dispatcher-type", "alltoall"),
+    ],
+}
+
+
+class Jobs:
+    """The two jobs of one layout, each run once."""
+
+    def __init__(self, tmp_path: Path, arguments: list[str]) -> None:
+        self.tmp_path = tmp_path
+        self.a = self._run("a", [*arguments, "--ckpt-format", "torch_dist"], "stock")
+        opened = open_source(tmp_path / "A", 2, Options())
+        convert(opened, tmp_path / "B", "flashckpt", Options())
+        self.b = self._run("b", arguments, "launch")
+
+    def _run(self, name: str, arguments: list[str], door: str) -> Result:
+        save = str(self.tmp_path / name.upper())
+        job = [
+            *(*arguments, "--use-distributed-optimizer", "--train-iters", "4"),
+            *("--save", save, "--load", save, "--save-interval", "2"),
+        ]
+        return succeeded(run_job(self.tmp_path, name, job, ranks=2, door=door))
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp(request.param), LAYOUTS[request.param])
+
+
+def test_losses_go_on(jobs: Jobs) -> None:
+    expected = jobs.a.losses()
+    assert sorted(expected) == [1, 2, 3, 4]
+    assert jobs.b.losses() == {n: expected[n] for n in (3, 4)}
+
+
+def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:
+    ours = assemble(jobs.tmp_path / "B", 4)
+    assert {"weight", "master", "exp_avg", "exp_avg_sq"} == {kind for kind, _ in ours}
+    assert_equal(ours, wholes(open_source(jobs.tmp_path / "A", 4, Options()).contents))
+
+
+def test_a_bucket_in_another_place_is_refused(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything one element further along, as if some alignment were another."""
+    theirs = dp_reshardable._ranges
+
+    def shifted(reader, name):
+        read = theirs(reader, name)
+        (numel,) = reader.tensors[name].shape
+        return lambda start, end: read(min(start + 1, numel - end + start), min(end + 1, numel))
+
+    monkeypatch.setattr(dp_reshardable, "_ranges", shifted)
+    with pytest.raises(CorruptCheckpointError, match="are not what the optimizer's masters"):
+        open_source(jobs.tmp_path / "A", 2, Options())
+
+
+def test_it_is_needed(jobs: Jobs) -> None:
+    """Control: without the rebuilt model there is no optimizer state to be had."""
+    with pytest.raises(UnsupportedError, match="by bucket"):
+        open_torch_dist(jobs.tmp_path / "A/iter_0000002", 2, Options())

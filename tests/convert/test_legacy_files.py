@@ -1,0 +1,234 @@
+"""The legacy format without a job: every layout comes back bit for bit, and damage is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.to_legacy import write_legacy
+from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
+    FlashCkptError,
+    MissingStateError,
+    UnsupportedError,
+)
+from tests.convert.rebuilt import ITERATION, arguments, contents
+from tests.convert.tensors import assert_equal, wholes
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+PP2_VPP2 = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False, "swiglu": True}
+EP2 = {"expert_model_parallel_size": 2, "moe_router_enable_expert_bias": True}
+FUSED = {"transformer_impl": "transformer_engine"}
+BUCKETS = {"overlap_grad_reduce": True, "ddp_bucket_size": 1000}
+
+LAYOUTS = {
+    "plain": {},
+    "fp32": {"params_dtype": torch.float32, "bf16": False},
+    "fp32-distributed": {"params_dtype": torch.float32, "bf16": False, **DISTRIBUTED},
+    "fp16-scaler": {"params_dtype": torch.float16, "bf16": False, "fp16": True, **DISTRIBUTED},
+    "tp2-buckets": {"tensor_model_parallel_size": 2, "swiglu": True, **DISTRIBUTED, **BUCKETS},
+    "tp2-grads-16bit": {
+        "tensor_model_parallel_size": 2,
+        "accumulate_allreduce_grads_in_fp32": False,
+        **DISTRIBUTED,
+    },
+    "pp2-vpp2-tied-buckets": {**PP2_VPP2, **DISTRIBUTED, **BUCKETS},
+    "pp2-vpp2-overlap-step": {
+        **PP2_VPP2,
+        **DISTRIBUTED,
+        **BUCKETS,
+        "overlap_param_gather_with_optimizer_step": True,
+    },
+    "pp2-vpp2-plain": PP2_VPP2,
+    "decoupled-lr": {"decoupled_lr": 0.5, "untie_embeddings_and_output_weights": True},
+    "experts-ep2": {**EXPERTS, **EP2, **DISTRIBUTED},
+    "experts-ep2-tp2-pp2": {
+        **EXPERTS,
+        **EP2,
+        **DISTRIBUTED,
+        "moe_router_score_function": "sigmoid",
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+    },
+    "experts-ep2-plain": {**EXPERTS, **EP2},
+    "transformer-engine": {**FUSED, **DISTRIBUTED},
+    "transformer-engine-grouped-experts": {
+        **(FUSED | EXPERTS | EP2 | DISTRIBUTED),
+        "moe_grouped_gemm": True,
+    },
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_every_layout_comes_back(layout: dict, tmp_path: Path) -> None:
+    args = arguments(**layout)
+    if "moe_router_enable_expert_bias" in layout:
+        args.moe_router_score_function = "sigmoid"
+    made = contents(args)
+    if args.fp16:
+        made.optimizer[0]["grad_scaler"] = {"scale": 1024.0}
+    if "decoupled_lr" in layout:
+        theirs = [{**group, "max_lr": 0.5} for group in made.optimizer[0]["param_groups"][:1]]
+        made.optimizer[0]["param_groups"] += theirs
+    if "overlap_param_gather_with_optimizer_step" in layout:
+        made.optimizer.append({**made.optimizer[0]})
+    write_legacy(made, tmp_path, Options())
+    read = open_source(tmp_path, None, Options()).contents
+    assert read.iteration == ITERATION
+    assert_equal(wholes(read), wholes(made))
+    steps = [
+        entry["step"] if entry["step"] is not None else group["step"]
+        for entry in read.optimizer
+        for group in entry["param_groups"]
+    ]
+    assert set(steps) == {10.0}
+    assert read.optimizer[0]["grad_scaler"] == made.optimizer[0]["grad_scaler"]
+    assert read.common["opt_param_scheduler"] == made.common["opt_param_scheduler"]
+
+
+def test_a_cut_vocabulary_is_padded_for_the_layout_that_args_name(tmp_path: Path) -> None:
+    """Rows that the source does not have are zeros, as Megatron fills them."""
+    small = contents(arguments(padded_vocab_size=90))
+    small.args.padded_vocab_size = 96
+    small.args.tensor_model_parallel_size = 2
+    write_legacy(small, tmp_path, Options(weights_only=True))
+    key = ("weight", "embedding.word_embeddings.weight")
+    found = wholes(open_source(tmp_path, None, Options()).contents)[key]
+    assert torch.equal(found[:90], wholes(small)[key])
+    assert found.shape[0] == 96
+    assert not found[90:].any()
+
+
+# ---------------------------------------------------------------------- damage
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    """A save directory under TP 2 with the distributed optimizer."""
+    made = contents(arguments(**LAYOUTS["tp2-buckets"]))
+    write_legacy(made, tmp_path / "save", Options())
+    return tmp_path / "save"
+
+
+def change(save: Path, name: str, function: Callable[[Any], None]) -> None:
+    path = save / f"iter_{ITERATION:07d}/mp_rank_00/{name}"
+    stored = torch.load(path, weights_only=False)
+    function(stored)
+    torch.save(stored, path)
+
+
+def refused(save: Path, error: type[FlashCkptError]) -> str:
+    with pytest.raises(error) as caught:
+        open_source(save, None, Options())
+    return str(caught.value)
+
+
+def test_a_weight_that_its_master_does_not_round_to_is_named(save: Path) -> None:
+    def damage(state: Any) -> None:
+        state["model"]["decoder.final_layernorm.bias"][5] += 1
+
+    change(save, "model_optim_rng.pt", damage)
+    message = refused(save, CorruptCheckpointError)
+    assert "1 weights are not what the optimizer's masters" in message
+    assert message.count("decoder.final_layernorm.bias") == 1
+    assert "--weights-only" in message
+    weights = open_source(save, None, Options(weights_only=True)).contents
+    assert {tensor.kind for tensor in weights.tensors} == {"weight"}
+    assert weights.optimizer is None
+
+
+def test_masters_in_another_place_are_noticed(save: Path) -> None:
+    def damage(buffers: Any) -> None:
+        (tensors,) = buffers[0].values()
+        tensors["param"] = tensors["param"].roll(64)
+
+    change(save, "distrib_optim.pt", damage)
+    assert "are not what the optimizer's masters" in refused(save, CorruptCheckpointError)
+
+
+def test_other_buckets_than_the_args_say_are_refused(save: Path) -> None:
+    def damage(state: Any) -> None:
+        state["args"].overlap_grad_reduce = False
+
+    change(save, "model_optim_rng.pt", damage)
+    message = refused(save, CorruptCheckpointError)
+    assert "buffers of" in message
+    assert "by the args" in message
+
+
+def test_buffers_of_before_february_2024_are_refused_with_the_remedy(save: Path) -> None:
+    change(save, "distrib_optim.pt", lambda buffers: buffers.pop("buckets_coalesced"))
+    message = refused(save, UnsupportedError)
+    assert "--ckpt-convert-update-legacy-dist-opt-format" in message
+
+
+def test_another_model_than_the_args_describe_is_refused(save: Path) -> None:
+    def damage(state: Any) -> None:
+        state["args"].num_layers = 5
+        state["args"].add_bias_linear = False
+
+    change(save, "model_optim_rng.pt", damage)
+    message = refused(save, UnsupportedError)
+    assert "decoder.layers.4.mlp.linear_fc2.weight is not there, by the args (24, 20)" in message
+    assert "decoder.layers.0.mlp.linear_fc2.bias is (24,), by the args not there" in message
+    assert "--ckpt-convert-format" in message
+
+
+@pytest.mark.parametrize("missing", ["mp_rank_01", "mp_rank_01/distrib_optim.pt"])
+def test_a_missing_file_is_named(save: Path, missing: str) -> None:
+    path = save / f"iter_{ITERATION:07d}/{missing}"
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert missing in refused(save, CorruptCheckpointError)
+
+
+def test_a_truncated_file_is_named(save: Path) -> None:
+    path = save / f"iter_{ITERATION:07d}/mp_rank_01/model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:-5000])
+    assert "mp_rank_01/model_optim_rng.pt" in refused(save, CorruptCheckpointError)
+
+
+def test_a_file_that_wants_to_run_code_is_refused(save: Path, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return Path.touch, (ran,)
+
+    change(save, "model_optim_rng.pt", lambda state: setattr(state["args"], "evil", Evil()))
+    ran.unlink(missing_ok=True)
+    assert "could run code" in refused(save, UnsupportedError)
+    assert not ran.exists()
+
+
+def test_writing_refuses_contents_of_another_model(tmp_path: Path) -> None:
+    made = contents(arguments())
+    missing = made.tensors[0].key
+    made.tensors[:] = [tensor for tensor in made.tensors if tensor.key != missing]
+    with pytest.raises(MissingStateError, match=f"{missing} is not there, by the args"):
+        write_legacy(made, tmp_path, Options())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writing_refuses_optimizer_state_with_holes(tmp_path: Path) -> None:
+    made = contents(arguments(**DISTRIBUTED))
+    made.tensors.remove(made.tensors[0])
+    assert made.tensors[0].kind == "exp_avg_sq"
+    with pytest.raises(MissingStateError, match="has no exp_avg/"):
+        write_legacy(made, tmp_path, Options())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_alone_can_be_written(save: Path, tmp_path: Path) -> None:
+    options = Options(weights_only=True)
+    convert(open_source(save, None, options), tmp_path / "weights", "torch", options)
+    state = torch.load(next((tmp_path / "weights").rglob("*.pt")), weights_only=False)
+    assert "optimizer" not in state
+    assert not list((tmp_path / "weights").rglob("distrib_optim.pt"))
