@@ -77,7 +77,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Use the slots of a living agent when all ranks still have the newest checkpoint there."""
 
     read_threads: int = 2
-    """Chunks (16 MiB each) read and verified at the same time by one rank."""
+    """Chunks (4 MiB each) read and verified at the same time by one rank."""
 
     read_memory_mib: int = 256
     """Host memory that a load may use on one rank beside what it fills, MiB."""

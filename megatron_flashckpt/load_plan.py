@@ -10,17 +10,10 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.layout.coverage import (
-    ReadPlan,
-    Source,
-    missing_state,
-    read_plan,
-    stored_items,
-    superfluous,
-)
+from megatron_flashckpt.layout.coverage import ReadPlan, missing_state, read_plan, superfluous
 from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
-from megatron_flashckpt.layout.plan import pieces_of
+from megatron_flashckpt.layout.plan import Source, pieces_of, stored_items
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState

@@ -18,9 +18,8 @@ from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.layout.coverage import Source
 from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
-from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem
+from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, SavedJob, plan_load
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state

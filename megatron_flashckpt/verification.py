@@ -11,7 +11,7 @@ from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.manifest import MANIFEST
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint
 
-#: Files read at the same time: hides the latency of network storage; each holds one 16 MiB chunk.
+#: Files read at the same time: hides the latency of network storage; each holds one 4 MiB chunk.
 _THREADS = 4
 
 

@@ -18,7 +18,7 @@ def main() -> None:
     plan.add_argument("--rounds", type=int, default=5)
     load = commands.add_parser("load", help="a resharding load against raw reads of the same files")
     load.add_argument("--rounds", type=int, default=7)
-    load.add_argument("--mib", type=int, default=1024, help="size of the checkpoint")
+    load.add_argument("--mib", type=int, default=2048, help="about the size of the checkpoint")
     load.add_argument("--threads", type=int, default=2)
     load.add_argument("--dir", type=Path, help="where to write it (default: a temporary directory)")
     args = parser.parse_args()

@@ -8,8 +8,9 @@ import time
 from rich.console import Console
 from synthetic import LLAMA_405B, World, manifest
 
-from megatron_flashckpt.layout.coverage import Source, read_plan
+from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.manifest import decode_manifest, encode_manifest
+from megatron_flashckpt.layout.plan import Source
 
 SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)
 LOADING = World(LLAMA_405B, tp=4, pp=8, dp=512)

@@ -12,9 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from megatron_flashckpt.errors import LayoutError
-from megatron_flashckpt.layout.coverage import Source
 from megatron_flashckpt.layout.piece import BUFFER, RANK_STATE, WEIGHT, Shape
-from megatron_flashckpt.layout.plan import pieces_of
+from megatron_flashckpt.layout.plan import Source, pieces_of
 
 #: Kinds whose tensors must be there as a whole. Optimizers keep nothing of frozen parameters, so a
 #: stacked tensor may lack the boxes of some layers there.

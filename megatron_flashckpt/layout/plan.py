@@ -12,7 +12,7 @@ the whole of it matches. Anything else is a miss, never an error and never a gue
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import xxhash
@@ -64,6 +64,21 @@ class Layout(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         return self.template.nbytes
+
+
+class Source(NamedTuple):
+    """One rank's stored layout."""
+
+    rank: int
+    template: Template
+    placement: Placement
+
+
+def stored_items(sources: Iterable[Source]) -> Iterable[TemplateItem]:
+    """Yield the items of every template once; ranks share templates."""
+    templates = {id(source.template): source.template for source in sources}
+    for template in templates.values():
+        yield from template.items
 
 
 def order(pieces: list[Piece]) -> list[int]:

@@ -6,7 +6,7 @@
     rest      the data section: the slot's bytes as they lie
 
 `__metadata__["flashckpt"]` is a JSON string (`ShardMetadata`): who wrote what for which save, the
-geometry of every piece, and the xxh3-64 digest of each 16 MiB chunk of the data section.
+geometry of every piece, and the xxh3-64 digest of each 4 MiB chunk of the data section.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_flashckpt.layout.dtypes import ITEMSIZE
 from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of
 
 #: Bytes of the data section that one digest covers.
-CHUNK_NBYTES = 16 * 1024 * 1024
+CHUNK_NBYTES = 4 * 1024 * 1024
 #: The data section starts at a multiple of this (page size: O_DIRECT and mmap can use it).
 ALIGNMENT = 4096
 #: Larger headers are refused; safetensors itself stops at 100 MB.

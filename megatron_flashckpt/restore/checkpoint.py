@@ -10,9 +10,8 @@ import xxhash
 
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.layout import manifest as names
-from megatron_flashckpt.layout.coverage import Source
 from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
-from megatron_flashckpt.layout.plan import Template
+from megatron_flashckpt.layout.plan import Source, Template
 from megatron_flashckpt.layout.shard_file import (
     CHUNK_NBYTES,
     Shard,
@@ -120,7 +119,7 @@ class StoredCheckpoint:
 
         Args:
             shard: what `shard` returned.
-            buffer: at least 16 MiB that the chunk is read into; default: new memory.
+            buffer: at least `CHUNK_NBYTES` that the chunk is read into; default: new memory.
 
         Raises:
             CorruptCheckpointError: names file, chunk, bytes and both digests.

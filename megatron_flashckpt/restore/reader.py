@@ -1,6 +1,6 @@
 """Carry out a read plan on storage: whole chunks, verified, straight into their destination.
 
-Digests cover 16 MiB chunks, so a chunk is the least that can be read and trusted. Chunks are read
+Digests cover 4 MiB chunks, so a chunk is the least that can be read and trusted. Chunks are read
 in the order of the files by a few threads, each with one buffer that it keeps: memory does not grow
 with the checkpoint.
 """

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import LayoutError, MissingStateError
-from megatron_flashckpt.layout.coverage import Read, ReadPlan, Source, read_plan, superfluous
+from megatron_flashckpt.layout.coverage import Read, ReadPlan, read_plan, superfluous
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape, equal_shares
-from megatron_flashckpt.layout.plan import TemplateItem
+from megatron_flashckpt.layout.plan import Source, TemplateItem
 from megatron_flashckpt.layout.reshard import Run
 from tests.layout.strategies import dtypes, in_layout_order, kinds, tilings
 from tests.layout.worlds import (

@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_flashckpt.layout.coverage import ReadPlan, Source
+from megatron_flashckpt.layout.coverage import ReadPlan
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape
+from megatron_flashckpt.layout.plan import Source
 from megatron_flashckpt.layout.reshard import Run, regions
 from tests.layout.strategies import in_layout_order, layout_of
 
