@@ -72,7 +72,13 @@ def add_parser(commands: Any, iteration: Callable[[str], int]) -> None:
 
 def run(args: argparse.Namespace, out: Console) -> int:
     """Convert; return the exit status."""
-    formats = _formats()
+    with warnings.catch_warnings():
+        # Megatron, as it is imported, tells of every library that would make training faster.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        return _run(args, out, _formats())
+
+
+def _run(args: argparse.Namespace, out: Console, formats: ModuleType) -> int:
     options = Options(
         overwrite=args.overwrite,
         weights_only=args.weights_only or args.to == "safetensors",
@@ -104,10 +110,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
 
 def _formats() -> ModuleType:
     try:
-        with warnings.catch_warnings():
-            # Megatron tells of every library that would make training faster.
-            warnings.simplefilter("ignore")
-            from megatron_flashckpt.convert import formats
+        from megatron_flashckpt.convert import formats
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "megatron"):
             raise

@@ -131,3 +131,16 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path, save: Path) -> No
     assert done.returncode == 1
     assert done.stderr.startswith("flashckpt: there is no torch in this environment")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_pipe_gets_the_result_and_nothing_else(tmp_path: Path, save: Path) -> None:
+    """No bar, and nothing of what Megatron says as it is imported."""
+    command = ["convert", str(save), str(tmp_path / "other"), "--to", "torch_dist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_flashckpt.cli", *command],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 2
