@@ -137,7 +137,8 @@ class Ran:
         measured = [
             self.figures(pair) for pair in stock_pairs(family if family in STOCK else "dense")
         ]
-        return max(figure for figure, _ in measured), max(loss for _, loss in measured)
+        # Losses around 6 are told apart by steps of 5e-7.
+        return max(figure for figure, _ in measured), max(1e-6, *(loss for _, loss in measured))
 
     def _problems(self, pair: Pair) -> list[str]:
         """Return what is wrong with a cell of the matrix."""
