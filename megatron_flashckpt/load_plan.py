@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
-
-import torch
 
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.coverage import ReadPlan, missing_state, read_plan, superfluous
-from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
-from megatron_flashckpt.layout.plan import Source, pieces_of, stored_items
-from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.layout.plan import stored_items
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.restore.collectives import gather_objects, together
 from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.saved_job import SavedJob
 
 logger = logging.getLogger(__name__)
 
@@ -36,63 +33,15 @@ class LoadRequest:
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedJob:
-    """The ranks that saved a checkpoint, wherever it is, as far as planning needs to know."""
-
-    place: str
-    sources: list[Source]
-    coordinates: list[Coordinates]
-
-    @property
-    def model_cut(self) -> tuple[int, int, int]:
-        """The tensor, pipeline and expert parallel sizes of the saving job."""
-        places = self.coordinates
-        return (
-            max(place.tp for place in places) + 1,
-            max(place.pp for place in places) + 1,
-            max(place.ep for place in places) + 1,
-        )
-
-    def twin(self, mine: Coordinates, model_cut: tuple[int, int, int]) -> int | None:
-        """Return the rank whose random state this one takes: the one that stood where it stands.
-
-        If the number of replicas has changed there may be none; then the first one with the same
-        part of the model, as Megatron takes it from the first replica. None: the tensor or pipeline
-        parallel size has changed, and then random states mean nothing.
-        """
-        if model_cut[:2] != self.model_cut[:2]:
-            return None
-        for part in (
-            lambda place: place,
-            lambda place: (place.tp, place.pp, place.ep),
-            lambda place: (place.tp, place.pp),
-        ):
-            for rank, place in enumerate(self.coordinates):
-                if part(place) == part(mine):
-                    return rank
-        return None
-
-    def representatives(self) -> list[int]:
-        """Return one rank per pipeline stage and expert rank: together they know all groups."""
-        first: dict[tuple[int, int], int] = {}
-        for rank, place in enumerate(self.coordinates):
-            first.setdefault((place.pp, place.ep), rank)
-        return list(first.values())
-
-
-@dataclasses.dataclass(frozen=True)
 class LoadPlan:
     """The reads of this rank, and where they go."""
 
     reads: ReadPlan
     pieces: list[Piece]
     targets: Targets
-    twin: int | None
-    model_cut_changed: bool
-    rank_states: dict[int, torch.Tensor]
-    """By source rank."""
 
     def zero_padding(self) -> None:
+        """Zero what no read fills: the rows by which this vocabulary is padded further."""
         for index in self.reads.padded:
             self.targets.zero(index)
 
@@ -104,21 +53,38 @@ def plan_load(request: LoadRequest, state: ModelState, found: SavedJob, rank: in
         MissingStateError: on every rank; lists all differences, nothing was overwritten.
     """
     wanted, unwanted = _wanted(request, state, found, rank)
-    cut = parallel.model_cut()
-    twin = found.twin(parallel.coordinates(), cut)
-    changed = cut != found.model_cut
-    needed = set() if twin is None else {twin}
-    if changed and rank == 0:
-        needed |= set(found.representatives())
-    rank_states = {source: piece for source in needed if (piece := _rank_state(found, source))}
-    framed = {source: _bytes_for(piece) for source, piece in rank_states.items()}
-    pieces = [local.piece for local in wanted] + list(rank_states.values())
-    tensors = [local.tensor for local in wanted] + list(framed.values())
     resizable = {n for n, local in enumerate(wanted) if local.resizable}
-    reads = _reads(
-        lambda: read_plan(pieces, found.sources, found.place, unwanted, resizable), found.place
+    return plan_reads(found, wanted, unwanted, resizable)
+
+
+def plan_reads(
+    found: SavedJob,
+    wanted: list[LocalPiece],
+    unwanted: Collection[str] = (),
+    resizable: Collection[int] = (),
+) -> LoadPlan:
+    """Return the reads that fill `wanted`, or raise on all ranks what any of them misses.
+
+    Collective; the arguments are those of `layout.coverage.read_plan`.
+    """
+    pieces = [local.piece for local in wanted]
+
+    def attempt() -> ReadPlan | tuple[str, ...]:
+        try:
+            return read_plan(pieces, found.sources, found.place, unwanted, resizable)
+        except MissingStateError as error:
+            return error.differences
+
+    made = together(attempt)
+    # A dict keeps the order of the first rank that found them.
+    everywhere = dict.fromkeys(
+        line
+        for lines in gather_objects(() if isinstance(made, ReadPlan) else made)
+        for line in lines
     )
-    return LoadPlan(reads, pieces, Targets(pieces, tensors), twin, changed, framed)
+    if everywhere or not isinstance(made, ReadPlan):
+        raise missing_state(found.place, list(everywhere))
+    return LoadPlan(made, pieces, Targets(pieces, [local.tensor for local in wanted]))
 
 
 def _wanted(
@@ -157,36 +123,3 @@ def _wanted(
             ", ".join(sorted(unwanted)) or "none",
         )
     return kept, set()
-
-
-def _reads(plan: Callable[[], ReadPlan], place: str) -> ReadPlan:
-    """Return `plan()`, or raise on all ranks the differences that all of them found. Collective."""
-
-    def attempt() -> ReadPlan | tuple[str, ...]:
-        try:
-            return plan()
-        except MissingStateError as error:
-            return error.differences
-
-    made = together(attempt)
-    # A dict keeps the order of the first rank that found them.
-    everywhere = dict.fromkeys(
-        line
-        for lines in gather_objects(() if isinstance(made, ReadPlan) else made)
-        for line in lines
-    )
-    if everywhere or not isinstance(made, ReadPlan):
-        raise missing_state(place, list(everywhere))
-    return made
-
-
-def _rank_state(found: SavedJob, rank: int) -> Piece | None:
-    source = found.sources[rank]
-    for piece in pieces_of(source.template, source.placement):
-        if piece.kind == RANK_STATE:
-            return piece
-    return None
-
-
-def _bytes_for(piece: Piece) -> torch.Tensor:
-    return torch.empty(piece.nbytes, dtype=torch.uint8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,8 +22,9 @@ from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
-from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, SavedJob, plan_load
-from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
+from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, plan_load
+from megatron_flashckpt.load_side_state import SideState, load_side_state
+from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
@@ -30,26 +32,29 @@ from megatron_flashckpt.restore.collectives import broadcast_object, gather_obje
 from megatron_flashckpt.restore.exchange import ROUND_NBYTES, exchange
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
 from megatron_flashckpt.restore.replicas import ReadReport, Sharing, read_with_replicas
+from megatron_flashckpt.saved_job import SavedJob
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
-    """What came out of a checkpoint beside the tensors, which are filled already."""
+class Origin:
+    """Which checkpoint it is."""
 
     iteration: int
     save_id: str
     source: str
     """`memory` or `storage`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """What came out of a checkpoint beside the tensors, which are filled already."""
+
+    origin: Origin
     common: dict[str, Any]
-    rank_state: dict[str, Any] | None
-    """That of the rank which stood where this one stands; None if TP or PP have changed."""
-    optimizer: list[dict[str, Any]]
-    """Param groups, steps and scaler as `hyper_parameters.load_hyper_parameters` takes them."""
-    objects: dict[str, Any]
-    """Extra states of modules by global name."""
+    side: SideState
     report: ReadReport
 
 
@@ -106,13 +111,21 @@ def load_from_memory(
         theirs = msgspec.msgpack.decode(encoded, type=_Summary)
         found.sources.append(Source(theirs.rank, Template(theirs.items, 0, b""), theirs.placement))
         found.coordinates.append(theirs.coordinates)
-    planned = plan_load(request, state, found, rank)
-    started = time.perf_counter()
-    planned.zero_padding()
-    received = exchange(own, rank, planned.reads, planned.targets)
-    report = ReadReport(0, received, time.perf_counter() - started, 2 * ROUND_NBYTES)
-    common = broadcast_object(meta.common if rank == 0 else None)
-    return _loaded(planned, offer.iteration, offer.save_id, "memory", common, place, report)
+
+    def fill(plan: LoadPlan) -> ReadReport:
+        started = time.perf_counter()
+        received = exchange(own, rank, plan.reads, plan.targets)
+        return ReadReport(0, received, time.perf_counter() - started, 2 * ROUND_NBYTES)
+
+    return _load(
+        request,
+        state,
+        rank,
+        found,
+        fill,
+        lambda: meta.common,
+        Origin(offer.iteration, offer.save_id, "memory"),
+    )
 
 
 def load_from_storage(
@@ -138,23 +151,51 @@ def load_from_storage(
     found = SavedJob(
         stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
     )
-    planned = plan_load(request, state, found, rank)
-    planned.zero_padding()
-    report = together(lambda: _read(stored, planned, config))
-    common = broadcast_object(together(lambda: stored.common() if rank == 0 else b""))
-    return _loaded(
-        planned, iteration, stored.manifest.save_id, "storage", common, stored.place, report
+    return _load(
+        request,
+        state,
+        rank,
+        found,
+        lambda plan: together(lambda: _read(stored, plan, config)),
+        stored.common,
+        Origin(iteration, stored.manifest.save_id, "storage"),
     )
 
 
-def _read(stored: StoredCheckpoint, planned: LoadPlan, config: Config) -> ReadReport:
+def _read(stored: StoredCheckpoint, plan: LoadPlan, config: Config) -> ReadReport:
     memory = config.read_memory_mib * 2**20
     threads = max(1, min(config.read_threads, memory // 2 // CHUNK_NBYTES))
     with ChunkReader(stored, threads) as reader:
         group = parallel.data_parallel_group()
         sharing = Sharing(group, config.share_reads, memory - reader.nbytes)
-        chunks = chunk_reads(planned.reads, planned.pieces)
-        return read_with_replicas(reader, chunks, planned.targets, sharing)
+        chunks = chunk_reads(plan.reads, plan.pieces)
+        return read_with_replicas(reader, chunks, plan.targets, sharing)
+
+
+def _load(
+    request: LoadRequest,
+    state: ModelState,
+    rank: int,
+    found: SavedJob,
+    fill: Callable[[LoadPlan], ReadReport],
+    common: Callable[[], bytes],
+    origin: Origin,
+) -> Loaded:
+    """Check and read everything, tensors last, wherever it is. Collective.
+
+    Args:
+        fill: carries out a plan, on all ranks together.
+        common: returns the bytes of the common state; called on rank 0.
+    """
+    name = f"{found.place}/{common_name(origin.save_id)}"
+    encoded = broadcast_object(together(lambda: common() if rank == 0 else b""))
+    said = together(lambda: plain.decode(encoded, name))
+    side = load_side_state(found, rank, fill)
+    plan = plan_load(request, state, found, rank)
+    if request.fill and request.optimizer is not None:
+        together(lambda: hyper_parameters.check(request.optimizer, side.optimizer))
+    plan.zero_padding()
+    return Loaded(origin, said, side, fill(plan))
 
 
 class _Summary(msgspec.Struct, array_like=True):
@@ -164,37 +205,6 @@ class _Summary(msgspec.Struct, array_like=True):
     items: tuple[TemplateItem, ...]
     placement: Placement
     coordinates: Coordinates
-
-
-def _loaded(
-    planned: LoadPlan,
-    iteration: int,
-    save_id: str,
-    source: str,
-    common: bytes,
-    place: str,
-    report: ReadReport,
-) -> Loaded:
-    def decode() -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-        return plain.decode(common, f"{place}/{common_name(save_id)}"), {
-            rank: side_state.unframe(framed.numpy().tobytes(), place)
-            for rank, framed in planned.rank_states.items()
-        }
-
-    said, rank_states = together(decode)
-    own = None if planned.twin is None else rank_states.get(planned.twin)
-    if planned.model_cut_changed:
-        optimizer, objects = broadcast_object(_merged(list(rank_states.values())))
-    else:
-        optimizer, objects = (own["optimizer"], own["objects"]) if own else ([], {})
-    return Loaded(iteration, save_id, source, said, own, optimizer, objects, report)
-
-
-def _merged(rank_states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    objects: dict[str, Any] = {}
-    for state in rank_states:
-        objects.update(state["objects"])
-    return hyper_parameters.merge([state["optimizer"] for state in rank_states]), objects
 
 
 def _verify_slot(own: torch.Tensor, offer: Offer) -> None:

@@ -158,21 +158,23 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
     common = loaded.common
     stock.set_checkpoint_version(common["checkpoint_version"])
     if hasattr(stock, "set_loaded_iteration"):
-        stock.set_loaded_iteration(loaded.iteration)
+        stock.set_loaded_iteration(loaded.origin.iteration)
     iteration = 0 if margs.finetune else int(common["iteration"])
     if not margs.finetune:
         _check_and_take_args(margs, common["args"])
     _finish_optimizer(call, margs, loaded)
     chunks = unwrap(call.model)
     geometry = ModelState(session.config.replicated).geometry(chunks)
-    side_state.load_extra_states(chunks, geometry, loaded.objects)
+    side_state.load_extra_states(chunks, geometry, loaded.side.objects)
     if not margs.finetune:
-        _finish_rank(margs, common["args"], loaded.rank_state)
+        _finish_rank(margs, common["args"], loaded.side.rank_state)
     if margs.save and os.path.realpath(margs.save) == os.path.realpath(load_dir):
-        session.checkpointer(margs.save).link.client().adopt(loaded.save_id, loaded.iteration)
+        session.checkpointer(margs.save).link.client().adopt(
+            loaded.origin.save_id, loaded.origin.iteration
+        )
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    around.announce_loaded(load_dir, iteration, loaded.source, _said(loaded))
+    around.announce_loaded(load_dir, iteration, loaded.origin.source, _said(loaded))
     return iteration, common["num_floating_point_operations_so_far"]
 
 
@@ -208,7 +210,7 @@ def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
             optimizer.reload_model_params()
         return
     if optimizer is not None:
-        load_hyper_parameters(optimizer, loaded.optimizer)
+        load_hyper_parameters(optimizer, loaded.side.optimizer)
     if call.scheduler is not None and loaded.common["opt_param_scheduler"] is not None:
         call.scheduler.load_state_dict(loaded.common["opt_param_scheduler"])
     for group in getattr(optimizer, "param_groups", ()):

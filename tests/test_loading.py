@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_flashckpt.layout.manifest import Coordinates
-from megatron_flashckpt.load_plan import SavedJob
+from megatron_flashckpt.saved_job import SavedJob
 
 #: TP1 PP2 DP2 EP2: expert ranks lie along the replicas.
 SAVED = [

@@ -8,7 +8,7 @@ sub-optimizers than without, and a pipeline stage may lack a group that another 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import megatron.core.optimizer.optimizer as megatron_optimizer
@@ -23,7 +23,10 @@ IDENTIFIERS: tuple[str, ...] = getattr(
     "param_group_identifier_keys",
     ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
 )
+#: Without expert parallelism experts are in the groups of all others, and the reverse.
 _EXPERT = "is_expert_parallel"
+#: What makes groups differ in every release.
+_BASIC = ("wd_mult", "lr_mult", "is_decoupled_lr")
 
 _Saved = list[dict[str, Any]]
 _Identity = tuple[Any, ...]
@@ -88,13 +91,13 @@ def merge(of_ranks: list[_Saved]) -> _Saved:
     return merged
 
 
-def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
-    """Set what `hyper_parameters` or `merge` returned; state tensors must be allocated already.
+def check(optimizer: Any, saved: _Saved) -> None:
+    """Raise unless `load_hyper_parameters` can set all groups; changes nothing.
 
     Raises:
         MissingStateError: this job has groups that the checkpoint has nothing like; all are named.
     """
-    matches = list(_matches(sub_optimizers(optimizer), saved))
+    matches = _matches(sub_optimizers(optimizer), saved)
     lost = [_described(group) for _, group, found in matches if found is None and group["params"]]
     if lost:
         known = [_described(group) for entry in saved for group in entry["param_groups"]]
@@ -102,8 +105,12 @@ def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
             f"the checkpoint has no param group like {', '.join(lost)}; it has {', '.join(known)}; "
             "use the optimizer settings of the saving run, or --no-load-optim"
         )
+
+
+def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
+    """Set what `hyper_parameters` or `merge` returned; state tensors must be allocated already."""
     made = _steps_made(saved)
-    for inner, group, found in matches:
+    for inner, group, found in _matches(sub_optimizers(optimizer), saved):
         if found is not None:
             entry, values = found
             step = _step_of(entry, values)
@@ -115,27 +122,52 @@ def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
             scaler.load_state_dict(scalers[0])
 
 
+def knows_steps(saved: _Saved) -> bool:
+    """Return whether `saved` says how many steps were made.
+
+    A rank whose optimizer has no parameters (only padding fell to it) does not know.
+    """
+    return _steps_made(saved) is not None
+
+
+_Found = tuple[dict[str, Any], dict[str, Any]]
+"""Saved entry, saved group."""
+
+
 def _matches(
     subs: list[Any], saved: _Saved
-) -> Iterator[tuple[Any, dict[str, Any], tuple[dict[str, Any], dict[str, Any]] | None]]:
-    """Yield `(inner optimizer, its group, (saved entry, saved group))` for every group."""
+) -> list[tuple[torch.optim.Optimizer, dict[str, Any], _Found | None]]:
+    """Return `(inner optimizer, its group, what is saved of it)` for every group."""
     mine = [[_identity(group) for group in sub.optimizer.param_groups] for sub in subs]
     theirs = [[_identity(group) for group in entry["param_groups"]] for entry in saved]
-    known: dict[_Identity, tuple[dict[str, Any], dict[str, Any]]] = {}
-    alike: dict[_Identity, tuple[dict[str, Any], dict[str, Any]]] = {}
-    for entry in saved:
-        for group in entry["param_groups"]:
-            known.setdefault(_identity(group), (entry, group))
-            # Without expert parallelism experts are in the groups of all others, and the reverse.
-            alike.setdefault(_identity(group, without=_EXPERT), (entry, group))
-    for number, sub in enumerate(subs):
-        for position, group in enumerate(sub.optimizer.param_groups):
-            if mine == theirs:
-                found = saved[number], saved[number]["param_groups"][position]
-                yield sub.optimizer, group, found
-            else:
-                likeness = alike.get(_identity(group, without=_EXPERT))
-                yield sub.optimizer, group, known.get(_identity(group), likeness)
+    known = [(entry, group) for entry in saved for group in entry["param_groups"]]
+    return [
+        (
+            sub.optimizer,
+            group,
+            (saved[number], saved[number]["param_groups"][position])
+            if mine == theirs
+            else _like(group, known),
+        )
+        for number, sub in enumerate(subs)
+        for position, group in enumerate(sub.optimizer.param_groups)
+    ]
+
+
+def _like(group: dict[str, Any], known: list[_Found]) -> _Found | None:
+    """Return what `known` has of `group`; None if there is nothing, or no telling which."""
+    for without in ("", _EXPERT):
+        for found in known:
+            if _identity(found[1], without) == _identity(group, without):
+                return found
+    # Since core 0.19 learning rates are part of the identity, but a restart may change them.
+    near = [found for found in known if _basics(found[1]) == _basics(group)]
+    alike = {_identity(found[1], _EXPERT) for found in near}
+    return near[0] if len(alike) == 1 else None
+
+
+def _basics(group: dict[str, Any]) -> _Identity:
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _BASIC)
 
 
 def _identity(group: dict[str, Any], without: str = "") -> _Identity:

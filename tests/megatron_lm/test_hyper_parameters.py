@@ -17,8 +17,10 @@ import torch
 from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.megatron_lm import hyper_parameters as hyper_module
 from megatron_flashckpt.megatron_lm.hyper_parameters import (
     IDENTIFIERS,
+    check,
     hyper_parameters,
     load_hyper_parameters,
     merge,
@@ -307,7 +309,7 @@ def test_all_groups_that_are_missing_are_named_and_nothing_is_changed(make) -> N
     inner = make([group(1.0), group(0.25), group(0.75, expert=True)])
     before = copy.deepcopy([{**each, "params": None} for each in inner.param_groups])
     with pytest.raises(MissingStateError) as caught:
-        load_hyper_parameters(wrapped(inner), saved)
+        check(wrapped(inner), saved)
     said, known = str(caught.value).split("; it has ")
     assert said.startswith("the checkpoint has no param group like ")
     assert said.count("wd_mult") == 2
@@ -322,8 +324,25 @@ def test_all_groups_that_are_missing_are_named_and_nothing_is_changed(make) -> N
 def test_a_missing_group_without_parameters_does_not_matter(make) -> None:
     saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)]))))
     inner = make([group(1.0), group(0.25, parameters=0, lr=0.125)])
+    check(wrapped(inner), saved)
     load_hyper_parameters(wrapped(inner), saved)
     assert rates(inner) == [0.5, 0.125]
+
+
+def test_other_learning_rates_do_not_make_another_group_unless_they_tell_groups_apart(
+    make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since core 0.19 `max_lr` and `min_lr` are part of what identifies a group."""
+    monkeypatch.setattr(hyper_module, "IDENTIFIERS", (*hyper_module.IDENTIFIERS, "max_lr"))
+    saved = hyper_parameters(wrapped(stepped(make([{**group(1.0, lr=0.5), "max_lr": 0.5}]))))
+    inner = make([{**group(1.0), "max_lr": 0.25}])
+    check(wrapped(inner), saved)
+    load_hyper_parameters(wrapped(inner), saved)
+    assert rates(inner) == [0.5]
+    assert inner.param_groups[0]["max_lr"] == 0.25
+    two = [{**group(1.0), "max_lr": 0.5}, {**group(1.0), "max_lr": 0.75}]
+    with pytest.raises(MissingStateError):
+        check(wrapped(inner), hyper_parameters(wrapped(stepped(make(two)))))
 
 
 def test_a_loss_scale_goes_to_every_optimizer_that_has_one(make) -> None:

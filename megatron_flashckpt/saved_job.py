@@ -1,0 +1,62 @@
+"""The ranks that saved a checkpoint, wherever it is, and where they stand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_flashckpt.layout.manifest import Coordinates
+from megatron_flashckpt.layout.piece import RANK_STATE, Piece
+from megatron_flashckpt.layout.plan import Source, pieces_of
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedJob:
+    """The ranks that saved a checkpoint, wherever it is, as far as planning needs to know."""
+
+    place: str
+    sources: list[Source]
+    coordinates: list[Coordinates]
+
+    @property
+    def model_cut(self) -> tuple[int, int, int]:
+        """The tensor, pipeline and expert parallel sizes of the saving job."""
+        places = self.coordinates
+        return (
+            max(place.tp for place in places) + 1,
+            max(place.pp for place in places) + 1,
+            max(place.ep for place in places) + 1,
+        )
+
+    def twin(self, mine: Coordinates, model_cut: tuple[int, int, int]) -> int | None:
+        """Return the rank whose random state this one takes: the one that stood where it stands.
+
+        If the number of replicas has changed there may be none; then the first one with the same
+        part of the model, as Megatron takes it from the first replica. None: the tensor or pipeline
+        parallel size has changed, and then random states mean nothing.
+        """
+        if model_cut[:2] != self.model_cut[:2]:
+            return None
+        for part in (
+            lambda place: place,
+            lambda place: (place.tp, place.pp, place.ep),
+            lambda place: (place.tp, place.pp),
+        ):
+            for rank, place in enumerate(self.coordinates):
+                if part(place) == part(mine):
+                    return rank
+        return None
+
+    def representatives(self) -> list[int]:
+        """Return one rank per pipeline stage and expert rank: together they know all groups."""
+        first: dict[tuple[int, int], int] = {}
+        for rank, place in enumerate(self.coordinates):
+            first.setdefault((place.pp, place.ep), rank)
+        return list(first.values())
+
+    def rank_state(self, rank: int) -> Piece | None:
+        """Return the piece that holds the side state of `rank`."""
+        source = self.sources[rank]
+        for piece in pieces_of(source.template, source.placement):
+            if piece.kind == RANK_STATE:
+                return piece
+        return None
