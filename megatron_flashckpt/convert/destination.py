@@ -8,8 +8,11 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from megatron_flashckpt.errors import ConfigError
+import torch
+
+from megatron_flashckpt.errors import ConfigError, StorageError
 from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
 from megatron_flashckpt.storage.posix import PosixStorage
 
@@ -36,12 +39,51 @@ def new_directory(final: Path, *, overwrite: bool) -> Iterator[Path]:
         yield fresh
         for path in (*fresh.rglob("*"), fresh):
             _sync(path)
-        if final.exists():
-            final.rename(around / "replaced")
-        fresh.rename(final)
+        _replace(final, fresh, around / "replaced")
         _sync(final.parent)
+    except OSError as error:
+        # The source and the storage name their files; what has no name went into open ones.
+        if isinstance(error, StorageError) or error.filename is not None:
+            raise
+        raise _unwritable(final, error) from error
     finally:
         shutil.rmtree(around, ignore_errors=True)
+
+
+def _replace(final: Path, fresh: Path, aside: Path) -> None:
+    if not final.exists():
+        fresh.rename(final)
+        return
+    final.rename(aside)
+    try:
+        fresh.rename(final)
+    except OSError:
+        aside.rename(final)
+        raise
+
+
+def save(held: Any, path: Path, *, append: bool = False) -> tuple[int, int]:
+    """Save `held` as `torch.save` does; return where in the file it begins and ends.
+
+    Raises:
+        StorageError: it could not be written; torch's own error would not say why.
+    """
+    with open(path, "ab" if append else "wb") as file:
+        start = file.tell()
+        try:
+            torch.save(held, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise _unwritable(path, error.__context__) from error
+            raise
+        return start, file.tell()
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        error.errno,
+        f"{path}: cannot be written ({error.strerror}); free space there or convert to elsewhere",
+    )
 
 
 def move_tracker(root: Path, iteration: int, *, megatron: bool = False) -> None:

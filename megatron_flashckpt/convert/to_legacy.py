@@ -6,14 +6,13 @@ import copy
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_flashckpt.convert import buckets, to_legacy_optimizer
 from megatron_flashckpt.convert.contents import Contents
 from megatron_flashckpt.convert.destination import (
     checkpoint_directory,
     move_tracker,
     new_directory,
+    save,
 )
 from megatron_flashckpt.convert.legacy import (
     MODEL_FILE,
@@ -66,8 +65,8 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
                 written = to_legacy_optimizer.of_rank(model, contents, tensors, experts=experts)
                 state["optimizer"] = written.state
                 if written.buffers is not None:
-                    torch.save(written.buffers, place / OPTIMIZER_FILE)
-            torch.save(state, place / MODEL_FILE)
+                    save(written.buffers, place / OPTIMIZER_FILE)
+            save(state, place / MODEL_FILE)
     move_tracker(root, contents.iteration, megatron=True)
     return directory
 

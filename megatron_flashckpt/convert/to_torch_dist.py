@@ -12,7 +12,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -31,6 +31,7 @@ from megatron_flashckpt.convert.destination import (
     checkpoint_directory,
     move_tracker,
     new_directory,
+    save,
 )
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.torch_dist import COMMON, CONFIG, RESHARDABLE
@@ -62,7 +63,7 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
         for name, tensor in _named(contents, distributed=distributed):
             files.add_tensor(name, tensor)
         files.finish()
-        torch.save(_common(contents, distributed=distributed), fresh / COMMON)
+        save(_common(contents, distributed=distributed), fresh / COMMON)
         (fresh / CONFIG).write_text(json.dumps(_FORMAT))
     move_tracker(root, contents.iteration, megatron=True)
     return directory
@@ -74,7 +75,6 @@ class _Files:
     def __init__(self, directory: Path, limit_nbytes: int) -> None:
         self._directory = directory
         self._limit_nbytes = limit_nbytes
-        self._file: IO[bytes] | None = None
         self._number = 0
         self._described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -96,21 +96,15 @@ class _Files:
         self._described[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
     def finish(self) -> None:
-        if self._file is not None:
-            self._file.close()
         with open(self._directory / METADATA, "wb") as file:
             pickle.dump(Metadata(self._described, storage_data=self._storage), file)
 
     def _append(self, index: MetadataIndex, held: Any) -> None:
         name = f"__0_{self._number}.distcp"
-        if self._file is None:
-            self._file = open(self._directory / name, "wb")  # noqa: SIM115
-        start = self._file.tell()
-        torch.save(held, self._file)
-        self._storage[index] = _StorageInfo(name, start, self._file.tell() - start)
-        if self._file.tell() >= self._limit_nbytes:
-            self._file.close()
-            self._file, self._number = None, self._number + 1
+        start, end = save(held, self._directory / name, append=True)
+        self._storage[index] = _StorageInfo(name, start, end - start)
+        if end >= self._limit_nbytes:
+            self._number += 1
 
 
 def _named(contents: Contents, *, distributed: bool) -> Iterator[tuple[str, GlobalTensor]]:
@@ -145,8 +139,10 @@ def _objects(contents: Contents) -> Iterator[tuple[str, Any]]:
         axes = len(_LAYER.findall(tensor.key)) and 1 + (_EXPERTS in tensor.key)
         counts = tensor.shape[:axes] or (1,)
         path = tensor.key.rpartition(".")[0]
-        # Attention itself has no tensors.
-        for module in (path, f"{path.rpartition('.')[0]}.core_attention"):
+        modules = [path]
+        if path.endswith("attention.linear_proj"):
+            modules.append(path.replace("linear_proj", "core_attention"))  # has no tensors
+        for module in modules:
             for place in torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, len(counts)):
                 key = _unique_key(f"{module}._extra_state", tuple(place.tolist()), counts)
                 names.setdefault(key, None)

@@ -144,3 +144,23 @@ def test_a_pipe_gets_the_result_and_nothing_else(tmp_path: Path, save: Path) -> 
     )
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("to", ["flashckpt", "torch_dist", "safetensors"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, save: Path, to: str) -> None:
+    """The limit on the size of a file stands for a full disk: a write fails halfway."""
+    script = (
+        "import resource, sys; from megatron_flashckpt.cli import main;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500));"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    other = tmp_path / "other"
+    command = ["convert", str(save), str(other), "--to", to]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "File too large" in done.stderr
+    assert str(other) in done.stderr
+    assert list(other.rglob("*")) == []
