@@ -260,8 +260,10 @@ def assemble(save: Path, iteration: int) -> dict[tuple[str, str], torch.Tensor]:
             if piece.kind == "rank_state":
                 continue
             name = (piece.kind, piece.key)
-            whole = wholes.setdefault(name, torch.zeros(piece.global_shape, dtype=content.dtype))
-            count = filled.setdefault(name, torch.zeros(piece.global_shape, dtype=torch.int8))
+            if name not in wholes:
+                wholes[name] = torch.zeros(piece.global_shape, dtype=content.dtype)
+                filled[name] = torch.zeros(piece.global_shape, dtype=torch.int8)
+            whole, count = wholes[name], filled[name]
             box = tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.shape, strict=True))
             flat = whole[box].reshape(-1).clone()
             flat[piece.start : piece.end] = content
