@@ -10,18 +10,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm import parallel, te_names
+from megatron_flashckpt.megatron_lm import gpt, parallel, te_names
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry
 from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
@@ -87,7 +86,9 @@ def rank_models(args: Any) -> list[RankModel]:
 def _completed(args: Any) -> argparse.Namespace:
     """Return a copy of `args`, with the defaults of settings that its release did not have."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    stock_module("arguments").add_megatron_arguments(parser)
+    arguments = stock_module("arguments")
+    if hasattr(arguments, "add_megatron_arguments"):  # not in old releases
+        arguments.add_megatron_arguments(parser)
     completed, _ = parser.parse_known_args([])
     for name, value in vars(args).items():
         setattr(completed, name, copy.copy(value))
@@ -154,7 +155,7 @@ def _fake_rank(
         }
         if getattr(args, "use_tp_pp_dp_mapping", False):
             settings["order"] = "tp-cp-ep-pp-dp"
-        _call(parallel_state.initialize_model_parallel, settings)
+        gpt.call_known(parallel_state.initialize_model_parallel, settings)
         yield (
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -180,19 +181,11 @@ def _group_numbers() -> tuple[int, int]:
     return dense, dist.get_rank(parallel_state.get_expert_tensor_model_pipeline_parallel_group())
 
 
-def _call(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
-    """Call `function` with those of `settings` that this release of it has."""
-    known = inspect.signature(function).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in known.values()):
-        return function(**settings)
-    return function(**{name: value for name, value in settings.items() if name in known})
-
-
 def _chunks(args: argparse.Namespace) -> tuple[Chunk, ...]:
     count = args.virtual_pipeline_model_parallel_size or 1
     try:
         with _no_storage():
-            models = [_model(args, stage if count > 1 else None) for stage in range(count)]
+            models = [gpt.model(args, stage if count > 1 else None) for stage in range(count)]
             geometry = model_geometry(models)
     except UnsupportedError:
         raise
@@ -220,61 +213,6 @@ def _no_storage() -> Iterator[None]:
     finally:
         torch.cuda.current_device = current_device
         torch.Tensor.cuda = to_cuda  # type: ignore[method-assign]
-
-
-def _model(args: argparse.Namespace, stage: int | None) -> Any:
-    """Return the GPT of this rank's pipeline `stage` (None: without interleaving)."""
-    from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-
-    if stage is not None and hasattr(parallel_state, "set_virtual_pipeline_model_parallel_rank"):
-        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
-    config = stock_module("arguments").core_transformer_config_from_args(args)
-    # Only now: with experts the configuration insists on it, but torch's layer norm refuses it.
-    config.sequence_parallel = False
-    ends = {"ignore_virtual": False, "vp_stage": stage}
-    return _call(
-        GPTModel,
-        {
-            "config": config,
-            "transformer_layer_spec": _layer_spec(args, config, stage),
-            "vocab_size": args.padded_vocab_size,
-            "max_sequence_length": args.max_position_embeddings,
-            "pre_process": _call(parallel_state.is_pipeline_first_stage, ends),
-            "post_process": _call(parallel_state.is_pipeline_last_stage, ends),
-            "parallel_output": True,
-            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
-            "position_embedding_type": args.position_embedding_type,
-            "rotary_percent": args.rotary_percent,
-            "vp_stage": stage,
-        },
-    )
-
-
-def _layer_spec(args: argparse.Namespace, config: Any, stage: int | None) -> Any:
-    """Return the local layer spec; its parameters are those of the Transformer Engine one."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    grouped = args.moe_grouped_gemm and args.transformer_impl == "local"
-    config.moe_grouped_gemm = grouped
-    settings = {
-        "config": config,
-        "use_transformer_engine": False,
-        "normalization": args.normalization,
-        "qk_l2_norm": getattr(args, "qk_l2_norm", False),
-        "vp_stage": stage,
-    }
-    if args.num_experts and hasattr(specs, "get_gpt_decoder_block_spec"):
-        return _call(specs.get_gpt_decoder_block_spec, settings)
-    settings = {
-        "num_experts": args.num_experts,
-        "moe_grouped_gemm": grouped,
-        "qk_layernorm": args.qk_layernorm,
-        "multi_latent_attention": getattr(args, "multi_latent_attention", False),
-        "normalization": args.normalization,
-        "qk_l2_norm": getattr(args, "qk_l2_norm", False),
-    }
-    return _call(specs.get_gpt_layer_local_spec, settings)
 
 
 def _chunk(number: int, model: Any, geometry: ModelGeometry) -> Chunk:

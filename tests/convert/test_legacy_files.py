@@ -56,6 +56,7 @@ LAYOUTS = {
         **DISTRIBUTED,
         "moe_router_score_function": "sigmoid",
         "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
         "pipeline_model_parallel_size": 2,
     },
     "experts-ep2-plain": {**EXPERTS, **EP2},

@@ -29,7 +29,11 @@ LAYOUTS = {
 EXPERT_LAYOUTS = {
     "ep1": {},
     "ep4": {"expert_model_parallel_size": 4},
-    "tp2-ep2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    "tp2-ep2": {
+        "tensor_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
     "tp2-ep2-etp1": {
         "tensor_model_parallel_size": 2,
         "expert_model_parallel_size": 2,
