@@ -70,6 +70,9 @@ class Contents:
     suspicion: str | None = None
     """Why the optimizer state may be damaged although the source says nothing of it; None: no
     reason to think so. Then masters are compared with weights before anything is written."""
+    doubles: tuple[GlobalTensor, ...] = ()
+    """fp32 parameters that the source keeps once more among the masters. They are no masters of
+    their own; if they differ from the weights, the optimizer state is damaged."""
     warnings: tuple[str, ...] = ()
     """What of the source is not carried over, and what that means for the result."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.destination import RELEASE
 from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
-from megatron_flashckpt.convert.dp_reshardable import optimizer_tensors
 from megatron_flashckpt.convert.legacy import is_legacy, open_legacy
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
@@ -57,7 +55,7 @@ SOURCES = (
     Source(
         "torch_dist",
         lambda directory: (directory / CONFIG).exists(),
-        functools.partial(open_torch_dist, nameless=optimizer_tensors),
+        open_torch_dist,
     ),
     Source("dlrover", is_dlrover, open_dlrover),
     Source("torch", is_legacy, open_legacy),

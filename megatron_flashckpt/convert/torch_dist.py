@@ -26,6 +26,7 @@ import torch
 from megatron_flashckpt.convert import pickles
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
 from megatron_flashckpt.convert.dcp import Reader, StoredTensor
+from megatron_flashckpt.convert.dp_reshardable import optimizer_tensors
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Shape
@@ -42,43 +43,28 @@ _SHARD = re.compile(r"(?P<key>.+)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(
 _MASTERS = ("param", "fp32_param", "master_param")
 #: Model tensors that are buffers. The format does not tell them from parameters.
 _BUFFERS = ("expert_bias", "global_tokens_per_expert", "ga_steps", "local_tokens_per_expert")
-#: Optimizer states that keep no names of parameters: a rebuilt model has to supply them.
-_NAMELESS = ("dp_reshardable", "dp_zero_gather_scatter", "fully_sharded_bucket_space")
 RESHARDABLE = "fully_reshardable"
 
-_Nameless = Callable[[Reader, dict[str, Any], list[GlobalTensor]], list[GlobalTensor]]
-"""From the files, the common state and the model's tensors to the optimizer's tensors."""
 
-
-def open_torch_dist(
-    directory: Path, iteration: int, options: Options, nameless: _Nameless | None = None
-) -> Contents:
+def open_torch_dist(directory: Path, iteration: int, options: Options) -> Contents:
     """Return the checkpoint in `directory`.
 
-    Args:
-        nameless: reads optimizer states that are stored by bucket and not by parameter.
-
     Raises:
-        UnsupportedError: the optimizer state has no names, or something unknown is stored.
+        UnsupportedError: something unknown is stored, or a model that is needed to tell what is
+            what cannot be rebuilt.
         CorruptCheckpointError: files are damaged or missing.
     """
     reader = Reader(directory)
     common = _common(directory)
     if iteration == 0:  # a release may say what it was trained to
         common["iteration"] = 0
-    tensors = _tensors(reader, with_optimizer=not options.weights_only)
+    tensors, doubles = _tensors(reader, with_optimizer=not options.weights_only)
     saved = common.pop("optimizer", None)
     optimizer = None if options.weights_only or saved is None else _optimizers(saved)
     sharding = (common.pop("content_metadata", None) or {}).get("distrib_optim_sharding_type")
     if optimizer is not None and any(map(_BUCKET.match, [*reader.tensors, *reader.objects()])):
-        if nameless is None:
-            raise UnsupportedError(
-                f"{directory}: keeps optimizer state by bucket ('{sharding}'), without the names "
-                "of parameters; save it once with --dist-ckpt-optim-fully-reshardable, or convert "
-                "the weights alone with --weights-only"
-            )
-        optimizer = _nameless_groups(reader, optimizer)
-        tensors += nameless(reader, common, tensors)
+        optimizer = _groups_by_bucket(reader, optimizer)
+        tensors += optimizer_tensors(reader, common, tensors)
     suspicion = None
     if optimizer is not None and sharding == RESHARDABLE:
         suspicion = (
@@ -95,6 +81,7 @@ def open_torch_dist(
         rng=_random_states(reader),
         objects=_objects(reader),
         suspicion=suspicion,
+        doubles=tuple(doubles),
     )
 
 
@@ -142,7 +129,10 @@ def _optimizer(saved: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- tensors
 
 
-def _tensors(reader: Reader, *, with_optimizer: bool) -> list[GlobalTensor]:
+def _tensors(
+    reader: Reader, *, with_optimizer: bool
+) -> tuple[list[GlobalTensor], list[GlobalTensor]]:
+    """Return all tensors that have names, and the doubles of fp32 parameters."""
     found: dict[tuple[str, str], GlobalTensor] = {}
     for name, stored in reader.tensors.items():
         if _BUCKET.match(name):
@@ -164,11 +154,14 @@ def _tensors(reader: Reader, *, with_optimizer: bool) -> list[GlobalTensor]:
             )
         found[kind, tensor.key] = tensor
     # The distributed optimizer lists fp32 parameters too, which are their own masters.
-    return [
+    doubles = [
         tensor
         for (kind, key), tensor in found.items()
-        if kind != MASTER or tensor.dtype != found.get((WEIGHT, key), tensor).dtype
+        if kind == MASTER and (WEIGHT, key) in found and found[WEIGHT, key].dtype == tensor.dtype
     ]
+    for tensor in doubles:
+        del found[tensor.kind, tensor.key]
+    return list(found.values()), doubles
 
 
 def _tensor(reader: Reader, name: str, stored: StoredTensor, kind: str, key: str) -> GlobalTensor:
@@ -254,7 +247,7 @@ def _objects(reader: Reader) -> dict[str, Any]:
     return {name: held for name, held in found.items() if held is not None}
 
 
-def _nameless_groups(reader: Reader, optimizer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups_by_bucket(reader: Reader, optimizer: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the param groups of all data-parallel groups, which have an object each."""
     states: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, key, _ in _shards(reader):

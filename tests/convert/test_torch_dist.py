@@ -272,3 +272,26 @@ def test_a_release_is_iteration_0_in_ours_and_a_release_in_megatrons(tmp_path: P
     weights = [it for it in contents().tensors if it.kind in ("weight", "buffer")]
     found = open_source(tmp_path / "back", None, options).contents
     assert differing(weights, found.tensors) == []
+
+
+def test_fp32_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path: Path) -> None:
+    """There the weights are the masters, but the damage shows in the copy that is kept of them."""
+    made = contents()
+    fp32 = [
+        dataclasses.replace(tensor, kind="weight") if tensor.kind == "master" else tensor
+        for tensor in made.tensors
+        if tensor.kind != "weight"
+    ]
+    made = dataclasses.replace(made, tensors=fp32)
+    directory = write_torch_dist(made, tmp_path / "save", Options())
+    convert(open_source(tmp_path / "save", None, Options()), tmp_path, "flashckpt", Options())
+    with open(directory / ".metadata", "rb") as file:
+        metadata = pickle.load(file)
+    key, start = "decoder.final_layernorm.weight", torch.Size((0,))
+    of_state = metadata.storage_data[MetadataIndex(f"optimizer.state.exp_avg.{key}", start)]
+    metadata.storage_data[MetadataIndex(f"optimizer.state.param.{key}", start)] = of_state
+    with open(directory / ".metadata", "wb") as file:
+        pickle.dump(metadata, file)
+    opened = open_source(tmp_path / "save", None, Options())
+    with pytest.raises(CorruptCheckpointError, match=rf"masters of 1 tensors .* {key} \(9 of 9"):
+        convert(opened, tmp_path, "flashckpt", Options(overwrite=True))
