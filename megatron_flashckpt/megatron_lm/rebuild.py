@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import copy
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -74,12 +75,13 @@ def rank_models(args: Any) -> list[RankModel]:
     _refuse_unknown(args)
     found: dict[tuple[int, int, int], RankModel] = {}
     world_size = _smallest_world(args)
-    for rank in range(world_size):
-        with _fake_rank(args, rank, world_size) as place:
-            if place not in found:
-                first_replica = parallel.data_parallel()[1] == 0
-                groups = _group_numbers()
-                found[place] = RankModel(*place, first_replica, *groups, _chunks(args))
+    with _no_attention_backend():
+        for rank in range(world_size):
+            with _fake_rank(args, rank, world_size) as place:
+                if place not in found:
+                    first_replica = parallel.data_parallel()[1] == 0
+                    groups = _group_numbers()
+                    found[place] = RankModel(*place, first_replica, *groups, _chunks(args))
     return [found[place] for place in sorted(found)]
 
 
@@ -198,6 +200,20 @@ def _chunks(args: argparse.Namespace) -> tuple[Chunk, ...]:
     if args.transformer_impl != "local":
         return tuple(te_names.renamed(chunk, bool(args.moe_grouped_gemm)) for chunk in chunks)
     return chunks
+
+
+@contextlib.contextmanager
+def _no_attention_backend() -> Iterator[None]:
+    """Let every model choose one, which it does by environment variables, for good."""
+    names = [f"NVTE_{kind}_ATTN" for kind in ("FLASH", "FUSED", "UNFUSED")]
+    before = {name: os.environ.pop(name, None) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -25,8 +25,9 @@ from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads, deliver
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
 
-#: Chunks per replica below which it is not worth finding out which way is faster.
-_WORTH_MEASURING = 4
+#: Chunks that a replica reads per round (64 MiB), if its memory allows: enough to measure a speed.
+#: With fewer in all it is not worth finding out which way is faster.
+_CHUNKS_PER_ROUND = 64 * 2**20 // CHUNK_NBYTES
 
 #: Bytes per pair of replicas and turn below which messages are too small to be fast.
 _LEAST_QUOTA = 256 * 1024
@@ -84,7 +85,7 @@ def read_with_replicas(
         mine = {(chunk.rank, chunk.number): chunk for chunk in chunks}
         needs = [set(theirs) for theirs in gather_objects(list(mine), sharing.group)]
         readers = _readers(needs)
-        if sharing.mode == "auto" and max(map(len, needs)) < _WORTH_MEASURING:
+        if sharing.mode == "auto" and max(map(len, needs)) < _CHUNKS_PER_ROUND:
             readers = {}
         alone = [chunk for key, chunk in mine.items() if key not in readers]
         together(lambda: reader.read(alone, fill), sharing.group)
@@ -141,7 +142,8 @@ class _Rounds:
         longest = max(map(len, self._lists))
         if not longest:
             return []
-        per_round = max(1, min(self._sharing.memory_nbytes // 3 // CHUNK_NBYTES, longest, 4))
+        fit = max(1, self._sharing.memory_nbytes // 3 // CHUNK_NBYTES)
+        per_round = min(fit, longest, _CHUNKS_PER_ROUND)
         buffer = torch.empty(per_round * CHUNK_NBYTES, dtype=torch.uint8)
         # Beside the buffer: what is sent and what is received in one turn.
         quota = (self._sharing.memory_nbytes - buffer.numel()) // 2 // self._size

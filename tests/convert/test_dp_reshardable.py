@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.convert import dp_reshardable
+from megatron_flashckpt.convert.dcp import Reader
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.torch_dist import open_torch_dist
-from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from megatron_flashckpt.errors import CorruptCheckpointError
 from tests.convert.tensors import assert_equal, wholes
 from tests.megatron.jobs import Result, assemble, run_job, succeeded
 
@@ -82,7 +82,9 @@ def test_a_bucket_in_another_place_is_refused(jobs: Jobs, monkeypatch: pytest.Mo
         open_source(jobs.tmp_path / "A", 2, Options())
 
 
-def test_it_is_needed(jobs: Jobs) -> None:
-    """Control: without the rebuilt model there is no optimizer state to be had."""
-    with pytest.raises(UnsupportedError, match="by bucket"):
-        open_torch_dist(jobs.tmp_path / "A/iter_0000002", 2, Options())
+def test_what_stock_saved_names_no_parameter(jobs: Jobs) -> None:
+    """Control: nothing but the rebuilt model says where the optimizer's state belongs."""
+    reader = Reader(jobs.tmp_path / "A/iter_0000002")
+    of_optimizer = [name for name in reader.tensors if name.startswith(("optimizer.", "chained_"))]
+    assert len(of_optimizer) >= 3
+    assert all(".bucket_idx_" in name and "weight" not in name for name in of_optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 
 import pytest
@@ -124,13 +125,18 @@ def test_tied_embeddings_are_marked_on_both_ends_and_the_first_is_the_main_one()
     ]
 
 
-def test_nothing_is_left_behind() -> None:
+def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter which attention a model that was here before has chosen."""
     args = arguments(**LAYOUTS["tp2-pp4"])
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    monkeypatch.delenv("NVTE_FUSED_ATTN", raising=False)
+    environment = dict(os.environ)
     said = dict(vars(args))
     hook, random_state = sys.excepthook, torch.get_rng_state()
     to_cuda, current_device = torch.Tensor.cuda, torch.cuda.current_device
     rank_models(args)
     assert vars(args) == said
+    assert dict(os.environ) == environment
     assert not dist.is_initialized()
     assert not parallel_state.model_parallel_is_initialized()
     assert sys.excepthook is hook

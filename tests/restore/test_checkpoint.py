@@ -35,11 +35,15 @@ from tests.restore.made import (
     whole_boxes,
 )
 
-#: Two chunks and a bit, of two tensors: the first ends in the second chunk.
+A = 3 * CHUNK_NBYTES // 8 - 5
+B = CHUNK_NBYTES // 12 + 1000
+#: Two chunks and a bit, of two tensors: the first ends in the middle of the second chunk.
 LARGE = [
-    Piece("large.a", "master", "F32", (6_000_000,), (0,), (6_000_000,), 0, 6_000_000),
-    Piece("large.b", "weight", "BF16", (3, 1_600_001), (0, 0), (3, 1_600_001), 0, 4_800_003),
+    Piece("large.a", "master", "F32", (A,), (0,), (A,), 0, A),
+    Piece("large.b", "weight", "BF16", (3, B), (0, 0), (3, B), 0, 3 * B),
 ]
+#: The first element of the second tensor in the third chunk.
+BORDER = (2 * CHUNK_NBYTES - LARGE[0].nbytes) // 2
 
 
 def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
@@ -105,11 +109,12 @@ def test_tensors_of_several_chunks_are_read_bit_for_bit(
         (0, CHUNK_NBYTES // 4 - 1, CHUNK_NBYTES // 4, [0]),
         (0, CHUNK_NBYTES // 4 - 1, CHUNK_NBYTES // 4 + 1, [0, 1]),
         (0, CHUNK_NBYTES // 4, CHUNK_NBYTES // 4 + 1, [1]),
-        (0, 5, 6_000_000, [0, 1]),
+        (0, 5, A, [0, 1]),
         (1, 0, 1, [1]),
-        (1, 4_777_200, 4_777_230, [1, 2]),
-        (1, 7, 4_800_003, [1, 2]),
-        (1, 4_800_002, 4_800_003, [2]),
+        (1, BORDER - 15, BORDER, [1]),
+        (1, BORDER - 15, BORDER + 15, [1, 2]),
+        (1, 7, 3 * B, [1, 2]),
+        (1, 3 * B - 1, 3 * B, [2]),
     ],
 )
 def test_a_range_reads_just_the_chunks_that_it_touches(

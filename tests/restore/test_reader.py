@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -41,14 +42,19 @@ from tests.layout.worlds import (
 )
 from tests.restore.made import Made, expected, make, read
 
-#: A few columns of the first matrix lie more than a chunk apart; every tensor crosses a border of
-#: chunks, at an odd element.
-MATRICES = [
-    whole("wide", "exp_avg", "F64", (2, 4_400_001), (0, 0), (2, 4_400_001)),
-    whole("w4", "master", "F32", (3, 1_400_001), (0, 0), (3, 1_400_001)),
-    whole("w2", "weight", "BF16", (2801, 3001), (0, 0), (2801, 3001)),
-    whole("w1", "weight", "U8", (4099, 4099), (0, 0), (4099, 4099)),
+#: A row of two chunks and a bit, of float64.
+WIDE = (2 * CHUNK_NBYTES + CHUNK_NBYTES // 10) // 8 + 1
+#: The side of a square of one chunk of bytes, and of one of bfloat16.
+SIDE, HALF = math.isqrt(CHUNK_NBYTES), math.isqrt(CHUNK_NBYTES // 2)
+SHAPES = [
+    ("wide", "exp_avg", "F64", (2, WIDE)),
+    ("w4", "master", "F32", (3, CHUNK_NBYTES // 12 + 476)),
+    ("w2", "weight", "BF16", (HALF - 47, HALF + 53)),
+    ("w1", "weight", "U8", (SIDE + 3, SIDE + 3)),
 ]
+#: A few columns of the first matrix lie more than a chunk apart; the others have a little more than
+#: a chunk each, so that every tensor crosses a border of chunks somewhere within a row.
+MATRICES = [whole(*named, shape, (0, 0), shape) for *named, shape in SHAPES]
 STARTS = [0, *itertools.accumulate(piece.nbytes for piece in MATRICES)]
 
 
@@ -168,10 +174,10 @@ def chunks_with(number: int, rows: tuple[int, int], columns: tuple[int, int]) ->
     ("number", "rows", "columns", "chunks"),
     [
         (0, (0, 2), (5, 9), {0, 2}),
-        (0, (0, 2), (2_000_000, 2_200_000), {0, 1, 3}),
-        (0, (0, 2), (4_400_000, 4_400_001), {2, 4}),
-        (0, (1, 2), (0, 4_400_001), {2, 3, 4}),
-        (3, (0, 4099), (7, 9), {6, 7}),
+        (0, (0, 2), (CHUNK_NBYTES // 8 - 1000, CHUNK_NBYTES // 8 + 1000), {0, 1, 3}),
+        (0, (0, 2), (WIDE - 1, WIDE), {2, 4}),
+        (0, (1, 2), (0, WIDE), {2, 3, 4}),
+        (3, (0, SIDE + 3), (7, 9), {6, 7}),
     ],
 )
 def test_chunks_that_a_read_of_columns_steps_over_are_not_read(
@@ -314,12 +320,13 @@ def damaged(large: Made) -> Iterator[Made]:
 def test_bytes_of_a_damaged_chunk_never_arrive(
     damaged: Made, matrices: list[torch.Tensor], threads: int
 ) -> None:
-    half = 2_200_000
-    wanted = [part(0, (0, 2), (0, half)), part(0, (0, 2), (half, 4_400_001))]
+    half = WIDE // 2
+    wanted = [part(0, (0, 2), (0, half)), part(0, (0, 2), (half, WIDE))]
     tensors = [torch.full((piece.numel,), -1, dtype=torch.int64) for piece in wanted]
     stored = damaged.stored()
     plan = read_plan(wanted, stored.sources(), "it")
-    with pytest.raises(CorruptCheckpointError, match=r"chunk 3 \(bytes 50331648-67108863 "):
+    place = rf"chunk 3 \(bytes {3 * CHUNK_NBYTES}-{4 * CHUNK_NBYTES - 1} "
+    with pytest.raises(CorruptCheckpointError, match=place):
         read_all(stored, plan, wanted, Targets(wanted, tensors), threads)
     in_damaged = torch.zeros(MATRICES[0].numel, dtype=torch.bool)
     in_damaged[3 * CHUNK_NBYTES // 8 : 4 * CHUNK_NBYTES // 8] = True
