@@ -383,7 +383,7 @@ class _Failing(PosixStorage):
 @pytest.fixture
 def persisted(tmp_path: Path) -> Callable[[_Failing, str], PendingSave]:
     """Persists rank 0 of iteration 5 in this process; what is left to do is to commit it."""
-    layout: Layout = PlanCache().layout(pieces_of(0, 1, 50))
+    layout: Layout = PlanCache().layout(pieces_of(0, 1, "decoder.weight", 50))
 
     def persist(storage: _Failing, save_id: str) -> PendingSave:
         meta = SlotMeta(

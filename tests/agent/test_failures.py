@@ -79,7 +79,10 @@ def test_a_full_disk_fails_the_save_frees_its_space_and_spares_the_previous_chec
 ) -> None:
     root = small_disk / "save"
     # The shard of rank 1 fits: it must not stay behind when that of rank 0 does not.
-    trainers = [node.trainer(root, 0, 2, numel=40_000), node.trainer(root, 1, 2, numel=100)]
+    trainers = [
+        node.trainer(root, 0, 2, numel=40_000),
+        node.trainer(root, 1, 2, key="head.weight", numel=100),
+    ]
     assert save_all(trainers, 1) == [None, None]
     ballast = small_disk / "ballast"
     free = _free_nbytes(small_disk)

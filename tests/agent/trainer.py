@@ -60,15 +60,15 @@ def content(rank: int, iteration: int, nbytes: int) -> bytes:
     return np.random.default_rng([rank, iteration]).bytes(nbytes)
 
 
-def pieces_of(rank: int, world_size: int, numel: int) -> list[Piece]:
+def pieces_of(rank: int, world_size: int, key: str, numel: int) -> list[Piece]:
     """Return pieces in layout order: a master, its weight and some side state, one row per rank."""
 
     def row(key: str, kind: str, dtype: str, width: int) -> Piece:
         return Piece(key, kind, dtype, (world_size, width), (rank, 0), (1, width), 0, width)
 
     pieces = [
-        row("decoder.weight", WEIGHT, "BF16", numel),
-        row("decoder.weight", MASTER, "F32", numel),
+        row(key, WEIGHT, "BF16", numel),
+        row(key, MASTER, "F32", numel),
         row(RANK_STATE, RANK_STATE, "U8", 77),
     ]
     return [pieces[i] for i in order(pieces)]
@@ -89,13 +89,14 @@ class FakeTrainer:
         rank: int = 0,
         world_size: int = 1,
         *,
+        key: str = "decoder.weight",
         numel: int = 1000,
         retain_interval: int | None = None,
     ) -> None:
         self.root = root
         self.rank = rank
         self.world_size = world_size
-        self.pieces = pieces_of(rank, world_size, numel) if numel else []
+        self.pieces = pieces_of(rank, world_size, key, numel) if numel else []
         self.retain_interval = retain_interval
         self.slab: Slab | None = None
         self._untold: list[Outcome] = []
