@@ -147,11 +147,23 @@ FAMILIES: dict[str, list[Layout]] = {
         TP2_PP2_DP2=f"8 3 {TP} 2 {PP} 2",
     ),
 }
-#: What each launched job takes: its number of ranks and its families.
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is launched at once."""
+
+    ranks: int
+    families: tuple[str, ...]
+    fused_adam: bool = True
+    """Apex's Adam counts steps per param group; torch's, used without it, per parameter."""
+
+
 JOBS = {
-    "dense": (4, ("dense",)),
-    "others": (4, ("moe", "tied", "vocabulary", "fp32")),
-    "worlds": (8, ("worlds",)),
+    "dense": Job(4, ("dense",)),
+    "others": Job(4, ("moe", "fp32")),
+    "torch_adam": Job(4, ("tied", "vocabulary"), fused_adam=False),
+    "worlds": Job(8, ("worlds",)),
 }
 #: Where stock's own noise is measured: from some layouts, under others. Routing is discrete, so it
 #: is measured between all of MoE's that stock can load from one another (it cannot put into one
