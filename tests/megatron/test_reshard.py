@@ -318,7 +318,9 @@ def table(ran: Ran, family: str) -> str:
     good = [
         ran.figures(pair)[0]
         for pair in cells.values()
-        if not pair.resizes_vocabulary and not ran.problems(pair)
+        if pair.source != pair.destination
+        and not pair.resizes_vocabulary
+        and not ran.problems(pair)
     ]
     if good:
         noise, _ = ran.noise(family)
