@@ -7,8 +7,6 @@ iteration 3.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.megatron.jobs import Result, differing, run_job, succeeded, tensors, truncated_copy
