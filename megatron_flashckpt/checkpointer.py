@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, order
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
@@ -209,10 +210,12 @@ class Checkpointer:
             logger.info("iteration %d: waiting for a free slot", request.iteration)
             index = client.acquire(request.iteration, save_id, _WAIT_SLICE_S)
         slot = slab.slots[index]
+        reach("save.granted")
         slot.set_header(
             SlotHeader(SlotState.STAGING, request.iteration, save_id, len(meta), layout.nbytes)
         )
         slot.set_meta(meta)
+        reach("save.staging")
         return slot
 
     def _give_back(self, slot: Slot | None, iteration: int) -> None:
@@ -237,8 +240,11 @@ class Checkpointer:
             try:
                 if error is not None:
                     raise SaveFailedError(f"copying to host memory failed: {error}") from error
+                reach("stage.copied")
                 slot.set_state(SlotState.STAGED)
+                reach("stage.staged")
                 client.staged(slot.index)
+                reach("stage.rung")
                 logger.info(
                     "rank %d: staged iteration %d, %d bytes in %.3f s",
                     self.rank,
@@ -270,6 +276,7 @@ class Checkpointer:
             self._lose_agent(error)
         else:
             for outcome in finished:
+                reach("save.told")
                 self._open.pop(outcome.save_id, None)
             self._untold += finished
         told, self._untold = self._untold, []

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.faults import VARIABLE as FAULT_VARIABLE
 
 PREFIX = "FLASHCKPT_"
 FILE_VARIABLE = "FLASHCKPT_CONFIG"
@@ -123,7 +124,7 @@ def load_config(
     variables = {
         name: value
         for name, value in environ.items()
-        if name.startswith(PREFIX) and name != FILE_VARIABLE
+        if name.startswith(PREFIX) and name not in (FILE_VARIABLE, FAULT_VARIABLE)
     }
     unknown = [key for key in _leaves(settings) if key not in _FIELDS]
     if unknown:

@@ -19,6 +19,7 @@ from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
@@ -71,6 +72,7 @@ class InMemory:
 def newest_in_memory(checkpointer: Checkpointer) -> InMemory | None:
     """Return the newest checkpoint that *all* ranks hold. Collective."""
     slab, offers = together(checkpointer.link.take_slab)
+    reach("load.taken")
     everyone = gather_objects([msgspec.structs.asdict(offer) for offer in offers])
     held = [{theirs["save_id"]: theirs for theirs in offered} for offered in everyone]
     common = set(held[0]).intersection(*held[1:])
@@ -194,8 +196,11 @@ def _load(
     plan = plan_load(request, state, found, rank)
     if request.fill and request.optimizer is not None:
         together(lambda: hyper_parameters.check(request.optimizer, side.optimizer))
+    reach("load.planned")
     plan.zero_padding()
-    return Loaded(origin, said, side, fill(plan))
+    report = fill(plan)
+    reach("load.filled")
+    return Loaded(origin, said, side, report)
 
 
 class _Summary(msgspec.Struct, array_like=True):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import (
@@ -169,9 +170,11 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
     if not margs.finetune:
         _finish_rank(margs, common["args"], loaded.side.rank_state)
     if margs.save and os.path.realpath(margs.save) == os.path.realpath(load_dir):
+        reach("load.unadopted")
         session.checkpointer(margs.save).link.client().adopt(
             loaded.origin.save_id, loaded.origin.iteration
         )
+        reach("load.adopted")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     around.announce_loaded(load_dir, iteration, loaded.origin.source, _said(loaded))

@@ -25,6 +25,7 @@ HOME = Path(megatron_flashckpt.__file__).parent
 #: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
 LAYERS = (
     {"", "errors"},
+    {"faults"},
     {"config", "console"},
     {"layout", "storage"},
     {"memory"},
@@ -40,7 +41,8 @@ LAYERS = (
     {"launch"},
 )
 #: Never torch, neither themselves nor through what they import, not even inside a function.
-TORCH_FREE = ("", "errors", "config", "layout", "storage", "agent", "memory.slot", "memory.slab")
+TORCH_FREE = ("", "errors", "faults", "config", "layout", "storage", "agent")
+TORCH_FREE += ("memory.slot", "memory.slab")
 #: Not when they start; a command that needs torch may import it when it runs.
 TORCH_FREE_AT_START = ("cli", "console", "convert.command", "inspection", "verification")
 #: All others get what they need to know of Megatron from these.

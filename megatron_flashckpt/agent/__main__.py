@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+from megatron_flashckpt import faults
 from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
 from megatron_flashckpt.agent.server import Agent, AgentOptions, listen
 
@@ -54,6 +55,7 @@ def main() -> int:
     # Ctrl-C in the training terminal and a SIGHUP of its shell are not for us: we outlive them.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    faults.this_is("agent")
     listener = listen(arguments.directory, SOCKET)
     # From here on trainers can connect. The parent returns, so that whoever started it can reap it
     # and the agent is nobody's child; no thread has been started yet, so forking is safe.

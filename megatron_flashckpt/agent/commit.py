@@ -22,6 +22,7 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     FormatVersionError,
 )
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage
@@ -81,6 +82,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             world_size = save.metas[0].world_size
             expected = {names.record_name(rank, save.save_id) for rank in range(world_size)}
             if expected <= present:
+                reach("commit.ready")
                 commit(save)
                 return True, None
             missing = sorted(expected - present)
@@ -125,15 +127,20 @@ def commit(save: PendingSave) -> None:
         common_digest=xxhash.xxh3_64_hexdigest(meta.common),
     )
     storage.put(f"{save.directory}/{names.common_name(save.save_id)}", meta.common)
+    reach("commit.common")
     storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
+    reach("commit.manifest")
     previous = None
     if save.superseded_by is None:
         previous = tracked_iteration(storage)
         storage.put(names.TRACKER, str(save.iteration).encode())
+        reach("commit.tracker")
     try:
         kept = {names.common_name(save.save_id), *(shard.file for shard in merged.shards)}
         _remove_leftovers(save, kept)
+        reach("commit.tidy")
         _retire(storage, previous, save.iteration, meta.retain_interval)
+        reach("commit.done")
     except (FlashCkptError, OSError) as error:
         # The checkpoint is committed; untidiness must not make it look failed.
         logger.warning("committed iteration %d, but: %s", save.iteration, error)
@@ -168,6 +175,7 @@ def forget(save: PendingSave) -> None:
     for name in mine:
         try:
             save.storage.delete(f"{save.directory}/{name}")
+            reach("forget.file")
         except OSError as error:
             logger.warning("left behind after a failed save: %s", error)
 
@@ -206,11 +214,14 @@ def _remove_leftovers(save: PendingSave, kept: set[str]) -> None:
     for name in save.storage.list(save.directory):
         if _OURS.fullmatch(name) and name not in kept:
             save.storage.delete(f"{save.directory}/{name}")
+            reach("commit.leftover")
 
 
 def _retire(storage: Storage, previous: int | None, current: int, interval: int | None) -> None:
     """Delete the previous checkpoint as Megatron's `--save-retain-interval` would."""
     if interval is None or previous in (None, 0, current) or previous % interval == 0:
         return
+    reach("retain.chosen")
     storage.delete_tree(names.iteration_dir(previous))
+    reach("retain.deleted")
     logger.info("deleted checkpoint of iteration %d (retain interval %d)", previous, interval)

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 import msgspec
 import xxhash
 
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.manifest import (
     CommitRecord,
     iteration_dir,
@@ -74,18 +75,23 @@ def write_shard(
     nbytes = data_offset + meta.template.nbytes
     writer = storage.create(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
     digests: list[str] = []
+    reach("persist.created")
     try:
         for chunk in chunks:
             position = data_offset + len(digests) * CHUNK_NBYTES
             digests.append(chunk_digest(chunk))
             writer.write_at(position, chunk)
+            reach("persist.chunk")
+        reach("persist.chunks")
         encoded = shard_header(digests)
         # Header after data: a file cut short by a crash has no header and cannot pass for a shard.
         writer.write_at(0, encoded)
+        reach("persist.header")
         writer.finish()
     except BaseException:
         writer.abandon()
         raise
+    reach("persist.durable")
     record = CommitRecord(
         iteration=iteration,
         save_id=save_id,
@@ -101,4 +107,5 @@ def write_shard(
     )
     # Commit record last: its presence means that every byte above is durable.
     storage.put(f"{directory}/{record_name(meta.rank, save_id)}", msgspec.msgpack.encode(record))
+    reach("persist.record")
     return tuple(digests)

@@ -24,6 +24,7 @@ from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.templates import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -175,6 +176,7 @@ class Agent:
         """Return the reply, with the descriptor to send along if any."""
         if isinstance(request, p.AttachSlab) and fd is not None:
             self._attach(number, Slab.attach(fd))
+            reach("agent.attached")
             return (p.Done(),)
         if fd is not None:
             os.close(fd)
@@ -232,6 +234,7 @@ class Agent:
         while (index := rank.slots.acquire()) < 0:
             if not self._changed.wait(deadline - time.monotonic()):
                 return -1
+        reach("agent.granted")
         return index
 
     def _adopt(self, rank: _Rank, request: p.Adopt) -> None:
@@ -271,6 +274,7 @@ class Agent:
         save.metas[number] = meta
         self._ranks[number].awaited.add(header.save_id)
         rank_slots.infos[index].persisting = True
+        reach("agent.enqueued")
         self._pool.submit(self._persist, number, rank_slots, slot, save)
         self._changed.notify_all()
 
@@ -347,6 +351,7 @@ class Agent:
         if error is not None:
             level = logging.INFO if save.outlived else logging.ERROR
             logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
+            reach("save.failed")
             forget(save)
         with self._changed:
             seconds = time.monotonic() - save.staged_at
@@ -366,6 +371,7 @@ class Agent:
                     rank.untold.append(outcome)
                 if rank.slots is not None:
                     rank.slots.mark(save.save_id, state)
+            reach("save.marked")
             self._changed.notify_all()
         return True
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class Stager:
         error: BaseException | None = None
         try:
             self._copy([copy for copy in copies if copy.early])
+            reach("stage.half")
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
         except Exception as failure:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.coverage import ReadPlan
 from megatron_flashckpt.restore.collectives import gather_objects
 from megatron_flashckpt.restore.targets import Targets
@@ -28,6 +29,7 @@ def exchange(own: torch.Tensor, rank: int, plan: ReadPlan, targets: Targets) -> 
     for read in plan.reads.get(rank, []):
         source = own[read.source_offset : read.source_offset + read.nbytes]
         targets.put_tensor(read, 0, source)
+    reach("load.half")
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
         return 0

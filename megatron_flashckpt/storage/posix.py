@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.faults import reach
 
 _REMEDY = {
     errno.ENOSPC: "free space there or save elsewhere",
@@ -80,6 +81,7 @@ class PosixWriter:
             os.fdatasync(self._fd)
             os.close(self._fd)
             self._fd = -1
+            reach("file.synced")
             _sync_directory(self._path.parent)
 
     def abandon(self) -> None:
@@ -117,7 +119,9 @@ class PosixStorage:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
+                reach("put.written")
                 os.replace(temporary, path)
+                reach("put.renamed")
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
@@ -166,6 +170,11 @@ class PosixStorage:
         with _explained(path, "delete"):
             if path.is_symlink():
                 raise OSError(errno.ELOOP, "is a symbolic link")
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(entry)
+                        reach("tree.entry")
             shutil.rmtree(path)
 
 

@@ -1,0 +1,129 @@
+"""Named points at which a process can be made to end itself: what a crash there leaves is tested.
+
+    FLASHCKPT_FAULT=WHO:POINT:COUNT[:SIGNAL[:FILE]]
+
+WHO      `agent`, or `rank<N>`: the trainer of global rank N
+POINT    one of `POINTS`, below
+COUNT    the how-manieth time that this process reaches it; counted from 1
+SIGNAL   `KILL` (default), or `STOP`: to be looked at, killed or woken by whoever watches
+FILE     made at that moment; while it exists nothing happens, also not in the processes that
+         replace this one and inherit its environment
+
+Without that variable `reach` is a function that does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from megatron_flashckpt.errors import ConfigError
+
+VARIABLE = "FLASHCKPT_FAULT"
+
+#: Every point: the module that reaches it, and what has happened (and what has not) by then.
+POINTS = {
+    # Trainers, saving. The last two are reached in the copy thread.
+    "save.granted": ("checkpointer", "the agent gave a slot, which is EMPTY"),
+    "save.staging": ("checkpointer", "the slot is STAGING and says what it will hold; no bytes"),
+    "stage.half": ("memory.stager", "what the next forward may change is copied, the rest is not"),
+    "stage.copied": ("checkpointer", "all bytes are copied; the slot is still STAGING"),
+    "stage.staged": ("checkpointer", "the slot is STAGED; the doorbell was not rung"),
+    "stage.rung": ("checkpointer", "the agent has answered the doorbell"),
+    "save.told": ("checkpointer", "the agent told an outcome: the slot is DURABLE or FAILED"),
+    # Trainers, loading. Nothing of the model is overwritten before `load.planned`.
+    "load.taken": ("loading", "the agent handed over the slab of this rank's former life, if any"),
+    "load.planned": ("loading", "all is checked and nothing of the tensors read"),
+    "load.half": ("restore.exchange", "this rank's tensors hold what its own slot has of them"),
+    "load.filled": ("loading", "this rank's tensors are filled"),
+    "load.unadopted": ("resume", "the model goes on from the checkpoint; the agent was not told"),
+    "load.adopted": ("resume", "the agent knows where training goes on from"),
+    # The agent, talking.
+    "agent.attached": ("agent.server", "a trainer's slab is the agent's too; not answered yet"),
+    "agent.granted": ("agent.server", "a slot is emptied for a trainer; not answered yet"),
+    "agent.enqueued": ("agent.server", "a staged slot waits to be persisted; not answered yet"),
+    # The agent, persisting one shard.
+    "persist.created": ("agent.persist", "the shard file has its name and its space; no bytes"),
+    "persist.chunk": ("agent.persist", "one more chunk is written"),
+    "persist.chunks": ("agent.persist", "all chunks are written; the header is not"),
+    "persist.header": ("agent.persist", "the header is written; nothing is durable for certain"),
+    "file.synced": ("storage.posix", "the shard file's bytes are durable; its name may not be"),
+    "persist.durable": ("agent.persist", "the shard is durable; there is no commit record"),
+    "persist.record": ("agent.persist", "the commit record is durable"),
+    # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
+    "put.written": ("storage.posix", "the temporary file is durable; the name is not there"),
+    "put.renamed": ("storage.posix", "the file has its name, which may not be durable"),
+    # The agent, committing.
+    "commit.ready": ("agent.commit", "every record is there; nothing is merged"),
+    "commit.common": ("agent.commit", "the common state is durable; there is no manifest"),
+    "commit.manifest": ("agent.commit", "the manifest is durable; the tracker is where it was"),
+    "commit.tracker": ("agent.commit", "the tracker names this checkpoint; nothing is tidied up"),
+    "commit.leftover": ("agent.commit", "one more file that is not of the checkpoint is removed"),
+    "commit.tidy": ("agent.commit", "only the checkpoint is left in its directory"),
+    "retain.chosen": ("agent.commit", "an older checkpoint is to be deleted; it is whole"),
+    "tree.entry": ("storage.posix", "one more file of a directory being deleted is gone"),
+    "retain.deleted": ("agent.commit", "an older checkpoint is deleted"),
+    "commit.done": ("agent.commit", "all is as it should be in storage; no slot is marked"),
+    "save.failed": ("agent.server", "a save failed for good; its files are there"),
+    "forget.file": ("agent.commit", "one more file of a failed save is removed"),
+    "save.marked": ("agent.server", "the slots are DURABLE or FAILED; no trainer was told"),
+}
+_SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
+
+
+class _Fault:
+    """What is to happen, once, in this process."""
+
+    def __init__(self, text: str) -> None:
+        who, point, count, name, self._file, *_ = [*text.split(":", 4), "", "", "", "", ""]
+        self.who, self._point = who, point
+        if (
+            point not in POINTS
+            or not count.isdecimal()
+            or int(count) < 1
+            or (name or "KILL") not in _SIGNALS
+        ):
+            raise ConfigError(
+                f"{VARIABLE}={text}: is not WHO:POINT:COUNT[:SIGNAL[:FILE]], with a signal of "
+                f"{', '.join(_SIGNALS)} and a point of {', '.join(POINTS)}; unset it to train"
+            )
+        self._left = int(count)
+        self._signal = _SIGNALS[name or "KILL"]
+        self._lock = threading.Lock()
+
+    def reach(self, point: str) -> None:
+        """End (or stop) this process if that is what was asked for."""
+        if point != self._point or _name != self.who:
+            return
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        if self._file:
+            try:
+                os.close(os.open(self._file, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            except FileExistsError:
+                return
+        # To this very thread: sent to the process, another one might take it, and this one go on.
+        signal.pthread_kill(threading.get_ident(), self._signal)
+
+
+def _pass(point: str) -> None:
+    """No fault is set."""
+
+
+#: Who this process is, for `WHO`.
+_name = f"rank{os.environ['RANK']}" if "RANK" in os.environ else ""
+
+#: Say that this process has come to a point.
+reach: Callable[[str], None] = (
+    _Fault(os.environ[VARIABLE]).reach if os.environ.get(VARIABLE) else _pass
+)
+
+
+def this_is(name: str) -> None:
+    """Say who this process is, where RANK does not."""
+    global _name
+    _name = name
