@@ -3,7 +3,12 @@
 Importing this package imports neither torch nor megatron: the agent process lives on that.
 The doors for training code are `megatron_flashckpt.checkpointing` and
 `megatron_flashckpt.async_utils` (swapped imports) and `megatron_flashckpt.launch` (no edit).
+`report_metric` tells the next checkpoint how good it is.
 """
+
+from megatron_flashckpt.metrics import report_metric
+
+__all__ = ["FORMAT_VERSION", "__version__", "report_metric"]
 
 __version__ = "0.1.0"
 

@@ -31,6 +31,7 @@ from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
+from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object
@@ -176,6 +177,7 @@ class Checkpointer:
         if slot is None:
             self._open.pop(save_id, None)
             return SaveReport(request.iteration, time.perf_counter() - started, 0, skipped=True)
+        reported.clear()
         # 4. Stage.
         self._stage(ordered, layout, slot, request.iteration)
         if self.config.staging == "blocking":
@@ -197,6 +199,8 @@ class Checkpointer:
                 common=common,
                 description=request.description,
                 retain_interval=request.retain_interval,
+                retention=self.config.retention,
+                metrics=reported.current(),
             )
         )
         slab = self.link.ensure_slab(layout.nbytes, len(meta))

@@ -22,6 +22,12 @@ FILE_VARIABLE = "FLASHCKPT_CONFIG"
 ShareOut = Literal["share", "first"]
 
 
+def _require_at_least(*bounds: tuple[str, float | None, float]) -> None:
+    for name, value, least in bounds:
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who writes state that several data-parallel replicas hold alike.
 
@@ -49,6 +55,48 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     commit_timeout_s: float = 1800.0
     """Seconds from the first persisted shard until a save that lacks others counts as failed."""
+
+
+class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Checkpoints ranked by what `megatron_flashckpt.report_metric` was told of them."""
+
+    metric: str
+    """The name that it was reported by, e.g. `lm loss validation`."""
+
+    keep: int = 1
+    """How many of the best."""
+
+    mode: Literal["min", "max"] = "min"
+    """Which is better: the lower value, or the higher one."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(("keep", self.keep, 1))
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which committed checkpoints stay in storage: those that any of these rules keeps.
+
+    Without a rule all stay (but for those that Megatron's `--save-retain-interval` lets go).
+    """
+
+    latest: int | None = None
+    """The newest so many."""
+
+    every: int | None = None
+    """Those whose iteration is a multiple of this."""
+
+    best: Best | None = None
+    """The best by a metric."""
+
+    max_age_hours: float | None = None
+    """Those that were committed within so many hours."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(
+            ("latest", self.latest, 1),
+            ("every", self.every, 1),
+            ("max_age_hours", self.max_age_hours, 0),
+        )
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,10 +136,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     others (`always`), all read them (`never`), or whichever turns out to be faster (`auto`)."""
 
     replicated: Replicated = Replicated()
+    retention: Retention = Retention()
     agent: AgentConfig = AgentConfig()
 
     def __post_init__(self) -> None:
-        for name, value, least in (
+        _require_at_least(
             ("slots", self.slots, 2),
             ("read_threads", self.read_threads, 1),
             ("read_memory_mib", self.read_memory_mib, 64),
@@ -100,9 +149,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("agent.start_timeout_s", self.agent.start_timeout_s, 0.1),
             ("agent.commit_timeout_s", self.agent.commit_timeout_s, 1),
             ("drain_timeout_s", self.drain_timeout_s, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        )
 
 
 def load_config(

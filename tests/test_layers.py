@@ -24,7 +24,8 @@ HOME = Path(megatron_flashckpt.__file__).parent
 
 #: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
 LAYERS = (
-    {"", "errors"},
+    {"errors", "metrics"},
+    {""},
     {"faults"},
     {"config", "console"},
     {"layout", "storage"},
@@ -41,7 +42,7 @@ LAYERS = (
     {"launch"},
 )
 #: Never torch, neither themselves nor through what they import, not even inside a function.
-TORCH_FREE = ("", "errors", "faults", "config", "layout", "storage", "agent")
+TORCH_FREE = ("", "errors", "metrics", "faults", "config", "layout", "storage", "agent")
 TORCH_FREE += ("memory.slot", "memory.slab")
 #: Not when they start; a command that needs torch may import it when it runs.
 TORCH_FREE_AT_START = ("cli", "console", "convert.command", "inspection", "verification")

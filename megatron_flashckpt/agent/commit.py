@@ -11,12 +11,12 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import logging
-import re
 import time
 
 import msgspec
 import xxhash
 
+from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -29,9 +29,6 @@ from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
-_OURS = re.compile(
-    r"(rank_\d{5,}-[0-9a-f]{8,32}\.(safetensors|commit|failed)|common-[0-9a-f]+\.pt)"
-)
 _READERS = 16
 
 
@@ -125,6 +122,7 @@ def commit(save: PendingSave) -> None:
         world_size=meta.world_size,
         description=meta.description,
         common_digest=xxhash.xxh3_64_hexdigest(meta.common),
+        committed_at=time.time(),
     )
     storage.put(f"{save.directory}/{names.common_name(save.save_id)}", meta.common)
     reach("commit.common")
@@ -139,7 +137,13 @@ def commit(save: PendingSave) -> None:
         kept = {names.common_name(save.save_id), *(shard.file for shard in merged.shards)}
         _remove_leftovers(save, kept)
         reach("commit.tidy")
-        _retire(storage, previous, save.iteration, meta.retain_interval)
+        retire(
+            storage,
+            meta.retention,
+            retain_interval=meta.retain_interval,
+            tracked=tracked_iteration(storage),
+            previous=previous,
+        )
         reach("commit.done")
     except (FlashCkptError, OSError) as error:
         # The checkpoint is committed; untidiness must not make it look failed.
@@ -212,16 +216,6 @@ def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason
 def _remove_leftovers(save: PendingSave, kept: set[str]) -> None:
     """Delete this save's records and the files of earlier attempts; nothing that is not ours."""
     for name in save.storage.list(save.directory):
-        if _OURS.fullmatch(name) and name not in kept:
+        if names.save_id_of(name) and name not in kept:
             save.storage.delete(f"{save.directory}/{name}")
             reach("commit.leftover")
-
-
-def _retire(storage: Storage, previous: int | None, current: int, interval: int | None) -> None:
-    """Delete the previous checkpoint as Megatron's `--save-retain-interval` would."""
-    if interval is None or previous in (None, 0, current) or previous % interval == 0:
-        return
-    reach("retain.chosen")
-    storage.delete_tree(names.iteration_dir(previous))
-    reach("retain.deleted")
-    logger.info("deleted checkpoint of iteration %d (retain interval %d)", previous, interval)

@@ -104,6 +104,7 @@ def write_shard(
         template=meta.template.items,
         template_nbytes=meta.template.nbytes,
         placement=meta.placement,
+        metrics=meta.metrics,
     )
     # Commit record last: its presence means that every byte above is durable.
     storage.put(f"{directory}/{record_name(meta.rank, save_id)}", msgspec.msgpack.encode(record))

@@ -8,7 +8,7 @@ once, each template once, and per shard file the placement and the digest of the
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -24,10 +24,17 @@ from megatron_flashckpt.layout.plan import (
 )
 from megatron_flashckpt.layout.shard_file import refuse_newer
 
+_T = TypeVar("_T")
+
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
+_OF_A_SAVE = re.compile(
+    r"rank_\d{5,}-(?P<shard>[0-9a-f]{8,32})\.(safetensors|commit|failed)"
+    r"|common-(?P<common>[0-9a-f]{8,32})\.pt"
+)
+_REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
 
 
 def iteration_dir(iteration: int) -> str:
@@ -65,6 +72,26 @@ def failure_name(rank: int, save_id: str) -> str:
     return f"rank_{rank:05d}-{save_id}.failed"
 
 
+def save_id_of(name: str) -> str | None:
+    """Return the id of the save that a file in an iteration directory belongs to.
+
+    None for the manifest, whose name says nothing, and for what is not ours.
+    """
+    match = _OF_A_SAVE.fullmatch(name)
+    return match and (match["shard"] or match["common"])
+
+
+def removal_name(iteration: int, save_id: str) -> str:
+    """Return the name, beside the tracker, that the manifest of a checkpoint being removed has."""
+    return f".{iteration_dir(iteration)}-{save_id}.removed"
+
+
+def parse_removal_name(name: str) -> tuple[int, str] | None:
+    """Return the iteration and the save that `removal_name` made `name` of; None if of none."""
+    match = _REMOVAL.fullmatch(name)
+    return (int(match[1]), match[2]) if match else None
+
+
 class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
     """Where a rank stood in the parallel layout (each value is the rank within that group)."""
 
@@ -90,6 +117,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     template: tuple[TemplateItem, ...]
     template_nbytes: int
     placement: Placement
+    metrics: dict[str, float] = {}
+    """What training code on this rank has reported of the model."""
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,7 +152,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str
     world_size: int
     description: dict[str, Any]
-    """For people and tools: parallel sizes, versions, time. Nothing is read back from it."""
+    """For people and tools: parallel sizes, versions. Nothing is read back from it."""
+    committed_at: float | None = None
+    """Seconds since 1970. None: written by a release that did not say."""
+    metrics: dict[str, float] = {}
+    """What training code has reported of the model, e.g. its validation loss."""
     common_digest: str
     keys: tuple[str, ...]
     templates: dict[str, tuple[ManifestItem, ...]]
@@ -154,8 +187,11 @@ def merge(
     world_size: int,
     description: dict[str, Any],
     common_digest: str,
+    committed_at: float | None = None,
 ) -> Manifest:
     """Return the manifest of the save that `records` belong to, one record per rank.
+
+    Of a metric that several ranks report, the lowest rank's value counts.
 
     Raises:
         CorruptCheckpointError: a rank is missing or doubled, or records of two saves are mixed.
@@ -185,6 +221,10 @@ def merge(
                 )
                 for it in record.template
             )
+    ordered = sorted(records, key=lambda record: record.rank)
+    metrics: dict[str, float] = {}
+    for record in reversed(ordered):
+        metrics |= record.metrics
     shards = tuple(
         ShardEntry(
             rank=record.rank,
@@ -195,7 +235,7 @@ def merge(
             template=record.template_fingerprint,
             placement=record.placement,
         )
-        for record in sorted(records, key=lambda record: record.rank)
+        for record in ordered
     )
     return Manifest(
         version=FORMAT_VERSION,
@@ -203,6 +243,8 @@ def merge(
         save_id=save_id,
         world_size=world_size,
         description=description,
+        committed_at=committed_at,
+        metrics=metrics,
         common_digest=common_digest,
         keys=tuple(keys),
         templates=templates,
@@ -224,19 +266,32 @@ def _seal_of(body: bytes) -> bytes:
     return b'{"digest":"%s",' % xxhash.xxh3_64_hexdigest(body).encode()
 
 
-def decode_manifest(encoded: bytes, place: str) -> Manifest:
-    """Return the manifest, checked for consistency with itself.
+class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a manifest says of its checkpoint as a whole. Decoded without the table of contents."""
+
+    iteration: int
+    save_id: str
+    committed_at: float | None = None
+    metrics: dict[str, float] = {}
+
+
+def decode_facts(encoded: bytes, place: str) -> CommitFacts:
+    """Return what a manifest says of its checkpoint; it is known to be as it was written.
 
     Raises:
-        CorruptCheckpointError: not JSON, or not a manifest, or changed after it was written, or
-            naming files outside its directory.
+        CorruptCheckpointError: not JSON, or not a manifest, or changed after it was written.
         FormatVersionError: written by a newer release.
     """
+    return _unsealed(encoded, place, CommitFacts)
+
+
+def _unsealed(encoded: bytes, place: str, wanted: type[_T]) -> _T:
+    """Return what of a manifest `wanted` takes, once its version and its digest are right."""
     try:
         head = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         refuse_newer(msgspec.json.decode(head["version"], type=int), place)
         expected = msgspec.json.decode(head["digest"], type=str)
-        manifest = msgspec.json.decode(encoded, type=Manifest)
+        manifest = msgspec.json.decode(encoded, type=wanted)
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: is not a manifest ({error}); load an older iteration with --ckpt-step"
@@ -247,6 +302,18 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
             f"{place}: digest {xxhash.xxh3_64_hexdigest(body)}, expected {expected}: the file was "
             "changed; load an older iteration with --ckpt-step"
         )
+    return manifest
+
+
+def decode_manifest(encoded: bytes, place: str) -> Manifest:
+    """Return the manifest, checked for consistency with itself.
+
+    Raises:
+        CorruptCheckpointError: not JSON, or not a manifest, or changed after it was written, or
+            naming files outside its directory.
+        FormatVersionError: written by a newer release.
+    """
+    manifest = _unsealed(encoded, place, Manifest)
     problems = []
     ranks = [shard.rank for shard in manifest.shards]
     # Not range(world_size): that number is as big as whoever wrote the file wants it to be.

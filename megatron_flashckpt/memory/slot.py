@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import xxhash
 
+from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.plan import Placement, Template
@@ -66,6 +67,9 @@ class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
     description: dict[str, Any]
     retain_interval: int | None = None
     """Megatron's `--save-retain-interval`."""
+    retention: Retention = Retention()
+    metrics: dict[str, float] = {}
+    """What training code on this rank has reported of the model."""
 
 
 class SlotHeader(msgspec.Struct, frozen=True):

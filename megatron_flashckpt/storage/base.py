@@ -6,7 +6,10 @@ Every method may be called from several threads. Failures are `StorageError` (wi
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
+
+#: What a name stands for. `other`: a symbolic link (whatever it leads to), a pipe, a device.
+Kind = Literal["file", "directory", "other"]
 
 
 class Writer(Protocol):
@@ -50,5 +53,11 @@ class Storage(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file; not an error if it is not there."""
 
-    def delete_tree(self, name: str) -> None:
-        """Remove a directory with all it holds; symbolic links are not followed."""
+    def kind(self, name: str) -> Kind | None:
+        """Return what `name` is, links not followed; None if it is not there."""
+
+    def move(self, name: str, to: str) -> None:
+        """Let the file `name` be called `to`, durably; at no moment is it under neither name."""
+
+    def delete_directory(self, name: str) -> None:
+        """Remove an empty directory; not an error if it is not there or not empty."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 import uuid
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.faults import reach
+from megatron_flashckpt.storage.base import Kind
 
 _REMEDY = {
     errno.ENOSPC: "free space there or save elsewhere",
@@ -165,17 +165,32 @@ class PosixStorage:
         with _explained(path, "delete"):
             path.unlink(missing_ok=True)
 
-    def delete_tree(self, name: str) -> None:
+    def kind(self, name: str) -> Kind | None:
+        path = self._path(name)
+        with _explained(path, "look at"):
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                return None
+        if stat.S_ISREG(mode):
+            return "file"
+        return "directory" if stat.S_ISDIR(mode) else "other"
+
+    def move(self, name: str, to: str) -> None:
+        path, target = self._path(name), self._path(to)
+        with _explained(path, "rename"):
+            os.rename(path, target)
+            _sync_directory(target.parent)
+            _sync_directory(path.parent)
+
+    def delete_directory(self, name: str) -> None:
         path = self._path(name)
         with _explained(path, "delete"):
-            if path.is_symlink():
-                raise OSError(errno.ELOOP, "is a symbolic link")
-            with os.scandir(path) as entries:
-                for entry in entries:
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry)
-                        reach("tree.entry")
-            shutil.rmtree(path)
+            try:
+                path.rmdir()
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                    raise
 
 
 def _open_nofollow(path: str, flags: int) -> int:

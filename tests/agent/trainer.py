@@ -26,7 +26,7 @@ import numpy as np
 
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import Offer, Outcome
-from megatron_flashckpt.config import AgentConfig, Config
+from megatron_flashckpt.config import AgentConfig, Config, Retention
 from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, order
@@ -92,12 +92,15 @@ class FakeTrainer:
         key: str = "decoder.weight",
         numel: int = 1000,
         retain_interval: int | None = None,
+        retention: Retention = Retention(),  # noqa: B008, a frozen one
     ) -> None:
         self.root = root
         self.rank = rank
         self.world_size = world_size
         self.pieces = pieces_of(rank, world_size, key, numel) if numel else []
         self.retain_interval = retain_interval
+        self.retention = retention
+        self.metrics: dict[str, float] = {}
         self.slab: Slab | None = None
         self._untold: list[Outcome] = []
         self.client: AgentClient = connect(str(root), rank, 0, config)
@@ -138,6 +141,8 @@ class FakeTrainer:
                 else b"",
                 description={"made_by": "a fake trainer"},
                 retain_interval=self.retain_interval,
+                retention=self.retention,
+                metrics=self.metrics,
             )
         )
         if self.slab is None:

@@ -181,12 +181,32 @@ def test_deleting_what_is_not_there_is_no_error(backend, name):
     assert set(backend.contents()) == {"f"}
 
 
-def test_delete_tree_removes_a_directory_and_not_its_namesakes(backend):
-    for name in ("iter_1/a", "iter_1/deep/er/b", "iter_10/a", "xiter_1/a", "a"):
+def test_a_directory_is_gone_once_it_is_deleted_empty(backend):
+    for name in ("iter_1/a", "iter_10/a", "xiter_1/a", "a"):
         backend.plant(name, b"")
-    backend.storage.delete_tree("iter_1")
+    backend.storage.delete_directory("iter_1")
+    assert set(backend.contents()) == {"iter_1/a", "iter_10/a", "xiter_1/a", "a"}, "not empty"
+    backend.storage.delete("iter_1/a")
+    backend.storage.delete_directory("iter_1")
+    backend.storage.delete_directory("iter_1")
     assert set(backend.contents()) == {"iter_10/a", "xiter_1/a", "a"}
     assert "iter_1" not in backend.storage.list("")
+
+
+def test_the_kind_of_a_name(backend):
+    backend.plant("iter_1/a", b"")
+    kinds = [backend.storage.kind(name) for name in ("iter_1", "iter_1/a", "iter_2", "iter_1/b")]
+    assert kinds == ["directory", "file", None, None]
+
+
+def test_a_moved_file_is_under_its_new_name_only(backend):
+    backend.plant("iter_1/manifest", DATA)
+    backend.plant("gone", b"what had that name")
+    backend.storage.move("iter_1/manifest", "gone")
+    assert backend.contents() == {"gone": DATA}
+    with pytest.raises(FileNotFoundError):
+        backend.storage.move("iter_1/manifest", "gone")
+    assert backend.contents() == {"gone": DATA}
 
 
 def test_a_finished_file_holds_what_was_written_in_any_order(backend):
@@ -271,10 +291,13 @@ def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
         lambda storage, name: storage.read_into(name, 0, memoryview(bytearray(1))),
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
-        lambda storage, name: storage.delete_tree(name),
+        lambda storage, name: storage.kind(name),
+        lambda storage, name: storage.move("a/b", name),
+        lambda storage, name: storage.move(name, "x"),
+        lambda storage, name: storage.delete_directory(name),
         lambda storage, name: storage.list(name or ".."),  # the root itself may be listed
     ],
-    ids=["put", "create", "read", "read_into", "size", "delete", "delete_tree", "list"],
+    ids=("put create read read_into size delete kind move-to move delete_directory list").split(),
 )
 def test_a_name_that_is_not_inside_the_root_is_refused(backend, tmp_path, operation, name):
     name = f"{tmp_path}/x" if name == ABSOLUTE else name

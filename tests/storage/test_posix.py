@@ -132,9 +132,9 @@ def test_a_put_over_a_directory_fails_and_leaves_no_temporary(storage, root):
         lambda storage: storage.create("file/x", 1),
         lambda storage: storage.read("file/x"),
         lambda storage: storage.list("file"),
-        lambda storage: storage.delete_tree("file"),
+        lambda storage: storage.delete_directory("file"),
     ],
-    ids=["put", "create", "read", "list", "delete_tree"],
+    ids=["put", "create", "read", "list", "delete_directory"],
 )
 def test_a_file_where_a_directory_should_be_is_named_with_the_remedy(storage, root, operation):
     (root / "file").write_bytes(b"stays")
@@ -229,24 +229,18 @@ def test_delete_removes_a_link_and_not_its_target(storage, root, outside):
     assert outside.read_bytes() == b"not ours"
 
 
-def test_delete_tree_refuses_a_link_to_a_directory(storage, root, tmp_path):
+def test_a_link_is_neither_a_directory_nor_a_file_and_is_not_deleted_as_one(
+    storage, root, tmp_path
+):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "f").write_bytes(b"1")
     (root / "iter_0000001").symlink_to(precious)
-    with pytest.raises(StorageError, match="symbolic link"):
-        storage.delete_tree("iter_0000001")
-    assert (precious / "f").read_bytes() == b"1"
-
-
-def test_delete_tree_does_not_follow_a_link_inside(storage, root, tmp_path):
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "f").write_bytes(b"1")
-    (root / "iter_0000001").mkdir()
-    (root / "iter_0000001/link").symlink_to(precious)
-    storage.delete_tree("iter_0000001")
-    assert os.listdir(root) == []
+    (root / "link").symlink_to(precious / "f")
+    assert [storage.kind("iter_0000001"), storage.kind("link")] == ["other", "other"]
+    with pytest.raises(StorageError, match="move it away"):
+        storage.delete_directory("iter_0000001")
+    assert sorted(os.listdir(root)) == ["iter_0000001", "link"]
     assert (precious / "f").read_bytes() == b"1"
 
 
@@ -256,9 +250,10 @@ def test_delete_tree_does_not_follow_a_link_inside(storage, root, tmp_path):
         lambda storage: storage.put("f", b"new"),
         lambda storage: storage.create("new", 4),
         lambda storage: storage.delete("f"),
-        lambda storage: storage.delete_tree("d"),
+        lambda storage: storage.move("f", "g"),
+        lambda storage: storage.delete_directory("d"),
     ],
-    ids=["put", "create", "delete", "delete_tree"],
+    ids=["put", "create", "delete", "move", "delete_directory"],
 )
 def test_a_directory_without_write_permission_is_named_with_the_remedy(operation):
     # Not below tmp_path: its parents are closed to the user that root turns into here.

@@ -1,0 +1,202 @@
+"""Which committed checkpoints go, and how they go.
+
+What there is comes from storage alone: the iteration directories with a valid manifest. Nothing is
+remembered between commits, so a restart, another agent or another node changes nothing.
+
+A checkpoint goes in three steps: its manifest is moved beside the tracker (`removal_name`), and
+from that moment on nobody can load it; then its files are deleted, then the moved manifest. A
+removal that was cut short is found by that name and finished after a later commit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from megatron_flashckpt.config import Best, Retention
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.faults import reach
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout.manifest import CommitFacts
+from megatron_flashckpt.storage.base import Storage
+
+logger = logging.getLogger(__name__)
+
+_SHOWN = 8
+
+
+def why_kept(
+    commits: Iterable[CommitFacts],
+    rules: Retention,
+    *,
+    retain_interval: int | None,
+    tracked: int,
+    previous: int | None,
+    now: float,
+) -> dict[int, list[str]]:
+    """Return by iteration the rules that keep it; what no rule keeps may go.
+
+    Args:
+        retain_interval: Megatron's; by itself it lets only the previous checkpoint go.
+        tracked: what the tracker names: the last durable one.
+        previous: what the tracker named before, if it was moved.
+        now: seconds since 1970.
+    """
+    newest_first = sorted(commits, key=lambda commit: -commit.iteration)
+    reasons: dict[int, list[str]] = {commit.iteration: [] for commit in newest_first}
+
+    def keep(reason: str, wanted: Callable[[CommitFacts], bool]) -> None:
+        for commit in filter(wanted, newest_first):
+            reasons[commit.iteration].append(reason)
+
+    keep("tracker", lambda it: it.iteration == tracked)
+    # Also what a past left behind that training has gone back from.
+    keep("newer", lambda it: it.iteration > tracked)
+    if retain_interval is not None:
+        keep(f"retain interval {retain_interval}", lambda it: it.iteration % retain_interval == 0)
+    if rules == Retention():
+        keep("no rule against it", lambda it: not retain_interval or it.iteration != previous)
+    past = [commit for commit in newest_first if commit.iteration <= tracked]
+    if rules.latest is not None:
+        latest = past[: rules.latest]
+        keep(f"latest {rules.latest}", lambda it: it in latest)
+    if (every := rules.every) is not None:
+        keep(f"every {every}", lambda it: it.iteration % every == 0)
+    if rules.best is not None:
+        reason, best = _best(past, rules.best)
+        keep(reason, lambda it: it in best)
+    if (hours := rules.max_age_hours) is not None:
+        # Of unknown age: written by an older release. It is not ours to guess.
+        keep(
+            f"age below {hours:g} h",
+            lambda it: it.committed_at is None or now - it.committed_at < 3600 * hours,
+        )
+    return reasons
+
+
+def _best(past: list[CommitFacts], rule: Best) -> tuple[str, list[CommitFacts]]:
+    """Return what to call the rule and what it keeps of `past`, which is newest first."""
+    sign = 1 if rule.mode == "min" else -1
+    measured = [commit for commit in past if rule.metric in commit.metrics]
+    if not measured:
+        # A name that is never reported must not cost anybody all checkpoints.
+        return f"none has metric '{rule.metric}'", past
+    measured.sort(key=lambda commit: sign * commit.metrics[rule.metric])
+    return f"best {rule.keep} by '{rule.metric}'", measured[: rule.keep]
+
+
+def retire(
+    storage: Storage,
+    rules: Retention,
+    *,
+    retain_interval: int | None,
+    tracked: int | None,
+    previous: int | None,
+) -> None:
+    """Finish removals that were cut short, then remove what no rule keeps.
+
+    Called after a commit by the agent that committed, from one thread. What cannot be removed stays
+    and is said in the log.
+    """
+    for name in storage.list(""):
+        if (removed := names.parse_removal_name(name)) and storage.kind(name) == "file":
+            _attempt(storage, "finish removing", *removed, _clear)
+    if tracked is None or (rules == Retention() and retain_interval is None):
+        return
+    if rules == Retention():
+        # The one that Megatron looks at; no need to read the others.
+        commits = committed(storage, [] if previous is None else [names.iteration_dir(previous)])
+    else:
+        commits = committed(storage, storage.list(""))
+    reasons = why_kept(
+        commits,
+        rules,
+        retain_interval=retain_interval,
+        tracked=tracked,
+        previous=previous,
+        now=time.time(),
+    )
+    if rules.best is not None and not any(rules.best.metric in it.metrics for it in commits):
+        logger.warning(
+            "no checkpoint has the metric '%s' that 'retention.best' is to rank by, so none is "
+            "removed; report it with megatron_flashckpt.report_metric",
+            rules.best.metric,
+        )
+    for commit in commits:
+        if not reasons[commit.iteration]:
+            _attempt(storage, "remove", commit.iteration, commit.save_id, _remove)
+
+
+def committed(storage: Storage, directories: Iterable[str]) -> list[CommitFacts]:
+    """Return what is known of the checkpoints of ours in `directories`, whatever else they name.
+
+    Links are not followed: what they lead to is somebody else's. A damaged manifest is no
+    checkpoint: it takes nobody's place, and its directory stays for its owner to look at.
+    """
+    found = []
+    for directory in directories:
+        iteration = names.parse_iteration_dir(directory)
+        if iteration is None or storage.kind(directory) != "directory":
+            continue
+        name = f"{directory}/{names.MANIFEST}"
+        try:
+            facts = names.decode_facts(storage.read(name), f"{storage.place}/{name}")
+        except FileNotFoundError:
+            continue
+        except (FlashCkptError, OSError) as error:
+            logger.warning("retention leaves iteration %d alone: %s", iteration, error)
+            continue
+        if names.iteration_dir(facts.iteration) == directory:
+            found.append(facts)
+    return found
+
+
+def _attempt(
+    storage: Storage,
+    action: str,
+    iteration: int,
+    save_id: str,
+    step: Callable[[Storage, int, str], None],
+) -> None:
+    """Take a step of a removal; one that fails does not keep the others from theirs."""
+    try:
+        step(storage, iteration, save_id)
+    except (FlashCkptError, OSError) as error:
+        logger.warning("cannot %s the checkpoint of iteration %d: %s", action, iteration, error)
+
+
+def _remove(storage: Storage, iteration: int, save_id: str) -> None:
+    directory = names.iteration_dir(iteration)
+    reach("retain.chosen")
+    # In one step it cannot be loaded any more, and whoever commits next knows what is left to do.
+    storage.move(f"{directory}/{names.MANIFEST}", names.removal_name(iteration, save_id))
+    reach("retain.hidden")
+    _clear(storage, iteration, save_id)
+
+
+def _clear(storage: Storage, iteration: int, save_id: str) -> None:
+    """Delete the files of a checkpoint whose manifest was moved away, then that manifest."""
+    directory = names.iteration_dir(iteration)
+    left = []
+    if storage.kind(directory) == "directory":
+        for name in storage.list(directory):
+            path = f"{directory}/{name}"
+            # Only this save's: another one of the same iteration may be on its way there.
+            if names.save_id_of(name) == save_id and storage.kind(path) == "file":
+                storage.delete(path)
+                reach("retain.file")
+        left = storage.list(directory)
+        if not left:
+            storage.delete_directory(directory)
+    foreign = [name for name in left if name != names.MANIFEST and not names.save_id_of(name)]
+    if foreign:
+        logger.warning(
+            "%s/%s: stays without a checkpoint, because it holds what is not ours: %s",
+            storage.place,
+            directory,
+            ", ".join(foreign[:_SHOWN]),
+        )
+    reach("retain.deleted")
+    storage.delete(names.removal_name(iteration, save_id))
+    logger.info("removed the checkpoint of iteration %d (save %s)", iteration, save_id)

@@ -1,0 +1,417 @@
+"""Which checkpoints stay, that nothing else goes, and that a removal cut short is finished."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_flashckpt import report_metric
+from megatron_flashckpt.agent.retention import committed, retire, why_kept
+from megatron_flashckpt.config import Best, Retention
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout.manifest import CommitFacts
+from megatron_flashckpt.metrics import Metrics, reported
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.test_commit import iterations_in
+from tests.agent.test_failures import assert_intact
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import FakeTrainer, content, held_back, new_save_id
+
+LOSS = "lm loss validation"
+HOUR = 3600.0
+
+
+def kept_by(rules: Retention, losses: dict[int, float | None], **more: object) -> list[int]:
+    """Return what stays of checkpoints with these losses; each was committed an hour later."""
+    count = len(losses)
+    commits = [
+        CommitFacts(
+            iteration=iteration,
+            save_id=f"{iteration:08x}",
+            committed_at=HOUR * n,
+            metrics={} if loss is None else {LOSS: loss},
+        )
+        for n, (iteration, loss) in enumerate(sorted(losses.items()))
+    ]
+    situation = {"retain_interval": None, "tracked": max(losses), "previous": None, **more}
+    reasons = why_kept(commits, rules, **{"now": HOUR * (count - 1), **situation})
+    return sorted(iteration for iteration, why in reasons.items() if why)
+
+
+TEN = dict.fromkeys(range(10, 110, 10))
+MEASURED = {10: 3.0, 20: 1.0, 30: 2.0, 40: None, 50: 1.0, 60: 9.0}
+
+
+@pytest.mark.parametrize(
+    ("rules", "losses", "kept"),
+    [
+        (Retention(), TEN, list(TEN)),
+        (Retention(latest=1), TEN, [100]),
+        (Retention(latest=3), TEN, [80, 90, 100]),
+        (Retention(latest=99), TEN, list(TEN)),
+        (Retention(every=30), TEN, [30, 60, 90, 100]),
+        (Retention(every=30, latest=2), TEN, [30, 60, 90, 100]),
+        (Retention(every=50, latest=2), TEN, [50, 90, 100]),
+        (Retention(max_age_hours=2.5), TEN, [80, 90, 100]),
+        (Retention(max_age_hours=0), TEN, [100]),
+        (Retention(max_age_hours=2.5, every=40), TEN, [40, 80, 90, 100]),
+        # Of equals the newest.
+        (Retention(best=Best(metric=LOSS)), MEASURED, [50, 60]),
+        (Retention(best=Best(metric=LOSS, keep=3)), MEASURED, [20, 30, 50, 60]),
+        (Retention(best=Best(metric=LOSS, keep=2, mode="max")), MEASURED, [10, 60]),
+        (Retention(best=Best(metric=LOSS), latest=2, every=10), MEASURED, list(MEASURED)),
+        (Retention(best=Best(metric="never reported")), MEASURED, list(MEASURED)),
+    ],
+)
+def test_a_checkpoint_stays_if_any_rule_keeps_it(
+    rules: Retention, losses: dict[int, float | None], kept: list[int]
+) -> None:
+    assert kept_by(rules, losses) == kept
+
+
+def test_megatrons_interval_lets_only_the_previous_checkpoint_go_unless_there_are_rules() -> None:
+    assert kept_by(Retention(), TEN, retain_interval=20, previous=90) == sorted({*TEN} - {90})
+    assert kept_by(Retention(), TEN, retain_interval=30, previous=90) == list(TEN)
+    assert kept_by(Retention(latest=1), TEN, retain_interval=40, previous=90) == [40, 80, 100]
+
+
+def test_a_checkpoint_of_unknown_age_is_not_too_old() -> None:
+    commit = CommitFacts(iteration=1, save_id="a" * 8)
+    last = CommitFacts(iteration=2, save_id="b" * 8, committed_at=HOUR)
+    reasons = why_kept(
+        [commit, last],
+        Retention(max_age_hours=1),
+        retain_interval=None,
+        tracked=2,
+        previous=1,
+        now=HOUR * 1000,
+    )
+    assert all(reasons.values())
+
+
+RULES = st.builds(
+    Retention,
+    latest=st.none() | st.integers(1, 5),
+    every=st.none() | st.integers(1, 5),
+    best=st.none()
+    | st.builds(
+        Best,
+        metric=st.sampled_from([LOSS, "other"]),
+        keep=st.integers(1, 3),
+        mode=st.sampled_from(["min", "max"]),
+    ),
+    max_age_hours=st.none() | st.floats(0, 20),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rules=RULES,
+    losses=st.dictionaries(st.integers(0, 30), st.none() | st.floats(-5, 5), min_size=1),
+    tracked=st.integers(0, 30),
+    retain_interval=st.none() | st.integers(1, 6),
+    data=st.data(),
+)
+def test_whatever_the_rules_nothing_goes_that_is_not_older_than_the_last_durable_one(
+    rules: Retention,
+    losses: dict[int, float | None],
+    tracked: int,
+    retain_interval: int | None,
+    data: st.DataObject,
+) -> None:
+    previous = data.draw(st.none() | st.sampled_from(sorted(losses)))
+    situation = {"tracked": tracked, "retain_interval": retain_interval, "previous": previous}
+    kept = kept_by(rules, losses, **situation)
+    gone = set(losses) - set(kept)
+    assert all(iteration < tracked for iteration in gone)
+    if rules == Retention():
+        assert gone <= (set() if retain_interval is None else {previous})
+    if rules.latest is not None:
+        newest = sorted(it for it in losses if it <= tracked)[-rules.latest :]
+        assert set(newest) <= set(kept)
+    for interval in filter(None, (rules.every, retain_interval)):
+        assert all(iteration % interval for iteration in gone)
+    # Composed: what one rule keeps alone, it keeps together with others.
+    for field in ("latest", "every", "best", "max_age_hours"):
+        alone = Retention(**{field: getattr(rules, field)})
+        if alone != Retention():
+            assert set(kept_by(alone, losses, **situation)) <= set(kept)
+
+
+# ---------------------------------------------------------------------- through the agent
+
+
+def save_all(trainer: FakeTrainer, losses: dict[int, float | None]) -> None:
+    for iteration, loss in losses.items():
+        trainer.metrics = {} if loss is None else {LOSS: loss}
+        outcome = trainer.save(iteration)
+        assert outcome.error is None
+
+
+def assert_these_are_left_whole(root: Path, trainer: FakeTrainer, iterations: list[int]) -> None:
+    assert iterations_in(root) == iterations
+    for iteration in iterations:
+        expected = content(trainer.rank, iteration, trainer.layout.nbytes)
+        assert read_rank(stored(root, iteration), trainer) == expected
+    assert not [path for path in root.iterdir() if path.name.endswith(".removed")]
+
+
+def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -> None:
+    """The best was saved three agents ago: only the commit log can know it."""
+    rules = Retention(latest=2, best=Best(metric=LOSS, keep=1))
+    losses = {10: 5.0, 20: 1.0, 30: 4.0, 40: 3.0, 50: None, 60: 2.0}
+    for iteration, loss in losses.items():
+        trainer = node.trainer(root, retention=rules)
+        save_all(trainer, {iteration: loss})
+        trainer.hang_up()
+        for pid in node.agents():
+            os.kill(pid, signal.SIGKILL)
+    trainer = node.trainer(root, retention=rules)
+    assert_these_are_left_whole(root, trainer, [20, 50, 60])
+    found = committed(PosixStorage(root), os.listdir(root))
+    assert {it.iteration: it.metrics for it in found} == {
+        20: {LOSS: 1.0},
+        50: {},
+        60: {LOSS: 2.0},
+    }
+    assert all(abs(time.time() - (it.committed_at or 0)) < HOUR for it in found)
+
+
+def test_a_metric_of_any_rank_counts_and_of_several_the_lowest(node: Node, root: Path) -> None:
+    trainers = [node.trainer(root, rank, 3) for rank in range(3)]
+    save_id = new_save_id()
+    for trainer, metrics in zip(trainers, ({}, {"a": 1.0}, {"a": 2.0, "b": 3.0}), strict=True):
+        trainer.metrics = metrics
+        trainer.stage(1, save_id)
+    assert [trainer.outcome().error for trainer in trainers] == [None] * 3
+    assert stored(root, 1).manifest.metrics == {"a": 1.0, "b": 3.0}
+
+
+def test_a_metric_that_no_checkpoint_has_removes_nothing_and_is_said_in_the_log(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root, retention=Retention(best=Best(metric="los")))
+    save_all(trainer, {10: 1.0, 20: 2.0})
+    assert_these_are_left_whole(root, trainer, [10, 20])
+    log = (node.directory(root) / "agent.log").read_text()
+    assert "no checkpoint has the metric 'los'" in log
+
+
+def test_rules_that_are_new_apply_to_what_is_there(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    save_all(trainer, dict.fromkeys(range(1, 8)))
+    trainer.retention = Retention(every=3)
+    save_all(trainer, {8: None})
+    assert_these_are_left_whole(root, trainer, [3, 6, 8])
+
+
+def test_a_save_that_ends_after_a_later_one_costs_nobody_anything(node: Node, root: Path) -> None:
+    """Two saves in flight: the older is committed last, and only then is the older of the two."""
+    trainer = node.trainer(root, retention=Retention(latest=2))
+    save_all(trainer, {1: None, 2: None})
+    earlier = new_save_id()
+    with held_back(root / names.iteration_dir(10) / names.shard_name(0, earlier)) as let_go:
+        trainer.stage(10, earlier)
+        trainer.stage(20, new_save_id())
+        assert trainer.outcome().iteration == 20
+        assert (root / names.iteration_dir(2)).exists(), (
+            "10 is not durable: 2 and 20 are the latest"
+        )
+        let_go()
+        assert trainer.outcome().iteration == 10
+    assert_these_are_left_whole(root, trainer, [10, 20])
+    assert_intact(root, 20, [trainer])
+
+
+def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    trainer = node.trainer(root)
+    save_all(trainer, dict.fromkeys((5, 10, 20, 30, 99)))
+    trainer.hang_up()
+    trainer = node.trainer(root, retention=Retention(latest=1))
+    trainer.client.adopt(None, 35)  # training goes on from before 99
+    elsewhere = tmp_path / "elsewhere"
+    (root / names.iteration_dir(10)).rename(elsewhere)
+    (root / names.iteration_dir(10)).symlink_to(elsewhere)
+    others = {
+        # Megatron's own format, an attempt that failed, a copy by hand, a damaged manifest.
+        "iter_0000001/.metadata": b"torch_dist",
+        "iter_0000002/mp_rank_00/model_optim_rng.pt": b"torch",
+        f"iter_0000003/rank_00000-{'a' * 12}.safetensors": b"uncommitted",
+        "iter_0000004/manifest.json": (
+            root / names.iteration_dir(30) / names.MANIFEST
+        ).read_bytes(),
+        "iter_0000006/manifest.json": b"{}",
+        "release/mp_rank_00/model_optim_rng.pt": b"release",
+        "iter_20/manifest.json": b"not a name of Megatron's",
+        "tensorboard/events": b"events",
+        # In a checkpoint that goes.
+        "iter_0000020/notes.txt": b"mine",
+        f"iter_0000020/rank_00000-{'b' * 12}.safetensors": b"of another attempt",
+    }
+    for name, data in others.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    before = sorted(elsewhere.iterdir())
+    shard = next((root / names.iteration_dir(5)).glob("*.safetensors"))
+    shard.rename(tmp_path / "moved")
+    shard.symlink_to(tmp_path / "moved")
+    save_all(trainer, {40: None})
+    assert {name: (root / name).read_bytes() for name in others} == others
+    assert sorted(elsewhere.iterdir()) == before
+    assert (root / names.iteration_dir(10)).is_symlink()
+    assert os.listdir(root / names.iteration_dir(5)) == [shard.name], "a link stays"
+    assert (tmp_path / "moved").exists()
+    assert not list((root / names.iteration_dir(20)).glob("*.json")), "but it is no checkpoint"
+    assert not (root / names.iteration_dir(30)).exists()
+    assert read_rank(stored(root, 99), trainer) == content(0, 99, trainer.layout.nbytes)
+    assert_intact(root, 40, [trainer])
+    log = (node.directory(root) / "agent.log").read_text()
+    assert f"{root}/iter_0000020: stays without a checkpoint" in log
+    assert "notes.txt" in log
+
+
+def test_what_cannot_be_removed_is_no_failure_of_the_save(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, retention=Retention(latest=1))
+    save_all(trainer, {1: None})
+    manifest = stored(root, 1).manifest
+    (root / names.removal_name(1, manifest.save_id)).mkdir()  # in the way of the first step
+    save_all(trainer, {2: None})
+    assert read_rank(stored(root, 1), trainer) == content(0, 1, trainer.layout.nbytes)
+    assert_intact(root, 2, [trainer])
+
+
+# ---------------------------------------------------------------------- cut short
+
+
+class _Dying(PosixStorage):
+    """Real storage of a process that is killed before its n-th change."""
+
+    def __init__(self, root: Path, changes: int) -> None:
+        super().__init__(root)
+        self._left = changes
+
+    def _count(self) -> None:
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
+
+    def move(self, name: str, to: str) -> None:
+        self._count()
+        super().move(name, to)
+
+    def delete(self, name: str) -> None:
+        self._count()
+        super().delete(name)
+
+    def delete_directory(self, name: str) -> None:
+        self._count()
+        super().delete_directory(name)
+
+
+def in_a_process_that_may_die(work: Callable[[], None]) -> bool:
+    """Do `work` in a child; return whether it lived to the end."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status), "it failed instead of dying"
+    return not os.WIFSIGNALED(status)
+
+
+def test_a_removal_that_was_killed_anywhere_leaves_all_or_nothing_and_is_finished_later(
+    node: Node, root: Path
+) -> None:
+    """Two checkpoints go, with a SIGKILL before every single change that it takes."""
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+
+    def save(iteration: int) -> None:
+        save_id = new_save_id()
+        for trainer in trainers:
+            trainer.stage(iteration, save_id)
+        assert [trainer.outcome().error for trainer in trainers] == [None, None]
+
+    def remove(changes: int, tracked: int) -> None:
+        rules = Retention(latest=1)
+        retire(_Dying(root, changes), rules, retain_interval=None, tracked=tracked, previous=None)
+
+    iteration, changes, died = 1, 0, True
+    save(iteration)
+    while died:
+        for _ in range(2):
+            iteration += 1
+            save(iteration)
+        died = not in_a_process_that_may_die(functools.partial(remove, changes, iteration))
+        assert_intact(root, iteration, trainers)
+        # What is still offered is whole; what was begun is not offered.
+        for found in committed(PosixStorage(root), os.listdir(root)):
+            for trainer in trainers:
+                expected = content(trainer.rank, found.iteration, trainer.layout.nbytes)
+                assert read_rank(stored(root, found.iteration), trainer) == expected
+        for trainer in trainers:
+            trainer.retention = Retention(latest=1)
+        iteration += 1
+        save(iteration)
+        assert_these_are_left_whole(root, trainers[0], [iteration])
+        for trainer in trainers:
+            trainer.retention = Retention()
+        changes += 1
+    # Twice: manifest, two shards, common state, directory, the manifest that was moved.
+    assert changes - 1 == 2 * 6
+
+
+def test_a_checkpoint_saved_again_survives_the_end_of_its_former_removal(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    save_all(trainer, {1: None, 2: None})
+
+    def remove() -> None:
+        rules = Retention(latest=1)
+        retire(_Dying(root, 2), rules, retain_interval=None, tracked=2, previous=None)
+
+    assert not in_a_process_that_may_die(remove)
+    assert not (root / names.iteration_dir(1) / names.MANIFEST).exists()
+    (root / names.TRACKER).unlink()
+    trainer.client.adopt(None, 0)  # from scratch
+    save_all(trainer, {1: None, 2: None})
+    assert_these_are_left_whole(root, trainer, [1, 2])
+
+
+# ---------------------------------------------------------------------- what is reported
+
+
+def test_a_metric_is_said_of_one_checkpoint_and_only_if_it_is_a_number(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = Metrics()
+    metrics.report("loss", msgspec.json.decode("2.5"))
+    metrics.report("accuracy", 1)
+    metrics.report("loss", float("nan"))
+    assert metrics.current() == {"accuracy": 1.0}
+    assert "'loss' is nan" in caplog.text
+    metrics.clear()
+    assert metrics.current() == {}
+
+
+def test_the_public_function_reports_to_the_saves_of_this_process() -> None:
+    report_metric("a metric of a test", 0.25)
+    try:
+        assert reported.current()["a metric of a test"] == 0.25
+    finally:
+        reported.clear()
