@@ -1,4 +1,4 @@
-"""Benchmarks: `scripts/bench plan` and `scripts/bench load`; see `--help`."""
+"""Benchmarks: `scripts/bench plan | load | share`; see `--help`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench_load import bench_load
 from bench_plan import bench_plan
+from bench_share import bench_share
 from rich.console import Console
 
 
@@ -20,14 +21,21 @@ def main() -> None:
     load.add_argument("--rounds", type=int, default=7)
     load.add_argument("--mib", type=int, default=2048, help="about the size of the checkpoint")
     load.add_argument("--threads", type=int, default=2)
-    load.add_argument("--dir", type=Path, help="where to write it (default: a temporary directory)")
+    share = commands.add_parser("share", help="replicas that read once and send, or read it all")
+    share.add_argument("--rounds", type=int, default=3)
+    share.add_argument("--replicas", type=int, default=4)
+    for command in (load, share):
+        command.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
     args = parser.parse_args()
     out = Console(soft_wrap=True, highlight=False)
     if args.command == "plan":
         bench_plan(out, args.rounds)
         return
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
-        bench_load(out, Path(root), args.mib, args.threads, args.rounds)
+        if args.command == "load":
+            bench_load(out, Path(root), args.mib, args.threads, args.rounds)
+        else:
+            bench_share(out, Path(root), args.replicas, args.rounds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""Replicas that all read everything, or that read once and send: which is faster where.
+
+All replicas want the same whole checkpoint (as the weights are for data-parallel replicas), over
+gloo on one machine. The "shared" storages are this machine's files behind one lock that is held as
+long as the bytes would take at the given bandwidth: a file system whose bandwidth is shared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from bench_load import ITERATION, forget, write_checkpoint
+from rich.console import Console
+from rich.table import Table
+from synthetic import Model, World
+
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
+from megatron_flashckpt.restore.replicas import Sharing, read_with_replicas
+from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.storage.posix import PosixStorage
+
+MODEL = Model(layers=1, hidden=1024, ffn=2816, qkv=1536, vocab=4096)
+MODES = ("never", "always", "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """A kind of storage."""
+
+    name: str
+    cold: bool = False
+    mib_per_s: float | None = None
+    """For all replicas together; None: as fast as this machine is."""
+
+
+SPEEDS = (
+    Speed("local, page cache"),
+    Speed("local disk, cold", cold=True),
+    Speed("shared, 1000 MiB/s", mib_per_s=1000),
+    Speed("shared, 200 MiB/s", mib_per_s=200),
+)
+
+
+class SharedStorage(PosixStorage):
+    """Files behind one lock, held as long as the bytes would take."""
+
+    def __init__(self, root: Path, lock: Any, mib_per_s: float | None) -> None:
+        super().__init__(root)
+        self._lock = lock
+        self._mib_per_s = mib_per_s
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        if self._mib_per_s is None:
+            return super().read_into(name, offset, buffer)
+        with self._lock:
+            until = time.perf_counter() + buffer.nbytes / 2**20 / self._mib_per_s
+            filled = super().read_into(name, offset, buffer)
+            time.sleep(max(0.0, until - time.perf_counter()))
+            return filled
+
+
+def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: Any) -> None:
+    """One replica: load in every mode from every kind of storage, all together."""
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=size)
+    torch.set_num_threads(1)
+    config = Config()
+    wanted = World(MODEL, 1, 1, 1).wanted(0, 0, 0)
+    tensors = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
+    for turn in range(rounds + 1):  # the first one warms up
+        for speed in SPEEDS:
+            storage = SharedStorage(root, lock, speed.mib_per_s)
+            stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
+            for mode in MODES:
+                if speed.cold and rank == 0:
+                    forget(sorted((root / stored.directory).glob("*.safetensors")))
+                chunks = chunk_reads(read_plan(wanted, stored.sources(), stored.place), wanted)
+                with ChunkReader(stored, config.read_threads) as reader:
+                    sharing = Sharing(None, mode, config.read_memory_mib * 2**20 - reader.nbytes)
+                    dist.barrier()
+                    report = read_with_replicas(reader, chunks, Targets(wanted, tensors), sharing)
+                    dist.barrier()
+                if rank == 0 and turn:
+                    results.put((speed.name, mode, report.seconds))
+    dist.destroy_process_group()
+
+
+def bench_share(out: Console, root: Path, replicas: int, rounds: int) -> None:
+    """Print the seconds of a load by kind of storage and mode, medians over the rounds."""
+    write_checkpoint(PosixStorage(root), World(MODEL, tp=2, pp=1, dp=2))
+    nbytes = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
+    context = mp.get_context("spawn")
+    results, lock = context.SimpleQueue(), context.Lock()
+    mp.spawn(replica, (replicas, root, lock, rounds, results), nprocs=replicas)
+    seconds: dict[tuple[str, str], list[float]] = {}
+    while not results.empty():
+        name, mode, taken = results.get()
+        seconds.setdefault((name, mode), []).append(taken)
+    out.print(
+        f"{replicas} replicas on one machine each load the same {nbytes / 2**20:.0f} MiB; seconds, "
+        f"medians of {rounds}"
+    )
+    table = Table("storage", *(f"share_reads: {mode}" for mode in MODES), box=None)
+    for speed in SPEEDS:
+        medians = [f"{statistics.median(seconds[speed.name, mode]):.2f}" for mode in MODES]
+        table.add_row(speed.name, *medians)
+    out.print(table)
