@@ -4,6 +4,7 @@ Environment:
     TRACE_DIR     where each rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
     KILL          `rank:iteration`: that rank ends itself with SIGKILL in that iteration's forward,
                   in the first incarnation only
+    KILL_ONCE     `glob:text:count`: KILL waits until the files hold the text so many times in all
     KILL_AGENT    iteration in whose forward rank 0 ends the node's agent with SIGKILL
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
@@ -18,6 +19,8 @@ import json
 import os
 import signal
 import sys
+import time
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +129,20 @@ def killing_step(forward_step: Any) -> Any:
         if os.environ.get("KILL_AGENT") == str(iteration()) and RANK == 0:
             kill_agent()
         if rank and ATTEMPT == 0 and int(rank) == RANK and iteration() == int(when):
+            await_kill_once()
             os.kill(os.getpid(), signal.SIGKILL)
         return forward_step(batches, model)
 
     return wrapper
+
+
+def await_kill_once() -> None:
+    files, _, rest = os.environ.get("KILL_ONCE", "").partition(":")
+    text, _, count = rest.rpartition(":")
+    deadline = time.monotonic() + 60
+    while files and sum(Path(name).read_text().count(text) for name in glob(files)) < int(count):
+        assert time.monotonic() < deadline, f"{files} do not say {text!r} {count} times"
+        time.sleep(0.02)
 
 
 def kill_agent() -> None:
