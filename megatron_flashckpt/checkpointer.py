@@ -6,6 +6,7 @@ copy thread (`_hand_over`) and in the agent.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import logging
@@ -20,6 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
@@ -33,7 +35,6 @@ from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.node_link import NodeLink
-from megatron_flashckpt.peering import introduce
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -91,10 +92,15 @@ class Checkpointer:
         #: Saves without an outcome: id and iteration.
         self._open: dict[str, int] = {}
         self._untold: list[Outcome] = []
+        #: Those among them whose agent is gone: its successor may have taken them over.
+        self._orphaned: dict[str, int] = {}
+        self._loss = ""
         #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
-        self._lost: list[tuple[int, str, str]] = []
-        #: Hand-overs that failed, put here by the copy thread.
+        self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=16)
+        #: Saves that failed in the copy thread, by id.
         self._broken: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
+        #: Agents that the copy thread found gone.
+        self._silent: queue.SimpleQueue[tuple[AgentClient, AgentError]] = queue.SimpleQueue()
         self._last: tuple[int, int] | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -113,16 +119,12 @@ class Checkpointer:
     def start_run(self) -> None:
         """Agree with all ranks on the id of this run, unless that was done. Collective.
 
-        The id tells this run's commit records from those of an earlier one. With `redundancy` the
-        agents of all nodes get to know each other, too. A load and the first iteration are the
-        occasions, so that no save has to talk.
+        It tells this run's commit records from those of an earlier one. A load and the first
+        iteration are the occasions, so that no save has to talk.
         """
         if self._run_id is None:
             self._run_id = broadcast_object(uuid.uuid4().hex[:8])
-            if self.config.redundancy == "none":
-                self.link.prepare(None)
-            else:
-                introduce(self.link, self.rank, self.config)
+            self.link.prepare(None)
 
     def prepare(self, chunks: list[Any], optimizer: Any) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
@@ -165,29 +167,40 @@ class Checkpointer:
         if self._run_id is None:
             self._run_id = _run_id_from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
-        self._open[save_id] = request.iteration
         slot: Slot | None = None
         try:
-            # 2. The plan.
-            layout = self._plans.layout([local.piece for local in ordered])
-            # 3. A free slot.
-            slot = self._acquire(request, layout, save_id)
+            # 2. The plan. 3. A free slot.
+            layout, slot = self._place(request, ordered, save_id)
         except FlashCkptError as error:
-            self._fail(save_id, error)
+            self._fail(request.iteration, save_id, error)
         self._last = mark
         # A rank that failed takes part too, or the others would wait for it.
         if self.config.busy == "skip" and _any_rank(slot is None):
             self._give_back(slot, request.iteration)
             slot = None
         if slot is None:
-            self._open.pop(save_id, None)
             return SaveReport(request.iteration, time.perf_counter() - started, 0, skipped=True)
         reported.clear()
+        self._open[save_id] = request.iteration
         # 4. Stage.
         self._stage(ordered, layout, slot, request.iteration)
         if self.config.staging == "blocking":
             self.link.stager.wait()
         return SaveReport(request.iteration, time.perf_counter() - started, layout.nbytes)
+
+    def _place(
+        self, request: SaveRequest, ordered: list[LocalPiece], save_id: str
+    ) -> tuple[Layout, Slot | None]:
+        """Return the plan and a slot; if the agent turns out to be gone, another agent's."""
+        for client in (self.link.current, None):
+            try:
+                layout = self._plans.layout([local.piece for local in ordered])
+                return layout, self._acquire(request, layout, save_id)
+            except AgentError as error:
+                if client is None:
+                    raise
+                self._lose_agent(client, error)
+        raise AssertionError
 
     def _acquire(self, request: SaveRequest, layout: Layout, save_id: str) -> Slot | None:
         """Return a slot that says what it will hold; None if all are busy and 'busy' is 'skip'."""
@@ -209,9 +222,8 @@ class Checkpointer:
             )
         )
         slab = self.link.ensure_slab(layout.nbytes, len(meta))
+        self._settle()
         client = self.link.client()
-        while self._lost:
-            client.abandon(*self._lost.pop())
         index = client.acquire(request.iteration, save_id, 0.0)
         while index < 0:
             if self.config.busy == "skip":
@@ -261,6 +273,9 @@ class Checkpointer:
                     layout.nbytes,
                     seconds,
                 )
+            except AgentError as failure:
+                # Staged all the same: the next agent takes it over.
+                self._silent.put((client, failure))
             except FlashCkptError as failure:
                 self._broken.put((save_id, failure))
             except Exception as failure:
@@ -276,16 +291,18 @@ class Checkpointer:
     def poll(self, wait_s: float = 0.0) -> list[Outcome]:
         """Return what became of saves since the last call; never raises for a failed save.
 
-        An agent that is gone is reported once, whatever saves it takes with it.
+        An agent that is gone is replaced in the background, and goes on with what is staged.
         """
         self._settle()
+        client = self.link.current
         try:
             finished = self.link.poll(0.0 if self._untold else wait_s)
         except AgentError as error:
-            self._lose_agent(error)
+            self._lose_agent(client, error)
         else:
-            for outcome in finished:
+            if finished:
                 reach("save.told")
+            for outcome in finished:
                 self._open.pop(outcome.save_id, None)
             self._untold += finished
         told, self._untold = self._untold, []
@@ -325,35 +342,48 @@ class Checkpointer:
         self.link.close(leave=leave)
 
     def _settle(self) -> None:
-        """Take note of hand-overs that failed in the copy thread."""
+        """Take note of what the copy thread and the search for another agent came to."""
         while not self._broken.empty():
-            self._fail(*self._broken.get())
-
-    def _fail(self, save_id: str, error: FlashCkptError) -> None:
-        if isinstance(error, AgentError):
-            self._lose_agent(error)
-        elif save_id in self._open:
-            iteration = self._open.pop(save_id)
-            self._untold.append(Outcome(iteration, save_id, str(error), 0.0))
-            self._call_off(iteration, save_id, str(error))
-
-    def _call_off(self, iteration: int, save_id: str, reason: str) -> None:
-        """Let the other ranks know that this one has no part in a save."""
-        try:
-            self.link.client().abandon(iteration, save_id, reason)
-        except AgentError as error:
-            self._lose_agent(error)
-
-    def _lose_agent(self, error: AgentError) -> None:
-        """Conclude all open saves; the next save starts a new agent and hands it the slab."""
-        self.link.drop()
-        lost, self._open = self._open, {}
-        for save_id, iteration in (lost or {"": -1}).items():
+            save_id, failure = self._broken.get()
+            self._fail(self._open.pop(save_id), save_id, failure)
+        while not self._silent.empty():
+            self._lose_agent(*self._silent.get())
+        if not self._orphaned and not self._lost:
+            return
+        taken = self.link.settled()
+        if taken is None:
+            return
+        orphaned, self._orphaned = self._orphaned, {}
+        for save_id in orphaned.keys() & self._open.keys() - set(taken):
             # It may have been committed in the moment before the agent went.
-            said = None if self._is_committed(iteration, save_id) else str(error)
-            if said is not None and save_id:
+            iteration = self._open.pop(save_id)
+            said = None if self._is_committed(iteration, save_id) else self._loss
+            if said is not None:
                 self._lost.append((iteration, save_id, said))
             self._untold.append(Outcome(iteration, save_id, said, 0.0))
+        client = self.link.current
+        while self._lost and client is not None:
+            try:
+                if self._lost[0][1] not in taken:
+                    client.abandon(*self._lost[0])
+            except AgentError as error:
+                self._lose_agent(client, error)
+                return
+            self._lost.popleft()
+
+    def _fail(self, iteration: int, save_id: str, error: FlashCkptError) -> None:
+        """Conclude a save that this rank has no part in, here and for the other ranks."""
+        self._untold.append(Outcome(iteration, save_id, str(error), 0.0))
+        self._lost.append((iteration, save_id, str(error)))
+
+    def _lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
+        """Find another agent, in the background; it gets the slab and all that is staged there."""
+        if lost is not None and self.link.recover(lost):
+            logger.warning(
+                "rank %d: %s; another one takes over what is in memory", self.rank, error
+            )
+            self._orphaned = dict(self._open)
+            self._loss = str(error)
 
     def _is_committed(self, iteration: int, save_id: str) -> bool:
         storage = PosixStorage(self.root)

@@ -66,32 +66,14 @@ class InMemory:
     slab: Slab
     offer: Offer
     committed: bool
-    """Whether every rank's agent saw it committed, but for ranks that got it from other nodes."""
+    """Whether every rank's agent saw it committed."""
 
 
 def newest_in_memory(checkpointer: Checkpointer) -> InMemory | None:
-    """Return the newest checkpoint that *all* ranks hold. Collective.
-
-    With `redundancy`, ranks whose node was lost first get back what the others still hold of them.
-    """
-    link, config = checkpointer.link, checkpointer.config
-    if config.redundancy != "none":
-        checkpointer.start_run()
-    slab, offers = together(link.take_slab)
+    """Return the newest checkpoint that *all* ranks hold. Collective."""
+    slab, offers = together(checkpointer.link.take_slab)
     reach("load.taken")
-    everyone = _gather_offers(offers)
-    newest = newest_saves(everyone, config.slots)
-    lacking = [not any(offer["save_id"] in newest for offer in theirs) for theirs in everyone]
-    if config.redundancy != "none" and newest and any(lacking):
-
-        def recovered() -> tuple[Slab | None, tuple[Offer, ...]]:
-            if lacking[checkpointer.rank]:
-                link.recover(newest)
-                return link.take_slab()
-            return slab, offers
-
-        slab, offers = together(recovered)
-        everyone = _gather_offers(offers)
+    everyone = gather_objects([msgspec.structs.asdict(offer) for offer in offers])
     held = [{theirs["save_id"]: theirs for theirs in offered} for offered in everyone]
     common = set(held[0]).intersection(*held[1:])
     if not common or slab is None:
@@ -99,18 +81,7 @@ def newest_in_memory(checkpointer: Checkpointer) -> InMemory | None:
     # Newest iteration; among saves of the same iteration the id decides, alike on all ranks.
     chosen = max(common, key=lambda save_id: (held[0][save_id]["iteration"], save_id))
     mine = next(offer for offer in offers if offer.save_id == chosen)
-    committed = all(theirs[chosen]["durable"] or theirs[chosen]["recovered"] for theirs in held)
-    return InMemory(slab, mine, committed)
-
-
-def _gather_offers(offers: tuple[Offer, ...]) -> list[list[dict[str, Any]]]:
-    return gather_objects([msgspec.structs.asdict(offer) for offer in offers])
-
-
-def newest_saves(everyone: list[list[dict[str, Any]]], count: int) -> tuple[str, ...]:
-    """Return the newest saves that any rank holds: what all of them may have had in their slots."""
-    seen = {(offer["iteration"], offer["save_id"]) for theirs in everyone for offer in theirs}
-    return tuple(save_id for _, save_id in sorted(seen, reverse=True)[:count])
+    return InMemory(slab, mine, all(theirs[chosen]["durable"] for theirs in held))
 
 
 def load_from_memory(

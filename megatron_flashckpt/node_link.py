@@ -9,7 +9,7 @@ import threading
 import torch
 
 from megatron_flashckpt.agent.client import AgentClient, connect
-from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outcome, PeersOpened
+from megatron_flashckpt.agent.protocol import Offer, Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.memory.slab import Slab
@@ -34,9 +34,10 @@ class NodeLink:
         self._client: AgentClient | None = None
         self._slab: Slab | None = None
         self._attached = False
-        self._opened: PeersOpened | None = None
-        self._joined: JoinPeers | None = None
         self._preparing: threading.Thread | None = None
+        self._lost_one = False
+        #: Saves that were staged in the slab when an agent got it, which tells their outcome.
+        self._taken: tuple[str, ...] = ()
         self.stager = Stager()
 
     def prepare(self, nbytes: int | None) -> None:
@@ -69,44 +70,12 @@ class NodeLink:
 
     def _connected(self) -> AgentClient:
         if self._client is None:
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+            # Ranks notice at different moments that an agent is gone, and the first rank of a node
+            # may be waiting for this one in training: whoever notices first starts another.
+            local_rank = 0 if self._lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
             self._attached = False
-            self._join_again(self._client)
         return self._client
-
-    def open_peers(self, host: str) -> PeersOpened:
-        """Have the agent listen for those of other nodes on `host`.
-
-        Raises:
-            AgentError: the agent cannot.
-        """
-        request = OpenPeers(host, self._config.agent.peer_threads)
-        self._opened = self.client().open_peers(request)
-        return self._opened
-
-    def join_peers(self, plan: JoinPeers) -> None:
-        """Introduce the agents of the job to this node's, and to one that takes its place."""
-        self._joined = plan
-        self.client().join_peers(plan)
-
-    def _join_again(self, client: AgentClient) -> None:
-        """Let an agent that replaces one of this run take its keys and port: others know those."""
-        opened, plan = self._opened, self._joined
-        if opened is None or plan is None:
-            return
-        threads = self._config.agent.peer_threads
-        try:
-            client.open_peers(OpenPeers(opened.host, threads, opened.identity, opened.port))
-            client.join_peers(plan)
-        except AgentError as error:
-            logger.warning(
-                "rank %d: no copies on other nodes until the job restarts: %s", self._rank, error
-            )
-
-    def recover(self, saves: tuple[str, ...]) -> None:
-        """Let the agent get these saves of this rank back from other nodes, if they have them."""
-        self.client().recover(saves)
 
     def ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
         """Return the attached slab, a larger one if the present one is too small."""
@@ -114,7 +83,7 @@ class NodeLink:
         return self._ensure(data_nbytes, meta_nbytes)
 
     def _ensure(self, data_nbytes: int, meta_nbytes: int) -> Slab:
-        client = self._connected()
+        self._connected()
         slab = self._slab
         if slab is None or not slab.fits(meta_nbytes, data_nbytes, self._config.slots):
             self.stager.wait()
@@ -124,9 +93,12 @@ class NodeLink:
             self._use(slab)
             self._attached = False
         if not self._attached:
-            client.attach(slab)
-            self._attached = True
+            self._attach(slab)
         return slab
+
+    def _attach(self, slab: Slab) -> None:
+        self._taken += self._connected().attach(slab)
+        self._attached = True
 
     def take_slab(self) -> tuple[Slab | None, tuple[Offer, ...]]:
         """Return the slab that an earlier incarnation of this rank left at the agent, and offers.
@@ -161,10 +133,57 @@ class NodeLink:
         Raises:
             AgentError: the agent is gone.
         """
+        if self._preparing is not None:
+            self._preparing.join(wait_s)
+            if self._preparing.is_alive():
+                return ()
         return () if self._client is None else self._client.poll(wait_s).finished
 
-    def drop(self) -> None:
-        """Hang up on an agent that is gone; the next use starts a new one."""
+    @property
+    def current(self) -> AgentClient | None:
+        """The connection, if there is one."""
+        return self._client
+
+    def recover(self, lost: AgentClient) -> bool:
+        """Hang up on the agent of `lost`, which is gone, and find another in the background.
+
+        The other one gets the slab, with all that is staged in it. Returns False if that has been
+        done already.
+        """
+        if lost is not self._client:
+            return False
+        self._prepared()
+        self._lost_one = True
+        self._drop()
+        self._preparing = threading.Thread(
+            target=self._recover, name="flashckpt-recover", daemon=True
+        )
+        self._preparing.start()
+        return True
+
+    def _recover(self) -> None:
+        # A copy that is under way ends with a doorbell: it must find its slot with one agent.
+        self.stager.wait()
+        try:
+            self._connected()
+            if self._slab is not None:
+                self._attach(self._slab)
+        except FlashCkptError as error:
+            logger.error("rank %d: no other agent: %s", self._rank, error)
+            self._drop()
+
+    def settled(self) -> tuple[str, ...] | None:
+        """Return the saves that an agent was handed with the slab since the last call.
+
+        None while an agent is being looked for.
+        """
+        if self._preparing is not None and self._preparing.is_alive():
+            return None
+        self._prepared()
+        taken, self._taken = self._taken, ()
+        return taken
+
+    def _drop(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
@@ -178,7 +197,7 @@ class NodeLink:
                 self._client.leave()
             except AgentError as error:
                 logger.warning("rank %d: %s", self._rank, error)
-        self.drop()
+        self._drop()
         if self._slab is not None:
             self._slab.close()
             self._slab = None

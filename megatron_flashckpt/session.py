@@ -74,11 +74,11 @@ class Session:
                     flush=True,
                 )
             return True
-        which = f"iteration {outcome.iteration}" if outcome.iteration >= 0 else "a checkpoint"
         logger.error(
-            "rank %d: %s was not saved: %s; training goes on, the previous checkpoint is intact",
+            "rank %d: iteration %d was not saved: %s; training goes on, the previous checkpoint is "
+            "intact",
             rank,
-            which,
+            outcome.iteration,
             outcome.error,
         )
         return False

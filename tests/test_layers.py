@@ -32,7 +32,6 @@ LAYERS = (
     {"memory"},
     {"agent", "restore", "megatron_lm"},
     {"node_link"},
-    {"peering"},
     {"checkpointer", "inspection", "verification", "convert"},
     {"session", "saved_job"},
     {"load_plan", "cli"},

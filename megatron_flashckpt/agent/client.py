@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -18,13 +22,12 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 
+logger = logging.getLogger(__name__)
+
 _R = TypeVar("_R")
 _RETRY_S = 0.02
-#: An agent that takes longer than this to answer (beyond a wait that was asked for) hangs, and the
-#: trainer must not hang with it. Nothing that it does for an answer takes more than a second or so.
-ANSWER_S = 60.0
-#: A wait for something long is asked for in slices, so that a hung agent is noticed.
-_SLICE_S = 5.0
+#: How finely the patience with an agent is counted.
+_PATIENCE_PARTS = 10
 
 
 class _HungUpError(AgentError):
@@ -32,28 +35,42 @@ class _HungUpError(AgentError):
 
 
 class AgentClient:
-    """A connection of one rank. Safe to use from several threads, one request at a time."""
+    """A connection of one rank. Safe to use from several threads, one request at a time.
 
-    def __init__(self, sock: socket.socket, rank: int, directory: Path) -> None:
+    An agent that does not answer for `answer_s` (beyond a wait that was asked for) is stopped or
+    hangs: nothing that it does for an answer takes more than a second or so. It is killed, so that
+    another can take its place and training goes on.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int, directory: Path, answer_s: float) -> None:
         self._sock = sock
         self._lock = threading.Lock()
         self._log = directory / LOG
+        self._answer_s = answer_s
+        #: Why nothing more can be asked: after an answer that did not come, the next one would be
+        #: taken for it.
+        self._ended: str | None = None
         welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION), p.Welcome)[0]
         self.agent_pid = welcome.pid
 
     def _ask(
         self, request: p.Request, expected: type[_R], fd: int | None = None, wait_s: float = 0.0
     ) -> tuple[_R, int | None]:
-        try:
-            with self._lock:
-                self._sock.settimeout(wait_s + ANSWER_S)
+        with self._lock:
+            try:
+                if self._ended is not None:
+                    raise EOFError(self._ended)
+                self._sock.settimeout(self._answer_s)
                 p.send(self._sock, request, fd)
+                self._await_answer(wait_s)
                 body, received = p.receive(self._sock)
-        except (OSError, EOFError) as error:
-            raise _HungUpError(
-                f"the agent of this node is gone ({error or 'connection closed'}); the next save "
-                f"starts a new one; log of the old one: {self._log}"
-            ) from error
+            except (OSError, EOFError) as error:
+                if isinstance(error, TimeoutError):
+                    self._end_agent()
+                self._ended = self._ended or str(error) or "connection closed"
+                raise _HungUpError(
+                    f"the agent of this node is gone ({self._ended}); log of it: {self._log}"
+                ) from error
         reply = p.decode_reply(body)
         if isinstance(reply, expected):
             return reply, received
@@ -62,9 +79,34 @@ class AgentClient:
         reason = reply.reason if isinstance(reply, p.Refused) else f"answered {reply!r}"
         raise AgentError(f"the agent refused {type(request).__name__}: {reason}")
 
-    def attach(self, slab: Slab) -> None:
-        """Hand the agent a slab in place of the rank's former one."""
-        self._ask(p.AttachSlab(), p.Done, slab.fd)
+    def _await_answer(self, wait_s: float) -> None:
+        """Return when an answer begins to come.
+
+        In small parts: a job that was suspended as a whole, agent and all, wakes up with its time
+        spent, and that must not be held against the agent.
+        """
+        part = (wait_s + self._answer_s) / _PATIENCE_PARTS
+        poll = select.poll()  # not `select`, which cannot do with descriptors above 1023
+        poll.register(self._sock, select.POLLIN)
+        for _ in range(_PATIENCE_PARTS):
+            if poll.poll(1000 * part):
+                return
+        raise TimeoutError(f"no answer within {self._answer_s:g} s")
+
+    def _end_agent(self) -> None:
+        """Kill the agent at the other end, which does not answer."""
+        pid = p.peer(self._sock).pid
+        if pid > 0:  # 0: it lives in a pid namespace that we cannot see
+            logger.error("agent %d did not answer within %g s: killed", pid, self._answer_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def attach(self, slab: Slab) -> tuple[str, ...]:
+        """Hand the agent a slab in place of the rank's former one.
+
+        Returns the saves that are staged in it: the agent persists them and tells their outcome.
+        """
+        return self._ask(p.AttachSlab(), p.Attached, slab.fd)[0].taken
 
     def take(self) -> tuple[Slab | None, tuple[p.Offer, ...]]:
         """Return the slab that an earlier incarnation of this rank left, and what is in it."""
@@ -101,19 +143,6 @@ class AgentClient:
         """Return outcomes not told yet; with `wait_s`, wait for one while saves are pending."""
         return self._ask(p.Poll(wait_s), p.Outcomes, None, wait_s)[0]
 
-    def open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
-        """Have the agent listen for those of other nodes; return how they reach and know it."""
-        return self._ask(request, p.PeersOpened)[0]
-
-    def join_peers(self, plan: p.JoinPeers) -> None:
-        """Introduce the agents of the job."""
-        self._ask(plan, p.Done)
-
-    def recover(self, saves: tuple[str, ...]) -> None:
-        """Return when the agent has tried to get these saves of this rank from other nodes."""
-        while not self._ask(p.Recover(saves, _SLICE_S), p.Recovered, None, _SLICE_S)[0].ended:
-            pass
-
     def leave(self) -> None:
         """Say that this rank ends as planned."""
         self._ask(p.Leave(), p.Done)
@@ -137,12 +166,12 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect(str(directory / SOCKET))
-            if p.peer_uid(sock) != os.getuid():
+            if p.peer(sock).uid != os.getuid():
                 raise AgentError(
-                    f"{directory / SOCKET}: belongs to user {p.peer_uid(sock)}; "
+                    f"{directory / SOCKET}: belongs to user {p.peer(sock).uid}; "
                     "remove it or set 'runtime_dir'"
                 )
-            return AgentClient(sock, rank, directory)
+            return AgentClient(sock, rank, directory, config.agent.answer_timeout_s)
         except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _HungUpError):
             # Also where an agent has just left, directory and all: start over. But a refusal (an
             # agent of another release or user) is final.

@@ -47,10 +47,20 @@ class PendingSave:
     """Iteration of a save that was staged later and committed earlier."""
     outlived: bool = False
     """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
+    inherited: bool = False
+    """Taken over from another agent: staged before all that this one was given by a doorbell."""
+    later: set[str] = dataclasses.field(default_factory=set)
+    """Saves that the same trainer staged later, where this one was taken over from another agent,
+    which may have committed them before it went."""
 
     @property
     def directory(self) -> str:
         return names.iteration_dir(self.iteration)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Smaller if it was staged earlier."""
+        return not self.inherited, self.iteration if self.inherited else self.staged_at
 
 
 def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
@@ -74,6 +84,9 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         if save.persisted < set(save.metas):
             return False, None
         if _is_committed(save, present):
+            if 0 in save.metas:
+                # By an agent that is gone: it may not have come to what follows the manifest.
+                _publish(save)
             return True, None
         if 0 in save.metas:
             world_size = save.metas[0].world_size
@@ -128,14 +141,19 @@ def commit(save: PendingSave) -> None:
     reach("commit.common")
     storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
     reach("commit.manifest")
+    _publish(save)
+
+
+def _publish(save: PendingSave) -> None:
+    """Move the tracker to a save whose manifest is there, then tidy up."""
+    storage, meta = save.storage, save.metas[0]
     previous = None
-    if save.superseded_by is None:
+    if save.superseded_by is None and not _is_overtaken(save):
         previous = tracked_iteration(storage)
         storage.put(names.TRACKER, str(save.iteration).encode())
         reach("commit.tracker")
     try:
-        kept = {names.common_name(save.save_id), *(shard.file for shard in merged.shards)}
-        _remove_leftovers(save, kept)
+        _remove_leftovers(save)
         reach("commit.tidy")
         retire(
             storage,
@@ -148,6 +166,19 @@ def commit(save: PendingSave) -> None:
     except (FlashCkptError, OSError) as error:
         # The checkpoint is committed; untidiness must not make it look failed.
         logger.warning("committed iteration %d, but: %s", save.iteration, error)
+
+
+def _is_overtaken(save: PendingSave) -> bool:
+    """Return whether the tracker names a save that was staged after this one."""
+    tracked = tracked_iteration(save.storage) if save.later else None
+    if tracked is None:
+        return False
+    name = f"{names.iteration_dir(tracked)}/{names.MANIFEST}"
+    try:
+        found = names.decode_manifest(save.storage.read(name), f"{save.storage.place}/{name}")
+    except (CorruptCheckpointError, FormatVersionError, FileNotFoundError):
+        return False
+    return found.save_id in save.later
 
 
 def tracked_iteration(storage: Storage) -> int | None:
@@ -184,6 +215,20 @@ def forget(save: PendingSave) -> None:
             logger.warning("left behind after a failed save: %s", error)
 
 
+def is_persisted(save: PendingSave, rank: int) -> bool:
+    """Return whether an agent that is gone made this rank's shard of `save` durable.
+
+    Such a file must not be written again: the checkpoint may be, or become, committed meanwhile.
+    """
+    if names.record_name(rank, save.save_id) in save.storage.list(save.directory):
+        return True
+    # Records go after the manifest has come: in this order one of the two is always seen.
+    try:
+        return _is_committed(save, set(save.storage.list(save.directory)))
+    except (CorruptCheckpointError, FormatVersionError, FileNotFoundError):
+        return False  # a manifest, but not this save's
+
+
 def _is_committed(save: PendingSave, present: set[str]) -> bool:
     if names.MANIFEST not in present:
         return False
@@ -213,8 +258,11 @@ def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason
         logger.error("cannot tell other nodes of the failure: %s", error)
 
 
-def _remove_leftovers(save: PendingSave, kept: set[str]) -> None:
+def _remove_leftovers(save: PendingSave) -> None:
     """Delete this save's records and the files of earlier attempts; nothing that is not ours."""
+    world_size = save.metas[0].world_size
+    kept = {names.shard_name(rank, save.save_id) for rank in range(world_size)}
+    kept.add(names.common_name(save.save_id))
     for name in save.storage.list(save.directory):
         if names.save_id_of(name) and name not in kept:
             save.storage.delete(f"{save.directory}/{name}")

@@ -19,7 +19,9 @@ from megatron_flashckpt.layout.shard_file import (
     CHUNK_NBYTES,
     chunk_count,
     chunk_digest,
+    decode_header,
     encode_header,
+    header_nbytes,
 )
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
 from megatron_flashckpt.storage.base import Storage
@@ -45,6 +47,14 @@ def persist_slot(
     # Closed at once, whatever happens: a slab with views of it in use cannot be given back.
     with contextlib.closing(chunks()) as data_section:
         return write_shard(storage, header.iteration, header.save_id, meta, data_section)
+
+
+def stored_digests(storage: Storage, header: SlotHeader, rank: int) -> tuple[str, ...]:
+    """Return the chunk digests of a shard that is durable already."""
+    name = f"{iteration_dir(header.iteration)}/{shard_name(rank, header.save_id)}"
+    place = f"{storage.place}/{name}"
+    nbytes = header_nbytes(storage.read(name, 0, 8), place)
+    return decode_header(storage.read(name, 0, nbytes), place).digests
 
 
 def write_shard(

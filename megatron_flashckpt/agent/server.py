@@ -15,13 +15,18 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit import PendingSave, forget, leave_note, outcome_of
-from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.agent.commit import (
+    PendingSave,
+    forget,
+    is_persisted,
+    leave_note,
+    outcome_of,
+)
+from megatron_flashckpt.agent.persist import persist_slot, stored_digests
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.templates import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
@@ -30,12 +35,10 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
 
-if TYPE_CHECKING:
-    from megatron_flashckpt.agent.peers.redundancy import Redundancy
-
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+_BACKLOG = 128
 _COMMIT_POLL_S = (0.02, 1.0)
 #: Seconds for which an agent that nobody has talked to yet stays.
 _UNCLAIMED_S = 60.0
@@ -63,6 +66,14 @@ class _Rank:
         self.left = False
         self.connection: socket.socket | None = None
 
+    def forget_saves(self) -> None:
+        """Tell a later trainer nothing of what this one has staged.
+
+        No failure of a save that a crash cut short may stop a job that has restarted well.
+        """
+        self.awaited.clear()
+        self.untold.clear()
+
 
 class Agent:
     """One per node and save directory. `serve` runs until the agent is not needed any more."""
@@ -74,7 +85,6 @@ class Agent:
         self._ranks: dict[int, _Rank] = {}
         self._pending: dict[str, PendingSave] = {}
         self._templates = TemplateStore(self._changed)
-        self._peers: Redundancy | None = None
         self._connections = 0
         self._last_seen = time.monotonic()
         self._pool = concurrent.futures.ThreadPoolExecutor(options.persist_threads, "persist")
@@ -86,6 +96,8 @@ class Agent:
         """Accept trainers until all have left, or none has come back for the grace time."""
         committer = threading.Thread(target=self._commit_loop, name="commit", daemon=True)
         committer.start()
+        # Again, and from this process: whoever connects can see who serves (`protocol.peer`).
+        self._listener.listen(_BACKLOG)
         self._listener.settimeout(_TICK_S)
         while not self._may_leave():
             with contextlib.suppress(TimeoutError):
@@ -98,8 +110,6 @@ class Agent:
             self._changed.notify_all()
         committer.join()
         self._pool.shutdown()
-        if self._peers is not None:
-            self._peers.close()
         for rank in self._ranks.values():
             if rank.slots is not None:
                 rank.slots.slab.close()
@@ -119,8 +129,8 @@ class Agent:
     def _converse(self, connection: socket.socket) -> None:
         number: int | None = None
         try:
-            if p.peer_uid(connection) != os.getuid():
-                logger.warning("refused a connection of user %d", p.peer_uid(connection))
+            if p.peer(connection).uid != os.getuid():
+                logger.warning("refused a connection of user %d", p.peer(connection).uid)
                 return
             number = self._greet(connection)
             while number is not None:
@@ -156,12 +166,8 @@ class Agent:
             rank = self._ranks.setdefault(hello.rank, _Rank())
             rank.left = False
             rank.connection = connection
-            # What its former life staged is none of its business: no failure of a save that the
-            # crash cut short may stop a job that has restarted well.
-            rank.awaited.clear()
-            rank.untold.clear()
-            if rank.slots is not None:
-                rank.slots.discard_torn()
+            self._inherit(hello.rank)
+            rank.forget_saves()
         p.send(connection, p.Welcome(os.getpid(), self._options.root))
         return hello.rank
 
@@ -171,10 +177,10 @@ class Agent:
             self._last_seen = time.monotonic()
             rank = self._ranks.get(-1 if number is None else number)
             # A successor of the same rank may have connected already: its slots are not ours.
-            if rank is not None and rank.connection is connection:
+            if number is not None and rank is not None and rank.connection is connection:
                 rank.connection = None
-                if rank.slots is not None:
-                    rank.slots.discard_torn()
+                self._inherit(number)
+                rank.forget_saves()
             self._changed.notify_all()
 
     def _answer(
@@ -182,16 +188,11 @@ class Agent:
     ) -> tuple[p.Reply] | tuple[p.Reply, int]:
         """Return the reply, with the descriptor to send along if any."""
         if isinstance(request, p.AttachSlab) and fd is not None:
-            self._attach(number, Slab.attach(fd))
+            taken = self._attach(number, Slab.attach(fd))
             reach("agent.attached")
-            return (p.Done(),)
+            return (p.Attached(taken),)
         if fd is not None:
             os.close(fd)
-        if isinstance(request, p.Recover):
-            ended = self._peers is None or self._peers.recover(
-                number, request.saves, request.wait_s
-            )
-            return (p.Recovered(ended),)
         with self._changed:
             rank = self._ranks[number]
             match request:
@@ -202,8 +203,6 @@ class Agent:
                     return p.SlabOffer(True, offers), rank.slots.slab.fd
                 case p.Adopt():
                     self._adopt(rank, request)
-                    if self._peers is not None:
-                        self._peers.adopt(number, request.save_id, request.iteration)
                     return (p.Done(),)
                 case p.Acquire():
                     return (p.Granted(self._acquire(rank, request.wait_s)),)
@@ -220,11 +219,6 @@ class Agent:
                     return (p.Done(),)
                 case p.Poll():
                     return (self._poll(rank, request.wait_s),)
-                case p.OpenPeers():
-                    return (self._open_peers(request),)
-                case p.JoinPeers() if self._peers is not None:
-                    self._peers.join(request)
-                    return (p.Done(),)
                 case p.Leave():
                     rank.left = True
                     self._changed.notify_all()
@@ -232,33 +226,39 @@ class Agent:
                 case _:
                     return (p.Refused(f"unexpected {type(request).__name__}"),)
 
-    def _attach(self, number: int, slab: Slab) -> None:
+    def _attach(self, number: int, slab: Slab) -> tuple[str, ...]:
         with self._changed:
-            self._replace_slots(self._ranks[number], RankSlots(slab))
+            rank = self._ranks[number]
+            if rank.slots is not None and rank.slots.slab.is_same(slab):
+                # Its trainer has reconnected; what we know of its slots stays true.
+                slab.close()
+            else:
+                if rank.slots is not None:
+                    rank.retired.append(rank.slots)
+                rank.slots = RankSlots(slab)
+                self._drop_retired(rank)
+            return self._inherit(number)
 
-    def _open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
-        if self._peers is None:
-            # pyzmq is loaded only where it is needed, so that other agents start fast.
-            from megatron_flashckpt.agent.peers.redundancy import Redundancy
+    def _inherit(self, number: int) -> tuple[str, ...]:
+        """Persist what a rank has staged, doorbell or not; drop what it had half copied.
 
-            self._peers = Redundancy(request, self._own_slots, self._install)
-        return self._peers.opened
-
-    def _own_slots(self) -> dict[int, RankSlots]:
-        with self._changed:
-            slots = {number: rank.slots for number, rank in self._ranks.items()}
-        return {number: theirs for number, theirs in slots.items() if theirs is not None}
-
-    def _install(self, number: int, slots: RankSlots) -> None:
-        """Make slots that came from other nodes those of a rank."""
-        with self._changed:
-            self._replace_slots(self._ranks[number], slots)
-
-    def _replace_slots(self, rank: _Rank, slots: RankSlots) -> None:
-        if rank.slots is not None:
-            rank.retired.append(rank.slots)
-        rank.slots = slots
-        self._drop_retired(rank)
+        Nobody is writing to its slots: the trainer is gone, or hands over a slab that was another
+        agent's. What was staged there may be durable in part, or committed, already.
+        """
+        slots = self._ranks[number].slots
+        if slots is None:
+            return ()
+        slots.discard_torn()
+        taken: list[str] = []
+        for index in slots.staged():
+            try:
+                save = self._enqueue(number, index)
+            except FlashCkptError as error:
+                logger.error("rank %d: what is staged in slot %d is lost: %s", number, index, error)
+                continue
+            taken.append(save.save_id)
+            save.later |= slots.saves_after(index)
+        return tuple(taken)
 
     def _drop_retired(self, rank: _Rank) -> None:
         """Free replaced slabs once nothing reads them."""
@@ -295,7 +295,7 @@ class Agent:
 
     # ------------------------------------------------------------------ persist and commit
 
-    def _enqueue(self, number: int, index: int) -> None:
+    def _enqueue(self, number: int, index: int) -> PendingSave:
         rank_slots = self._ranks[number].slots
         if rank_slots is None or not 0 <= index < len(rank_slots.infos):
             raise AgentError(f"rank {number} has no slot {index}")
@@ -303,21 +303,25 @@ class Agent:
         header = slot.header
         if header.state != SlotState.STAGED:
             raise AgentError(f"slot {index} of rank {number} is {header.state.name}, not STAGED")
-        meta = slot.meta
+        meta, info = slot.meta, rank_slots.infos[index]
         save = self._pending.setdefault(
             header.save_id,
             PendingSave(
-                PosixStorage(meta.root), header.iteration, header.save_id, time.monotonic()
+                PosixStorage(meta.root),
+                header.iteration,
+                header.save_id,
+                time.monotonic(),
+                inherited=info.inherited,
             ),
         )
         save.metas[number] = meta
         self._ranks[number].awaited.add(header.save_id)
-        rank_slots.infos[index].persisting = True
-        reach("agent.enqueued")
-        self._pool.submit(self._persist, number, rank_slots, slot, save)
-        if self._peers is not None:
-            self._peers.staged(number, rank_slots, index)
+        if not info.claimed:
+            info.claimed = info.persisting = True
+            reach("agent.enqueued")
+            self._pool.submit(self._persist, number, rank_slots, slot, save)
         self._changed.notify_all()
+        return save
 
     def _abandon(self, number: int, request: p.Abandon) -> None:
         reason = f"rank {number}: {request.reason}"
@@ -337,7 +341,10 @@ class Agent:
         started = time.monotonic()
         header = slot.header
         try:
-            digests = persist_slot(save.storage, slot, header, save.metas[number])
+            if slots.infos[slot.index].inherited and is_persisted(save, number):
+                digests = stored_digests(save.storage, header, number)
+            else:
+                digests = persist_slot(save.storage, slot, header, save.metas[number])
         except Exception as failure:  # whatever it is, the trainers must learn of it
             error = str(failure)
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
@@ -393,6 +400,9 @@ class Agent:
             level = logging.INFO if save.outlived else logging.ERROR
             logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
             reach("save.failed")
+        persisted = set(save.persisted)
+        if error is not None:
+            # Before anybody is told: on a full disk the next save needs the space.
             forget(save)
         with self._changed:
             seconds = time.monotonic() - save.staged_at
@@ -414,12 +424,16 @@ class Agent:
                     rank.slots.mark(save.save_id, state)
             reach("save.marked")
             self._changed.notify_all()
+            overlooked = save.persisted - persisted
+        if error is not None and overlooked:
+            # Written while the others' files were being removed.
+            forget(save)
         return True
 
     def _supersede(self, save: PendingSave) -> None:
         """Keep saves staged before `save`, and still pending, from moving the tracker back."""
         for other in self._pending.values():
-            if other.staged_at < save.staged_at and other.superseded_by != other.iteration:
+            if other.order < save.order and other.superseded_by != other.iteration:
                 other.superseded_by = save.iteration
 
 
@@ -430,5 +444,5 @@ def listen(directory: Path, name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(path))
     path.chmod(0o600)
-    listener.listen(128)
+    listener.listen(_BACKLOG)
     return listener

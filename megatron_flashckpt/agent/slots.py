@@ -21,9 +21,11 @@ class SlotInfo:
     """Order of acquisition; higher is newer."""
     persisting: bool = False
     """Its bytes are being read: must not be overwritten."""
+    claimed: bool = False
+    """Handed over: its trainer has rung the doorbell, or the slot was taken over without that."""
+    inherited: bool = False
+    """Another agent had it first, and may have come to any point of making it durable."""
     digests: tuple[str, ...] | None = None
-    recovered: bool = False
-    """Its bytes came from other nodes."""
 
 
 class RankSlots:
@@ -36,7 +38,9 @@ class RankSlots:
         self.infos = [SlotInfo() for _ in slab.slots]
         # A slab that outlived its first agent is not empty: its newest checkpoint goes last.
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
-            self.infos[slot.index].sequence = next(self._sequence)
+            info = self.infos[slot.index]
+            info.sequence = next(self._sequence)
+            info.inherited = slot.header.state == SlotState.STAGED
 
     @property
     def busy(self) -> bool:
@@ -69,10 +73,23 @@ class RankSlots:
             header = slot.header
             if header.state in COMPLETE:
                 durable = header.state == SlotState.DURABLE
-                which = (slot.index, header.iteration, header.save_id)
-                offer = Offer(*which, durable, info.digests, info.recovered)
+                offer = Offer(slot.index, header.iteration, header.save_id, durable, info.digests)
                 found.append((info.sequence, offer))
         return [offer for _, offer in sorted(found, key=lambda pair: -pair[0])]
+
+    def staged(self) -> list[int]:
+        """Return the slots whose save has no outcome yet, oldest first."""
+        staged = [slot.index for slot in self.slab.slots if slot.header.state == SlotState.STAGED]
+        return sorted(staged, key=lambda index: self.infos[index].sequence)
+
+    def saves_after(self, index: int) -> set[str]:
+        """Return the complete saves that are newer than the one in slot `index`."""
+        return {
+            slot.header.save_id
+            for slot in self.slab.slots
+            if slot.header.state in COMPLETE
+            and self.infos[slot.index].sequence > self.infos[index].sequence
+        }
 
     def discard_torn(self) -> None:
         """Empty what a dead trainer was still copying."""

@@ -39,7 +39,7 @@ class Slab:
             StorageError: the memory is not there; names the bytes wanted.
         """
         geometry = SlabGeometry(slots, align(meta_nbytes), align(data_nbytes))
-        available = available_nbytes()
+        available = _available_nbytes()
         if geometry.nbytes > available:
             # Not left to posix_fallocate: it takes page after page until the kernel starts killing.
             raise StorageError(
@@ -98,6 +98,10 @@ class Slab:
             and data_nbytes <= self.geometry.data_capacity
         )
 
+    def is_same(self, other: Slab) -> bool:
+        """Return whether both are mappings of one memory."""
+        return os.path.samestat(os.fstat(self.fd), os.fstat(other.fd))
+
     @property
     def slots(self) -> list[Slot]:
         return [Slot(self.memory, self.geometry, i) for i in range(self.geometry.slots)]
@@ -121,7 +125,7 @@ def _refusal(geometry: SlabGeometry, name: str, reason: str | None) -> str:
     )
 
 
-def available_nbytes() -> int:
+def _available_nbytes() -> int:
     """Return the bytes that this node can give without swapping, as the kernel estimates it."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         fields = dict(line.split(":", 1) for line in lines)

@@ -102,9 +102,11 @@ class Stager:
 
     def wait(self) -> None:
         """Return when no copy is under way: the sources may change."""
-        if self._current is not None:
-            self._current.done.wait()
-            self._current = None
+        # Also called by the thread that looks for another agent, hence the local name.
+        if (job := self._current) is not None:
+            job.done.wait()
+            if self._current is job:
+                self._current = None
 
     def close(self) -> None:
         """End the copy thread and unpin."""

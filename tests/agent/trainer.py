@@ -103,12 +103,23 @@ class FakeTrainer:
         self.metrics: dict[str, float] = {}
         self.slab: Slab | None = None
         self._untold: list[Outcome] = []
+        self._config = config
         self.client: AgentClient = connect(str(root), rank, 0, config)
         self.plans = PlanCache(self.client.fetch_template, self.client.publish_template)
 
     @property
     def layout(self) -> Layout:
         return self.plans.layout(self.pieces)
+
+    def reconnect(self) -> tuple[str, ...]:
+        """Do what a rank does whose agent is gone: find one and hand it the slab.
+
+        Returns the saves that it took over.
+        """
+        self.client.close()
+        self.client = connect(str(self.root), self.rank, 0, self._config)
+        assert self.slab is not None
+        return self.client.attach(self.slab)
 
     def take(self) -> tuple[Offer, ...]:
         """Use the slab that the agent has of this rank from now on; return what is in it."""

@@ -4,12 +4,14 @@ Environment:
     TRACE_DIR     where each rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
     KILL          `rank:iteration`: that rank ends itself with SIGKILL in that iteration's forward,
                   in the first incarnation only
-    KILL_ONCE     `glob:text:count`: KILL waits until the files hold the text so many times in all
-    KILL_AGENT    iteration in whose forward rank 0 ends the node's agent with SIGKILL
+    SIGNALS       `NAME:WHOM:ITERATION ...`: signals sent in the forward of that iteration, in the
+                  first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
+                  to the `job` (torchrun and all ranks)
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
-torch.distributed call made inside `save_checkpoint`; the plan counters at the end.
+torch.distributed call made inside `save_checkpoint`; the bytes of shards that each load read from
+storage; the plan counters at the end.
 """
 
 from __future__ import annotations
@@ -19,11 +21,10 @@ import json
 import os
 import signal
 import sys
-import time
-from glob import glob
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -124,36 +125,62 @@ def traced_loss(loss_func: Any) -> Any:
 
 def killing_step(forward_step: Any) -> Any:
     rank, _, when = os.environ.get("KILL", "").partition(":")
+    signals = [one.split(":") for one in os.environ.get("SIGNALS", "").split()]
 
     def wrapper(batches: Any, model: Any) -> Any:
-        if os.environ.get("KILL_AGENT") == str(iteration()) and RANK == 0:
-            kill_agent()
+        # Taken off the list: a forward runs once per micro-batch.
+        while ATTEMPT == 0 and signals and iteration() == int(signals[0][2]):
+            send(*signals.pop(0)[:2])
         if rank and ATTEMPT == 0 and int(rank) == RANK and iteration() == int(when):
-            await_kill_once()
             os.kill(os.getpid(), signal.SIGKILL)
         return forward_step(batches, model)
 
     return wrapper
 
 
-def await_kill_once() -> None:
-    files, _, rest = os.environ.get("KILL_ONCE", "").partition(":")
-    text, _, count = rest.rpartition(":")
-    deadline = time.monotonic() + 60
-    while files and sum(Path(name).read_text().count(text) for name in glob(files)) < int(count):
-        assert time.monotonic() < deadline, f"{files} do not say {text!r} {count} times"
-        time.sleep(0.02)
+def send(name: str, whom: str) -> None:
+    """Send a signal; rank 0 does it, but for those that each rank sends itself."""
+    number = signal.Signals[f"SIG{name}"]
+    if whom == "ranks":
+        os.kill(os.getpid(), number)
+    if RANK != 0:
+        return
+    if whom == "agent":
+        from megatron_flashckpt.session import session
+
+        for each in session._open.values():
+            os.kill(each.checkpointer.link.client().agent_pid, number)
+    if whom in ("torchrun", "job"):
+        torchrun = psutil.Process(os.getppid())
+        ranks = torchrun.children()
+        torchrun.send_signal(number)
+        for process in ranks if whom == "job" else ():
+            process.send_signal(number)
 
 
-def kill_agent() -> None:
-    """End the agent once (a forward runs once per micro-batch)."""
-    from megatron_flashckpt.session import session
+def traced_load(load: Any) -> Any:
+    """Trace what a load reads of shards, as the storage sees it."""
+    from megatron_flashckpt.storage.posix import PosixStorage
 
-    for each in session._open.values():
-        pid = each.checkpointer.link.client().agent_pid
-        if not hasattr(kill_agent, "done"):
-            kill_agent.done = True
-            os.kill(pid, signal.SIGKILL)
+    read_into = PosixStorage.read_into
+    nbytes = 0
+
+    def counting(self: PosixStorage, name: str, offset: int, buffer: memoryview) -> int:
+        nonlocal nbytes
+        nbytes += buffer.nbytes
+        return read_into(self, name, offset, buffer)
+
+    @functools.wraps(load)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        PosixStorage.read_into = counting
+        try:
+            result = load(*args, **kwargs)
+        finally:
+            PosixStorage.read_into = read_into
+        trace(event="load", iteration=result[0], read_nbytes=nbytes)
+        return result
+
+    return wrapper
 
 
 def report_counters() -> None:
@@ -171,6 +198,7 @@ def report_counters() -> None:
 
 if __name__ == "__main__":
     training.save_checkpoint = watched_save(training.save_checkpoint)
+    training.load_checkpoint = traced_load(training.load_checkpoint)
     tiny.loss_func = traced_loss(tiny.loss_func)
     finalize = training.maybe_finalize_async_save
 

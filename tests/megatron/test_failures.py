@@ -47,31 +47,38 @@ def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed_agent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+def lost_agents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Saves at 2, 4 and 6; the agent is killed right after the first, its successor stopped."""
     tmp_path = tmp_path_factory.mktemp("agent")
     save = str(tmp_path / "save")
     arguments = [*MODEL, "--train-iters", "6", "--save", save, "--save-interval", "2"]
-    return tmp_path, succeeded(
-        run_job(tmp_path, "agent", arguments, ranks=RANKS, env={"KILL_AGENT": "4"})
-    )
+    signals = "KILL:agent:3 STOP:agent:5"
+    env = {"SIGNALS": signals, "FLASHCKPT_AGENT__ANSWER_TIMEOUT_S": "1"}
+    return tmp_path, succeeded(run_job(tmp_path, "agent", arguments, ranks=RANKS, env=env))
 
 
-def test_an_agent_that_is_gone_is_reported_on_every_rank(
-    killed_agent: tuple[Path, Result],
+def test_an_agent_that_is_gone_or_hangs_is_reported_on_every_rank(
+    lost_agents: tuple[Path, Result],
 ) -> None:
-    _, result = killed_agent
+    _, result = lost_agents
     for rank in range(RANKS):
-        found = re.findall(
-            rf"rank {rank}: .* was not saved: the agent of this node is gone.*", result.log
+        said = re.findall(
+            rf"rank {rank}: (the agent of this node is gone.*); another one takes over", result.log
         )
-        assert len(found) == 1
-        assert "agent.log" in found[0]
+        assert len(said) == 2
+        assert all("agent.log" in each for each in said)
+    assert re.search(r"agent \d+ did not answer within 1 s: killed", result.log)
     assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_next_save_starts_a_new_agent_and_is_committed(
-    killed_agent: tuple[Path, Result],
+def test_what_was_staged_at_an_agent_that_is_gone_is_made_durable_by_the_next(
+    lost_agents: tuple[Path, Result],
 ) -> None:
-    tmp_path, result = killed_agent
+    tmp_path, result = lost_agents
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
-    assert "successfully saved checkpoint from iteration       6" in result.log
+    for iteration in (2, 4, 6):
+        assert (tmp_path / f"save/iter_{iteration:07d}/manifest.json").exists()
+        said = f"successfully saved checkpoint from iteration       {iteration}"
+        assert result.log.count(said) == 1
+    assert "was not saved" not in result.log
+    assert list((tmp_path / "run").iterdir()) == [], "no agent is left, and nothing of one"
