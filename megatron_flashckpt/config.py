@@ -128,6 +128,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     restore_from_memory: bool = True
     """Use the slots of a living agent when all ranks still have the newest checkpoint there."""
 
+    damaged: Literal["fall_back", "stop"] = "fall_back"
+    """The checkpoint to go on from is damaged: `fall_back` to the newest older one that is not (all
+    ranks alike, iterations are lost, the log says so loudly), or `stop`. With `--ckpt-step` and
+    with `--finetune` a load always stops: somebody wants that checkpoint and no other."""
+
     read_threads: int = 2
     """Chunks (4 MiB each) read and verified at the same time by one rank."""
 

@@ -6,9 +6,14 @@ error that is also a standard one inherits it, so that `except FileNotFoundError
 
 from __future__ import annotations
 
+import errno
+
 
 class FlashCkptError(Exception):
     """Base of every error that this package raises on purpose."""
+
+    repeats = False
+    """Whether it happened on another rank, which the message names."""
 
 
 class ConfigError(FlashCkptError, ValueError):
@@ -55,3 +60,18 @@ class AgentError(FlashCkptError, ConnectionError):
 
 class SaveFailedError(FlashCkptError):
     """A checkpoint that was staged could not be made durable."""
+
+
+#: What reading a regular file of a healthy disk never gives: something else stands in the file's
+#: place (a link, a directory, a pipe), or the device has lost its bytes.
+_LOST = frozenset({errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ESPIPE, errno.EIO})
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return whether a checkpoint is not (or no more) what was written, so that an older one helps.
+
+    It does not against what is wrong with the job: another model, no permission, an older release.
+    """
+    if isinstance(error, StorageError):
+        return error.errno in _LOST
+    return isinstance(error, CorruptCheckpointError | NotCommittedError)

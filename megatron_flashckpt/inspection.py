@@ -9,7 +9,12 @@ from typing import Any
 
 import msgspec
 
-from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, NotCommittedError
+from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
+    FlashCkptError,
+    NotCommittedError,
+    is_damage,
+)
 from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
@@ -36,6 +41,8 @@ _SIZES = {
 #: Ranks named in a message.
 _SHOWN = 8
 _MAX_RANKS = 1 << 20
+#: More than a tracker has.
+_TRACKER_NBYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +84,21 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
 def tracker(storage: Storage) -> str | None:
     """Return what the tracker says (an iteration or `release`); None if there is no tracker."""
     try:
-        return storage.read(names.TRACKER).decode(errors="replace").strip()
+        encoded = storage.read(names.TRACKER, 0, _TRACKER_NBYTES)
     except FileNotFoundError:
         return None
+    return encoded.decode(errors="replace").strip()
+
+
+def iteration_in(text: str) -> int | None:
+    """Return the iteration that a tracker's `text` names; None if it names none."""
+    # Python refuses to make numbers of thousands of digits.
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def tracked_iteration(storage: Storage) -> int | None:
     """Return the iteration that the tracker names; None if it names none."""
-    text = tracker(storage) or ""
-    # Python refuses to make numbers of thousands of digits.
-    return int(text) if text.isdecimal() and len(text) < 20 else None
+    return iteration_in(tracker(storage) or "")
 
 
 def chosen_iteration(storage: Storage) -> int:
@@ -99,6 +111,21 @@ def chosen_iteration(storage: Storage) -> int:
     return loadable_iterations(storage)[-1] if tracked is None else tracked
 
 
+def committed_iterations(storage: Storage) -> list[int]:
+    """Return in order the iterations of ours that are committed, or cannot be looked at."""
+    found = []
+    for iteration, directory in _directories(storage):
+        try:
+            committed = names.MANIFEST in storage.list(directory)
+        except FlashCkptError as error:
+            if not is_damage(error):
+                raise
+            committed = True  # it may have been; whoever opens it learns what is wrong
+        if committed and iteration is not None:
+            found.append(iteration)
+    return found
+
+
 def loadable_iterations(storage: Storage) -> list[int]:
     """Return in order what jobs may be told to load: what is committed, and what is tracked.
 
@@ -107,11 +134,7 @@ def loadable_iterations(storage: Storage) -> list[int]:
     Raises:
         NotCommittedError: there is none.
     """
-    iterations = {
-        iteration
-        for iteration, directory in _directories(storage)
-        if iteration is not None and names.MANIFEST in storage.list(directory)
-    }
+    iterations = set(committed_iterations(storage))
     tracked = tracked_iteration(storage)
     if tracked is not None and not megatron_format(storage, names.iteration_dir(tracked)):
         iterations.add(tracked)

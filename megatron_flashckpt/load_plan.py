@@ -30,6 +30,9 @@ class LoadRequest:
     strict: bool
     fill: bool = True
     """False: only the side state is wanted."""
+    overwritten: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    """Kind and key of what this rank's model has from a checkpoint that turned out to be damaged:
+    whatever is loaded in its place must replace all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,11 @@ class LoadPlan:
     reads: ReadPlan
     pieces: list[Piece]
     targets: Targets
+
+    @property
+    def names(self) -> set[tuple[str, str]]:
+        """Kind and key of all that is filled."""
+        return {(piece.kind, piece.key) for piece in self.pieces}
 
     def zero_padding(self) -> None:
         """Zero what no read fills: the rows by which this vocabulary is padded further."""

@@ -13,11 +13,16 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.load_plan import LoadPlan, plan_reads
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, side_state
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece
 from megatron_flashckpt.restore.collectives import broadcast_object, together
 from megatron_flashckpt.saved_job import SavedJob
+
+#: A few MiB at most: random states, param groups, what FP8 keeps of each module.
+_MAX_NBYTES = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +49,9 @@ def load_side_state(found: SavedJob, rank: int, fill: Callable[[LoadPlan], Any])
     if rank == 0:
         sources += [source for source in found.representatives() if source != twin]
     pieces = {source: piece for source in sources if (piece := found.rank_state(source))}
-    framed = {
-        source: torch.empty(piece.nbytes, dtype=torch.uint8) for source, piece in pieces.items()
-    }
+    framed = together(
+        lambda: {source: _room_for(piece, found.place) for source, piece in pieces.items()}
+    )
     fill(plan_reads(found, [LocalPiece(piece, framed[source]) for source, piece in pieces.items()]))
     states = together(
         lambda: {
@@ -55,12 +60,24 @@ def load_side_state(found: SavedJob, rank: int, fill: Callable[[LoadPlan], Any])
         }
     )
     own = None if twin is None else states.get(twin)
-    groups, objects = broadcast_object(_merged(list(states.values())))
+    groups, objects = broadcast_object(
+        together(lambda: _merged(list(states.values())) if rank == 0 else None)
+    )
     if own is not None and cut == found.model_cut:
         objects = own["objects"]
         if hyper_parameters.knows_steps(own["optimizer"]):
             groups = own["optimizer"]
     return SideState(own, groups, objects)
+
+
+def _room_for(piece: Piece, place: str) -> torch.Tensor:
+    """Return memory for a side state; what a table of contents claims may be anything."""
+    if piece.nbytes > _MAX_NBYTES:
+        raise CorruptCheckpointError(
+            f"{place}: claims {piece.nbytes} bytes of side state of one rank; load an older "
+            "iteration with --ckpt-step"
+        )
+    return torch.empty(piece.nbytes, dtype=torch.uint8)
 
 
 def _merged(rank_states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -18,16 +18,18 @@ import torch
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
+from megatron_flashckpt.layout.completeness import incomplete
+from megatron_flashckpt.layout.manifest import MANIFEST, Coordinates, common_name, iteration_dir
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, plan_load
 from megatron_flashckpt.load_side_state import SideState, load_side_state
-from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain
+from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object, gather_objects, together
 from megatron_flashckpt.restore.exchange import ROUND_NBYTES, exchange
@@ -69,19 +71,22 @@ class InMemory:
     """Whether every rank's agent saw it committed."""
 
 
-def newest_in_memory(checkpointer: Checkpointer) -> InMemory | None:
-    """Return the newest checkpoint that *all* ranks hold. Collective."""
+def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
+    """Return the checkpoints that *all* ranks hold, newest first. Collective."""
     slab, offers = together(checkpointer.link.take_slab)
     reach("load.taken")
     everyone = gather_objects([msgspec.structs.asdict(offer) for offer in offers])
     held = [{theirs["save_id"]: theirs for theirs in offered} for offered in everyone]
     common = set(held[0]).intersection(*held[1:])
-    if not common or slab is None:
-        return None
+    if slab is None:
+        return []
+    mine = {offer.save_id: offer for offer in offers}
     # Newest iteration; among saves of the same iteration the id decides, alike on all ranks.
-    chosen = max(common, key=lambda save_id: (held[0][save_id]["iteration"], save_id))
-    mine = next(offer for offer in offers if offer.save_id == chosen)
-    return InMemory(slab, mine, all(theirs[chosen]["durable"] for theirs in held))
+    order = sorted(common, key=lambda save_id: (held[0][save_id]["iteration"], save_id))
+    return [
+        InMemory(slab, mine[save_id], all(theirs[save_id]["durable"] for theirs in held))
+        for save_id in reversed(order)
+    ]
 
 
 def load_from_memory(
@@ -92,18 +97,8 @@ def load_from_memory(
     Raises:
         FlashCkptError: on every rank alike; nothing was overwritten.
     """
-    slab, offer = found_there.slab, found_there.offer
-    slot = slab.slots[offer.slot]
-    own = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)[
-        slot.data_offset : slot.data_offset + slot.header.data_nbytes
-    ]
-
-    def read_meta() -> Any:
-        meta = slot.meta
-        _verify_slot(own, offer)
-        return meta
-
-    meta = together(read_meta)
+    offer = found_there.offer
+    meta, own = together(lambda: _verified(found_there, rank))
     place = f"the memory of iteration {offer.iteration}"
     layouts = gather_objects(
         msgspec.msgpack.encode((meta.rank, meta.template.items, meta.placement, meta.coordinates))
@@ -153,15 +148,27 @@ def load_from_storage(
     found = SavedJob(
         stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
     )
-    return _load(
-        request,
-        state,
-        rank,
-        found,
-        lambda plan: together(lambda: _read(stored, plan, config)),
-        stored.common,
-        Origin(iteration, stored.manifest.save_id, "storage"),
-    )
+    try:
+        return _load(
+            request,
+            state,
+            rank,
+            found,
+            lambda plan: together(lambda: _read(stored, plan, config)),
+            stored.common,
+            Origin(iteration, stored.manifest.save_id, "storage"),
+        )
+    except MissingStateError as error:
+        # Either this model wants something else, or the checkpoint is not whole itself.
+        problems = broadcast_object(
+            together(lambda: incomplete(found.sources) if rank == 0 else [])
+        )
+        if not problems:
+            raise
+        raise CorruptCheckpointError(
+            f"{stored.place}/{MANIFEST}: {'; '.join(problems)}; load an older iteration with "
+            "--ckpt-step"
+        ) from error
 
 
 def _read(stored: StoredCheckpoint, plan: LoadPlan, config: Config) -> ReadReport:
@@ -191,16 +198,28 @@ def _load(
     """
     name = f"{found.place}/{common_name(origin.save_id)}"
     encoded = broadcast_object(together(lambda: common() if rank == 0 else b""))
-    said = together(lambda: plain.decode(encoded, name))
+    said = together(lambda: plain.decode_dict(encoded, name, side_state.COMMON_STATE))
     side = load_side_state(found, rank, fill)
     plan = plan_load(request, state, found, rank)
     if request.fill and request.optimizer is not None:
         together(lambda: hyper_parameters.check(request.optimizer, side.optimizer))
+    together(lambda: _refuse_mixture(request, plan, found.place))
+    request.overwritten.update(plan.names)
     reach("load.planned")
     plan.zero_padding()
     report = fill(plan)
     reach("load.filled")
     return Loaded(origin, said, side, report)
+
+
+def _refuse_mixture(request: LoadRequest, plan: LoadPlan, place: str) -> None:
+    """Raise if something of a damaged checkpoint, loaded in part before, would stay."""
+    stay = sorted(f"{kind}/{key}" for kind, key in request.overwritten - plan.names)
+    if stay:
+        raise MissingStateError(
+            f"{place}: lacks {', '.join(stay)}, which a damaged checkpoint has overwritten "
+            "already; start again with --ckpt-step for this iteration"
+        )
 
 
 class _Summary(msgspec.Struct, array_like=True):
@@ -212,13 +231,37 @@ class _Summary(msgspec.Struct, array_like=True):
     coordinates: Coordinates
 
 
-def _verify_slot(own: torch.Tensor, offer: Offer) -> None:
-    """Check the slot against the digests that were taken when it was persisted, if it was."""
+def _verified(found_there: InMemory, rank: int) -> tuple[SlotMeta, torch.Tensor]:
+    """Return the description and the data (flat uint8) of this rank's slot.
+
+    The digests were taken when the slot was persisted; a slot that was not has none.
+
+    Raises:
+        CorruptCheckpointError: it is not what the agent offered, or its bytes have changed.
+    """
+    slab, offer = found_there.slab, found_there.offer
+    place = f"slot {offer.slot} of rank {rank}, {iteration_dir(offer.iteration)}"
+    slot = slab.slots[offer.slot]
+    header = slot.header
+    if (header.iteration, header.save_id) != (offer.iteration, offer.save_id):
+        raise CorruptCheckpointError(
+            f"{place}: holds save {header.save_id!r} of iteration {header.iteration}, the agent "
+            f"offered {offer.save_id!r}; host memory is damaged or another process writes to it"
+        )
+    meta = slot.meta
+    if meta.rank != rank or meta.template.nbytes != header.data_nbytes:
+        raise CorruptCheckpointError(
+            f"{place}: is that of rank {meta.rank} with {meta.template.nbytes} bytes of data, "
+            f"expected {header.data_nbytes}; host memory is damaged"
+        )
+    own = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
+    own = own[slot.data_offset : slot.data_offset + header.data_nbytes]
     for chunk, expected in enumerate(offer.digests or ()):
         start = chunk * CHUNK_NBYTES
         found = chunk_digest(own[start : start + CHUNK_NBYTES].numpy().data)
         if found != expected:
-            raise FlashCkptError(
-                f"slot of {iteration_dir(offer.iteration)}, chunk {chunk}: digest {found}, "
-                f"expected {expected}; host memory changed after it was written to storage"
+            raise CorruptCheckpointError(
+                f"{place}, chunk {chunk}: digest {found}, expected {expected}; host memory changed "
+                "after it was written to storage"
             )
+    return meta, own

@@ -13,19 +13,19 @@ import torch
 
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import (
     InMemory,
     Loaded,
+    held_in_memory,
     load_from_memory,
     load_from_storage,
-    newest_in_memory,
 )
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
+from megatron_flashckpt.recovery import Candidates, Named, named_in
 from megatron_flashckpt.restore.collectives import broadcast_object, together
 from megatron_flashckpt.session import session
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -45,37 +45,57 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     load_dir = getattr(margs, call.load_arg)
     pretrained = getattr(margs, "pretrained_checkpoint", None)
     memory = _in_memory(margs, load_dir)
-    if memory is None and pretrained is not None and not stock.checkpoint_exists(load_dir):
+    if not memory and pretrained is not None and not stock.checkpoint_exists(load_dir):
         load_dir = pretrained
         if stock.checkpoint_exists(load_dir):
             margs.finetune = True
-    stored = broadcast_object(
-        together(lambda: _stored_iteration(load_dir, margs) if _rank() == 0 else None)
-    )
-    if memory is not None and _is_wanted(memory, stored):
-        checkpointer = session.checkpointer(margs.save)
+    loaded = _load_newest(call, margs, load_dir, memory)
+    if loaded is not None:
+        return _go_on(call, margs, loaded, load_dir)
+    if memory:
+        # What is in memory belongs to a past that nobody wants; it must not come back later.
+        session.checkpointer(margs.save).link.client().adopt(None, 0)
+    return None
+
+
+def _load_newest(
+    call: LoadCall, margs: Any, load_dir: str | None, memory: list[InMemory]
+) -> Loaded | None:
+    """Fill the model from the newest checkpoint that can be used, or return None: there is none.
+
+    Collective.
+    """
+    step = getattr(margs, "ckpt_step", None)
+    storage = None if load_dir is None else PosixStorage(load_dir)
+
+    def look() -> Named:
+        return Named(None) if storage is None else named_in(storage, int(step) if step else None)
+
+    named = broadcast_object(together(lambda: look() if _rank() == 0 else None))
+    # Who names an iteration, or wants to tune a model, wants that one and no other.
+    fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
+    candidates = Candidates(storage, named, memory, rank=_rank(), fall_back=fall_back)
+    request = _request(call, margs)
+    while (current := candidates.current) is not None:
         try:
-            restored = load_from_memory(
-                _request(call, margs), checkpointer.model_state, checkpointer.rank, memory
-            )
+            if isinstance(current, InMemory):
+                checkpointer = session.checkpointer(margs.save)
+                loaded = load_from_memory(
+                    request, checkpointer.model_state, checkpointer.rank, current
+                )
+            else:
+                state = ModelState(session.config.replicated)
+                assert storage is not None
+                loaded = load_from_storage(
+                    request, state, _rank(), storage, current, session.config
+                )
         except FlashCkptError as error:
-            logger.error("not restored from memory: %s", error)
+            candidates.refuse(error)
         else:
-            return _go_on(call, margs, restored, load_dir)
-    if stored is None:
-        if memory is not None:
-            # What is in memory belongs to a past that nobody wants; it must not come back later.
-            session.checkpointer(margs.save).link.client().adopt(None, 0)
-        return None
-    loaded = load_from_storage(
-        _request(call, margs),
-        ModelState(session.config.replicated),
-        _rank(),
-        PosixStorage(load_dir),
-        stored,
-        session.config,
-    )
-    return _go_on(call, margs, loaded, load_dir)
+            candidates.report()
+            return loaded
+    candidates.report()
+    return None
 
 
 def _rank() -> int:
@@ -92,8 +112,8 @@ def _request(call: LoadCall, margs: Any) -> LoadRequest:
     )
 
 
-def _in_memory(margs: Any, load_dir: str | None) -> InMemory | None:
-    """Return the newest checkpoint in memory, if loads come from where saves go. Collective."""
+def _in_memory(margs: Any, load_dir: str | None) -> list[InMemory]:
+    """Return the checkpoints in memory, if loads come from where saves go. Collective."""
     usable = (
         session.config.restore_from_memory
         and margs.save
@@ -103,54 +123,12 @@ def _in_memory(margs: Any, load_dir: str | None) -> InMemory | None:
         and not margs.finetune
     )
     if not usable:
-        return None
+        return []
     try:
-        return newest_in_memory(session.checkpointer(margs.save))
+        return held_in_memory(session.checkpointer(margs.save))
     except FlashCkptError as error:
         logger.error("memory of an earlier run cannot be used: %s", error)
-        return None
-
-
-def _is_wanted(found: InMemory, stored: int | None) -> bool:
-    """Return whether to go on from memory, given what storage says is the newest.
-
-    Memory is ahead of storage when the job crashed before a commit. But if it was committed and
-    storage does not say so, somebody removed the checkpoint or set the tracker back, and means it.
-    """
-    iteration = found.offer.iteration
-    if stored == iteration:
-        return True
-    return not found.committed and (stored is None or iteration > stored)
-
-
-def _stored_iteration(load_dir: str | None, margs: Any) -> int | None:
-    """Return the iteration of ours to load from `load_dir`; None: none, or not in our format."""
-    if load_dir is None:
-        return None
-    step = getattr(margs, "ckpt_step", None)
-    if step:
-        iteration = int(step)
-    else:
-        try:
-            with open(os.path.join(load_dir, TRACKER), errors="replace") as file:
-                text = file.read().strip()
-        except FileNotFoundError:
-            return None
-        if not text.isdecimal():  # "release", or something that stock will complain about
-            return None
-        iteration = int(text)
-    directory = os.path.join(load_dir, iteration_dir(iteration))
-    ours = os.path.exists(os.path.join(directory, MANIFEST))
-    return None if not ours and _is_megatrons(directory) else iteration
-
-
-def _is_megatrons(directory: str) -> bool:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return any(
-            name.startswith("mp_rank_") or name in ("metadata.json", ".metadata")
-            for name in os.listdir(directory)
-        )
-    return False
+        return []
 
 
 def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[int, Any]:

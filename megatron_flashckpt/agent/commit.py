@@ -21,15 +21,22 @@ from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     FormatVersionError,
+    StorageError,
+    is_damage,
 )
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.base import Storage, read_whole
 
 logger = logging.getLogger(__name__)
 
 _READERS = 16
+#: More than such files have: what claims more is not read.
+_MAX_RECORD_NBYTES = 2**28
+_MAX_MANIFEST_NBYTES = 2**30
+_NOTE_NBYTES = 2**16
+_TRACKER_NBYTES = 4096
 
 
 @dataclasses.dataclass
@@ -105,8 +112,11 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 f"{awaited}; look at the agent logs of the nodes of these ranks, or raise "
                 "'agent.commit_timeout_s'"
             )
-    except (FlashCkptError, OSError, msgspec.MsgspecError) as error:
+    except (FlashCkptError, OSError) as error:
         return True, str(error)
+    except Exception as error:  # or the thread that concludes all saves would end here
+        logger.exception("iteration %d", save.iteration)
+        return True, f"{save.storage.place}/{save.directory}: {type(error).__name__}: {error}"
     return False, None
 
 
@@ -120,13 +130,7 @@ def commit(save: PendingSave) -> None:
     storage, meta = save.storage, save.metas[0]
 
     def read(rank: int) -> names.CommitRecord:
-        name = f"{save.directory}/{names.record_name(rank, save.save_id)}"
-        try:
-            return msgspec.msgpack.decode(storage.read(name), type=names.CommitRecord)
-        except msgspec.DecodeError as error:
-            raise CorruptCheckpointError(
-                f"{storage.place}/{name}: is not a commit record ({error})"
-            ) from error
+        return read_record(storage, save.iteration, save.save_id, rank)
 
     with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         records = list(pool.map(read, range(meta.world_size)))
@@ -137,6 +141,8 @@ def commit(save: PendingSave) -> None:
         common_digest=xxhash.xxh3_64_hexdigest(meta.common),
         committed_at=time.time(),
     )
+    # What no load would take must not become a checkpoint, and the tracker must not name it.
+    names.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
     storage.put(f"{save.directory}/{names.common_name(save.save_id)}", meta.common)
     reach("commit.common")
     storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
@@ -173,21 +179,49 @@ def _is_overtaken(save: PendingSave) -> bool:
     tracked = tracked_iteration(save.storage) if save.later else None
     if tracked is None:
         return False
-    name = f"{names.iteration_dir(tracked)}/{names.MANIFEST}"
+    return _committed_save(save.storage, tracked) in save.later
+
+
+def read_record(storage: Storage, iteration: int, save_id: str, rank: int) -> names.CommitRecord:
+    """Return the commit record of one rank.
+
+    Raises:
+        CorruptCheckpointError: it is none, or that of another save, rank or file.
+    """
+    name = f"{names.iteration_dir(iteration)}/{names.record_name(rank, save_id)}"
     try:
-        found = names.decode_manifest(save.storage.read(name), f"{save.storage.place}/{name}")
-    except (CorruptCheckpointError, FormatVersionError, FileNotFoundError):
-        return False
-    return found.save_id in save.later
+        encoded = read_whole(storage, name, _MAX_RECORD_NBYTES)
+        record = msgspec.msgpack.decode(encoded, type=names.CommitRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{storage.place}/{name}: is not a commit record ({error}); the next save "
+            "writes new ones"
+        ) from error
+    said = (record.iteration, record.save_id, record.rank, record.file)
+    meant = (iteration, save_id, rank, names.shard_name(rank, save_id))
+    if said != meant:
+        raise CorruptCheckpointError(
+            f"{storage.place}/{name}: is the record of (iteration, save, rank, file) {said}, "
+            f"expected {meant}; the next save writes new ones"
+        )
+    return record
 
 
 def tracked_iteration(storage: Storage) -> int | None:
-    """Return the iteration that the tracker names; None if there is none (or a release)."""
+    """Return the iteration that the tracker names; None if it names none.
+
+    Something else may stand in its place (a link, a directory): whoever puts a tracker learns.
+    """
     try:
-        text = storage.read(names.TRACKER).decode(errors="replace").strip()
+        text = storage.read(names.TRACKER, 0, _TRACKER_NBYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
-    return int(text) if text.isdecimal() else None
+    except StorageError as error:
+        if is_damage(error):
+            return None
+        raise
+    # Python refuses to make numbers of thousands of digits.
+    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def forget(save: PendingSave) -> None:
@@ -199,8 +233,6 @@ def forget(save: PendingSave) -> None:
     try:
         if _is_committed(save, set(save.storage.list(save.directory))):
             return
-    except (CorruptCheckpointError, FormatVersionError, FileNotFoundError):
-        pass  # a manifest, but not this save's
     except OSError as error:
         logger.warning("left behind after a failed save: %s", error)
         return
@@ -230,18 +262,34 @@ def is_persisted(save: PendingSave, rank: int) -> bool:
 
 
 def _is_committed(save: PendingSave, present: set[str]) -> bool:
-    if names.MANIFEST not in present:
-        return False
-    name = f"{save.directory}/{names.MANIFEST}"
-    found = names.decode_manifest(save.storage.read(name), f"{save.storage.place}/{name}")
-    return found.save_id == save.save_id
+    return (
+        names.MANIFEST in present and _committed_save(save.storage, save.iteration) == save.save_id
+    )
+
+
+def _committed_save(storage: Storage, iteration: int) -> str | None:
+    """Return the id of the save that `iteration` is committed by.
+
+    A manifest that is damaged, or a newer release's, is none: a save will replace it.
+    """
+    name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
+    try:
+        encoded = read_whole(storage, name, names.MAX_MANIFEST_NBYTES)
+        return names.decode_manifest(encoded, f"{storage.place}/{name}").save_id
+    except (FormatVersionError, FileNotFoundError):
+        return None
+    except FlashCkptError as error:
+        if is_damage(error):
+            return None
+        raise
 
 
 def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
     suffix = f"-{save.save_id}.failed"
     for name in sorted(present):
         if name.endswith(suffix):
-            return save.storage.read(f"{save.directory}/{name}").decode(errors="replace")
+            note = save.storage.read(f"{save.directory}/{name}", 0, _NOTE_NBYTES)
+            return note.decode(errors="replace")
     return None
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_flashckpt import inspection
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.destination import RELEASE
 from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
@@ -146,18 +147,18 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
             f"{root}: is one checkpoint; give the directory that holds it: "
             f"{root.absolute().parent} --iteration {own}"
         )
-    try:
-        text = tracker.read_text(errors="replace").strip()
-    except FileNotFoundError:
+    text = inspection.tracker(PosixStorage(root))
+    if text is None:
         raise NotCommittedError(
             f"{tracker}: does not exist, so nothing says which iteration to convert; give the "
             "directory that Megatron's --save names, or --iteration N"
-        ) from None
+        )
     if text == RELEASE:
         return root / RELEASE, 0
-    if not text.isdecimal() or len(text) > 18:
+    number = inspection.iteration_in(text)
+    if number is None:
         raise ConfigError(f"{tracker}: {text!r} is no iteration; choose one with --iteration N")
-    return _directory(root, int(text))
+    return _directory(root, number)
 
 
 def _weights_only(contents: Contents) -> Contents:

@@ -66,7 +66,8 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
             else:
                 name = (piece.kind, piece.key, piece.dtype, piece.global_shape)
                 tensors[name][piece.offset, piece.shape].append(run)
-    common = plain.decode(stored.common(), f"{stored.place}/{common_name(stored.manifest.save_id)}")
+    place = f"{stored.place}/{common_name(stored.manifest.save_id)}"
+    common = plain.decode_dict(stored.common(), place, side_state.COMMON_STATE)
     all_replicas = bool(getattr(common["args"], "data_parallel_random_init", False))
     states = _side_states(stored, chunks, rank_states, all_replicas=all_replicas)
     optimizer = merge([state["optimizer"] for _, state in states])

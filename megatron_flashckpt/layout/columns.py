@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import Piece, Shape
 from megatron_flashckpt.layout.plan import Source, TemplateItem, placement_length
 from megatron_flashckpt.layout.reshard import Run
@@ -99,7 +99,7 @@ def _placements(users: list[Source], length: int, place: str) -> Numbers:
         numbers = np.array([user.placement for user in users], dtype=np.int64)
         return numbers.reshape(len(users), length)
     except (ValueError, OverflowError) as error:
-        raise LayoutError(
+        raise CorruptCheckpointError(
             f"{place}: placements do not fit their template ({error}); {_OLDER}"
         ) from error
 
@@ -114,7 +114,7 @@ def _columns(
     """
     problem = f"{item.kind}/{item.key} lies outside of its box, tensor or file"
     if not _possible(item):
-        raise LayoutError(f"{place}: {problem} on rank {ranks[0]}; {_OLDER}")
+        raise CorruptCheckpointError(f"{place}: {problem} on rank {ranks[0]}; {_OLDER}")
     shape = np.array(item.shape, np.int64)
     if len(hull[0]) == len(shape):  # else there is a difference, for which all are of interest
         offset = placed[:, :-1]
@@ -125,7 +125,7 @@ def _columns(
     outside = ((offset < 0) | (offset > room)).any(axis=1)
     outside |= (start < 0) | (start > math.prod(item.shape) - item.numel)
     if outside.any():
-        raise LayoutError(f"{place}: {problem} on rank {ranks[outside][0]}; {_OLDER}")
+        raise CorruptCheckpointError(f"{place}: {problem} on rank {ranks[outside][0]}; {_OLDER}")
     rows = len(ranks)
     low, high = bounds(offset, item.shape, start, start + item.numel)
     return Columns(

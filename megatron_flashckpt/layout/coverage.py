@@ -64,7 +64,7 @@ def read_plan(
     Raises:
         MissingStateError: one message with every key that is absent, superfluous, of another shape
             or type, or only partly there.
-        LayoutError: something stored lies outside of its own box, tensor or file.
+        CorruptCheckpointError: something stored lies outside of its own box, tensor or file.
     """
     stored = stored_columns(sources, hulls(wanted), place)
     problems = {f"{name}: in the checkpoint, not in the model": None for name in sorted(unwanted)}

@@ -266,6 +266,18 @@ def _seal_of(body: bytes) -> bytes:
     return b'{"digest":"%s",' % xxhash.xxh3_64_hexdigest(body).encode()
 
 
+def _check_seal(encoded: bytes, place: str) -> None:
+    """Raise CorruptCheckpointError unless `seal` made `encoded`, whatever release that was."""
+    length = len(_seal_of(b""))
+    body = b"{" + encoded[length:]
+    if not encoded.startswith(_seal_of(body)):
+        said = encoded[length - 18 : length - 2].decode(errors="replace")
+        raise CorruptCheckpointError(
+            f"{place}: digest {xxhash.xxh3_64_hexdigest(body)}, expected {said!r}: the file was "
+            "changed; load an older iteration with --ckpt-step"
+        )
+
+
 class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a manifest says of its checkpoint as a whole. Decoded without the table of contents."""
 
@@ -289,19 +301,17 @@ def _unsealed(encoded: bytes, place: str, wanted: type[_T]) -> _T:
     """Return what of a manifest `wanted` takes, once its version and its digest are right."""
     try:
         head = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
-        refuse_newer(msgspec.json.decode(head["version"], type=int), place)
-        expected = msgspec.json.decode(head["digest"], type=str)
+        version = msgspec.json.decode(head["version"], type=int)
+        if version > FORMAT_VERSION:
+            # First of all: a flipped bit must not make a damaged file look like one of the future.
+            _check_seal(encoded, place)
+            refuse_newer(version, place)
         manifest = msgspec.json.decode(encoded, type=wanted)
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: is not a manifest ({error}); load an older iteration with --ckpt-step"
         ) from error
-    body = b"{" + encoded[len(_seal_of(b"")) :]
-    if not encoded.startswith(_seal_of(body)):
-        raise CorruptCheckpointError(
-            f"{place}: digest {xxhash.xxh3_64_hexdigest(body)}, expected {expected}: the file was "
-            "changed; load an older iteration with --ckpt-step"
-        )
+    _check_seal(encoded, place)
     return manifest
 
 
@@ -314,6 +324,12 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
         FormatVersionError: written by a newer release.
     """
     manifest = _unsealed(encoded, place, Manifest)
+    check(manifest, place)
+    return manifest
+
+
+def check(manifest: Manifest, place: str) -> None:
+    """Raise CorruptCheckpointError if `manifest` contradicts itself or names other files."""
     problems = []
     ranks = [shard.rank for shard in manifest.shards]
     # Not range(world_size): that number is as big as whoever wrote the file wants it to be.
@@ -354,4 +370,3 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
         raise CorruptCheckpointError(
             f"{place}: {'; '.join(problems)}; load an older iteration with --ckpt-step"
         )
-    return manifest

@@ -14,6 +14,7 @@ import io
 import pathlib
 import sys
 import types
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,23 @@ def decode(encoded: bytes, place: str) -> Any:
             f"{place}: side state is damaged or wants to run code ({type(error).__name__}); load "
             "an older iteration with --ckpt-step"
         ) from None
+
+
+def decode_dict(encoded: bytes, place: str, keys: Collection[str]) -> dict[str, Any]:
+    """Return the dict that `encode` was given, which must have `keys`.
+
+    Raises:
+        CorruptCheckpointError: it is no such dict.
+    """
+    found = decode(encoded, place)
+    missing = [key for key in keys if not isinstance(found, dict) or key not in found]
+    if missing:
+        raise CorruptCheckpointError(
+            f"{place}: side state lacks {', '.join(missing)}; load an older iteration with "
+            "--ckpt-step"
+        )
+    kept: dict[str, Any] = found
+    return kept
 
 
 def to_plain(value: Any) -> Any:

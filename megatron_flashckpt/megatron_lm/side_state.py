@@ -26,6 +26,14 @@ CHECKPOINT_VERSION = 3.0
 #: does not change the layout.
 RANK_STATE_STEP = 16 * 1024
 _LENGTH_NBYTES = 8
+_RANK_STATE = ("rng", "optimizer", "rerun", "objects")
+COMMON_STATE = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "opt_param_scheduler",
+)
 
 
 def rng_state() -> dict[str, Any]:
@@ -85,10 +93,13 @@ def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
 
 
 def unframe(framed: bytes, place: str) -> dict[str, Any]:
-    """Return the rank state from the bytes of its piece."""
+    """Return the rank state from the bytes of its piece.
+
+    Raises:
+        CorruptCheckpointError: it is not what `rank_state` returned.
+    """
     end = _LENGTH_NBYTES + int.from_bytes(framed[:_LENGTH_NBYTES], "little")
-    state: dict[str, Any] = plain.decode(framed[_LENGTH_NBYTES:end], place)
-    return state
+    return plain.decode_dict(framed[_LENGTH_NBYTES:end], place, _RANK_STATE)
 
 
 def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """One checkpoint of one rank in memory, and how its bytes lie.
 
-A slab is a memfd: one page of `SlabHeader`, then the slots. A slot is one page of `SlotHeader`,
-`meta_capacity` bytes for the encoded `SlotMeta`, and `data_capacity` bytes for the pieces. All
-offsets are multiples of the page size.
+A slab is a memfd: one page of `SlabHeader`, then the slots. A slot is one page of `SlotHeader` and
+the digest of the encoded `SlotMeta`, `meta_capacity` bytes for the latter, and `data_capacity`
+bytes for the pieces. All offsets are multiples of the page size.
 
 The slot header is the truth about the slot's state. Exactly one process writes it at a time: the
 trainer up to STAGED, the agent from then on.
@@ -28,6 +28,8 @@ PAGE = 4096
 _SLAB = struct.Struct("<8sIIQQ")
 _SLOT = struct.Struct("<8sIIq32sQQ")
 _SUM = struct.Struct("<Q")
+#: Of the digest of the description, in the page of the header: far from what states change.
+_META_SUM_AT = PAGE - _SUM.size
 _SLAB_MAGIC = b"FLASHSLB"
 _SLOT_MAGIC = b"FLASHSLT"
 
@@ -95,13 +97,16 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
     @classmethod
     def unpack(cls, page: bytes | memoryview) -> SlotHeader:
-        """Return the header; a torn or never written one reads as EMPTY."""
+        """Return the header; a torn, damaged or never written one reads as EMPTY."""
         body = bytes(page[: _SLOT.size])
         (check,) = _SUM.unpack(page[_SLOT.size : _SLOT.size + _SUM.size])
         magic, version, state, iteration, save_id, meta, data = _SLOT.unpack(body)
         if (magic, version) != (_SLOT_MAGIC, 1) or check != xxhash.xxh3_64_intdigest(body):
             return EMPTY_HEADER
-        return cls(SlotState(state), iteration, save_id.rstrip(b"\0").decode(), meta, data)
+        try:
+            return cls(SlotState(state), iteration, save_id.rstrip(b"\0").decode(), meta, data)
+        except ValueError:  # no such state, or no text
+            return EMPTY_HEADER
 
 
 EMPTY_HEADER = SlotHeader(SlotState.EMPTY, -1, "", 0, 0)
@@ -161,8 +166,15 @@ class Slot:
 
     @property
     def header(self) -> SlotHeader:
+        """What the slot says of itself; EMPTY unless all of it can be so."""
         start = self._geometry.slot_offset(self.index)
-        return SlotHeader.unpack(self._memory[start : start + PAGE])
+        found = SlotHeader.unpack(self._memory[start : start + PAGE])
+        geometry = self._geometry
+        fits = (
+            found.meta_nbytes <= geometry.meta_capacity
+            and found.data_nbytes <= geometry.data_capacity
+        )
+        return found if fits else EMPTY_HEADER
 
     def set_header(self, header: SlotHeader) -> None:
         start = self._geometry.slot_offset(self.index)
@@ -175,18 +187,34 @@ class Slot:
 
     @property
     def meta(self) -> SlotMeta:
+        """The description.
+
+        Raises:
+            CorruptCheckpointError: it is not the one that was set.
+        """
         start = self._geometry.meta_offset(self.index)
         encoded = self._memory[start : start + self.header.meta_nbytes]
+        if self._memory[self._meta_sum] != _SUM.pack(xxhash.xxh3_64_intdigest(encoded)):
+            raise CorruptCheckpointError(
+                f"slot {self.index}: its description has changed; host memory is damaged"
+            )
         try:
             return msgspec.msgpack.decode(encoded, type=SlotMeta)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptCheckpointError(
                 f"slot {self.index}: its description cannot be decoded ({error})"
             ) from error
 
     def set_meta(self, encoded: bytes) -> None:
+        """Describe the slot: the training process or storage may not be there when it is read."""
         start = self._geometry.meta_offset(self.index)
         self._memory[start : start + len(encoded)] = encoded
+        self._memory[self._meta_sum] = _SUM.pack(xxhash.xxh3_64_intdigest(encoded))
+
+    @property
+    def _meta_sum(self) -> slice:
+        start = self._geometry.slot_offset(self.index) + _META_SUM_AT
+        return slice(start, start + _SUM.size)
 
     @property
     def data_offset(self) -> int:

@@ -19,9 +19,11 @@ from megatron_flashckpt.layout.shard_file import (
     decode_header,
     header_nbytes,
 )
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.base import Storage, read_whole
 
 _OLDER = "load an older iteration with --ckpt-step"
+#: Of a manifest or a common file; the largest job's take a few hundred megabytes.
+_MAX_NBYTES = 2**30
 
 
 class StoredCheckpoint:
@@ -64,7 +66,8 @@ class StoredCheckpoint:
     def common(self) -> bytes:
         """Return the contents of `common-<id>.pt`, verified."""
         name = names.common_name(self.manifest.save_id)
-        encoded = self._stored(name)
+        with self._promised(name):
+            encoded = read_whole(self.storage, f"{self.directory}/{name}", _MAX_NBYTES)
         found = xxhash.xxh3_64_hexdigest(encoded)
         if found != self.manifest.common_digest:
             raise CorruptCheckpointError(
@@ -139,7 +142,7 @@ class StoredCheckpoint:
             )
         return data
 
-    def _stored(self, file: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+    def _stored(self, file: str, offset: int, nbytes: int) -> bytes:
         with self._promised(file):
             return self.storage.read(f"{self.directory}/{file}", offset, nbytes)
 
@@ -168,7 +171,7 @@ def read_manifest(storage: Storage, iteration: int) -> bytes:
     """
     name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
     try:
-        return storage.read(name)
+        return read_whole(storage, name, _MAX_NBYTES)
     except FileNotFoundError as error:
         raise NotCommittedError(
             f"{storage.place}/{name}: does not exist, so iteration {iteration} was never "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt import errors
+from megatron_flashckpt.errors import FlashCkptError, StorageError, is_damage
 
 _T = TypeVar("_T")
 
@@ -37,7 +38,9 @@ def together(work: Callable[[], _T], group: Group = None) -> _T:
     """Return `work()`, or raise on all ranks of `group` if it raised on any. Collective.
 
     Raises:
-        FlashCkptError: the error of the lowest rank that has one, with its rank.
+        FlashCkptError: of one class on all ranks, so that all decide alike what to do about it. If
+            several ranks failed that is the error of the lowest, unless another is no damage: what
+            is wrong with the job comes first. A rank with an error of that class raises its own.
     """
     result: _T | None = None
     error: Exception | None = None
@@ -45,11 +48,44 @@ def together(work: Callable[[], _T], group: Group = None) -> _T:
         result = work()
     except Exception as failure:  # whatever it is: the other ranks are about to wait for us
         error = failure
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    said = None if error is None else f"rank {rank}: {type(error).__name__}: {error}"
-    failed = [other for other in gather_objects(said, group) if other is not None]
-    if error is not None:
+    gathered = gather_objects(None if error is None else _said(error), group)
+    failures = [said for said in gathered if said is not None]
+    if not failures:
+        return result  # type: ignore[return-value]
+    agreed = min(failures, key=lambda said: said.damage)
+    if error is None:
+        raise agreed.error()
+    if _said(error)[:2] == agreed[:2]:
         raise error
-    if failed:
-        raise FlashCkptError(failed[0])
-    return result  # type: ignore[return-value]
+    raise agreed.error() from error
+
+
+class _Said(NamedTuple):
+    """What a rank tells the others of its error."""
+
+    damage: bool
+    kind: str
+    """Name of the class, if it is one of ours."""
+    number: int | None
+    message: str
+
+    def error(self) -> FlashCkptError:
+        made: FlashCkptError
+        if self.kind == StorageError.__name__:
+            made = StorageError(self.number, self.message)
+        else:
+            made = getattr(errors, self.kind)(self.message)
+        made.repeats = True
+        return made
+
+
+def _said(error: Exception) -> _Said:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    name = type(error).__name__
+    ours = getattr(errors, name, None) is type(error)
+    number = error.errno if isinstance(error, StorageError) else None
+    # Of an OSError, str() puts the number first.
+    text = error.strerror if isinstance(error, StorageError) else str(error)
+    repeats = isinstance(error, FlashCkptError) and error.repeats
+    message = str(text) if repeats else f"rank {rank}: {name}: {text}"
+    return _Said(is_damage(error), name if ours else FlashCkptError.__name__, number, message)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+from megatron_flashckpt.errors import CorruptCheckpointError
+
 #: What a name stands for. `other`: a symbolic link (whatever it leads to), a pipe, a device.
 Kind = Literal["file", "directory", "other"]
 
@@ -61,3 +63,18 @@ class Storage(Protocol):
 
     def delete_directory(self, name: str) -> None:
         """Remove an empty directory; not an error if it is not there or not empty."""
+
+
+def read_whole(storage: Storage, name: str, limit: int) -> bytes:
+    """Return the contents of a file that never has more than `limit` bytes.
+
+    Raises:
+        CorruptCheckpointError: it claims to have more (a sparse file may claim anything).
+    """
+    nbytes = storage.size(name)
+    if nbytes > limit:
+        raise CorruptCheckpointError(
+            f"{storage.place}/{name}: {nbytes} bytes long, which no such file is (at most "
+            f"{limit}); it was not written by this package"
+        )
+    return storage.read(name)

@@ -50,9 +50,13 @@ class PosixWriter:
         self._path = path
         with _explained(path, "create"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            # O_NOFOLLOW: a planted symbolic link must not redirect the write.
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISFIFO(os.lstat(path).st_mode):
+                    raise OSError(errno.ESPIPE, "is not a file")  # opening it waits for a reader
+            # O_NOFOLLOW: a planted symbolic link must not redirect the write. Modes are up to the
+            # umask, as those of all other files.
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._fd = os.open(path, flags, 0o644)
+            self._fd = os.open(path, flags, 0o666)
         try:
             with _explained(path, f"reserve {nbytes} bytes for"):
                 self._reserve(nbytes)
@@ -109,8 +113,20 @@ class PosixStorage:
             raise StorageError(errno.EINVAL, f"{name!r} is not a name inside {self._root}")
         return self._root / name
 
-    def put(self, name: str, data: bytes) -> None:
+    def _own(self, name: str) -> Path:
+        """Return the path of something to be changed: a link on the way would lead elsewhere."""
         path = self._path(name)
+        for directory in path.relative_to(self._root).parents:
+            if (self._root / directory).is_symlink() and directory.parts:
+                raise StorageError(
+                    errno.ELOOP,
+                    f"{self._root / directory}: is a symbolic link, through which nothing is "
+                    "written or deleted; remove it",
+                )
+        return path
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self._own(name)
         temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
         with _explained(path, "write"):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,7 +144,7 @@ class PosixStorage:
             _sync_directory(path.parent)
 
     def create(self, name: str, nbytes: int) -> PosixWriter:
-        return PosixWriter(self._path(name), nbytes)
+        return PosixWriter(self._own(name), nbytes)
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(name)
@@ -161,7 +177,7 @@ class PosixStorage:
                 return []
 
     def delete(self, name: str) -> None:
-        path = self._path(name)
+        path = self._own(name)
         with _explained(path, "delete"):
             path.unlink(missing_ok=True)
 
@@ -177,14 +193,14 @@ class PosixStorage:
         return "directory" if stat.S_ISDIR(mode) else "other"
 
     def move(self, name: str, to: str) -> None:
-        path, target = self._path(name), self._path(to)
+        path, target = self._own(name), self._own(to)
         with _explained(path, "rename"):
             os.rename(path, target)
             _sync_directory(target.parent)
             _sync_directory(path.parent)
 
     def delete_directory(self, name: str) -> None:
-        path = self._path(name)
+        path = self._own(name)
         with _explained(path, "delete"):
             try:
                 path.rmdir()

@@ -85,17 +85,38 @@ def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
     def changed(**fields: object) -> bytes:
         return msgspec.msgpack.encode(msgspec.structs.replace(record, **fields))
 
+    me = record.save_id
+
     return {
         "garbage": (b"\xc1 not msgpack", "is not a commit record"),
         "empty": (b"", "is not a commit record"),
-        "doubled": (changed(rank=0), "missing: [1]"),
-        "of another save": (changed(save_id="0" * 12), "records of different saves"),
-        "of another iteration": (changed(iteration=99), "records of different saves"),
+        "deeply nested": (b"\x91" * 100_000, "is not a commit record"),
+        "doubled": (
+            changed(rank=0),
+            f"is the record of (iteration, save, rank, file) (1, '{me}', 0",
+        ),
+        "of another save": (changed(save_id="0" * 12), "(1, '000000000000', 1"),
+        "of another iteration": (changed(iteration=99), f"(99, '{me}', 1"),
+        "of a file elsewhere": (changed(file="../../elsewhere"), "'../../elsewhere'), expected (1"),
+        "of an impossible piece": (
+            changed(placement=(1,), file=names.shard_name(1, me)),
+            "a placement of 1 numbers",
+        ),
     }
 
 
 @pytest.mark.parametrize(
-    "kind", ["garbage", "empty", "doubled", "of another save", "of another iteration"]
+    "kind",
+    [
+        "garbage",
+        "empty",
+        "deeply nested",
+        "doubled",
+        "of another save",
+        "of another iteration",
+        "of a file elsewhere",
+        "of an impossible piece",
+    ],
 )
 def test_a_record_with_the_right_name_and_the_wrong_contents_fails_the_save(
     node: Node, root: Path, kind: str

@@ -63,6 +63,25 @@ def weights_digest(model: list[torch.nn.Module]) -> str:
     return digest.hexdigest()
 
 
+def state_digest(model: list[torch.nn.Module], optimizer: Any) -> str:
+    """Return what stands for all that a load sets: weights, optimizer state, random state."""
+    digest = hashlib.sha256(weights_digest(model).encode())
+    for sub in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in sub.optimizer.state.values():
+            for name, value in sorted(state.items()):
+                held = value.detach().view(-1).view(torch.uint8).numpy().tobytes()
+                digest.update(name.encode() + held)
+        for group in sub.optimizer.param_groups:
+            # Not the rate: Megatron's scheduler adds up the steps of all that it ever loaded.
+            said = {key: value for key, value in group.items() if key not in ("params", "lr")}
+            digest.update(repr(sorted(said.items())).encode())
+        for masters in getattr(sub, "shard_fp32_from_float16_groups", []):
+            for master in masters:
+                digest.update(master.detach().numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def main() -> None:
     initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
     args = get_args()
@@ -97,6 +116,7 @@ def main() -> None:
             result=result,
             error=error,
             weights_changed=weights_digest(model) != before,
+            state=state_digest(model, optimizer),
         )
         session.close(leave=True)  # cases must not see each other's memory
         torch.distributed.barrier()

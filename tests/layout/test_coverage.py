@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_flashckpt.errors import LayoutError, MissingStateError
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.layout.coverage import Read, ReadPlan, read_plan, superfluous
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape, equal_shares
@@ -469,7 +469,7 @@ HUGE = [2**70, 2**63, 2**63 - 1, 2**62, -1, -(2**62), -(2**63), -(2**70)]
 
 
 def assert_refused(sources: list[Source], wanted: list[Piece]) -> None:
-    with pytest.raises((LayoutError, MissingStateError)) as caught:
+    with pytest.raises((CorruptCheckpointError, MissingStateError)) as caught:
         read_plan(wanted, sources, PLACE)
     assert PLACE in str(caught.value)
     assert "--ckpt-step" in str(caught.value)
@@ -519,9 +519,9 @@ def test_a_box_with_other_axes_than_its_tensor_is_refused(shape):
 def test_a_placement_of_another_length_is_refused(placement):
     sound = source(0, [matrix((0, 0), (4, 6))])
     forged = sound._replace(placement=placement)
-    with pytest.raises(LayoutError, match="do not fit their template"):
+    with pytest.raises(CorruptCheckpointError, match="do not fit their template"):
         read_plan([matrix((0, 0), (4, 6))], [sound, forged], PLACE)
-    with pytest.raises(LayoutError, match="do not fit their template"):
+    with pytest.raises(CorruptCheckpointError, match="do not fit their template"):
         read_plan([matrix((0, 0), (4, 6))], [forged], PLACE)
 
 
@@ -538,7 +538,7 @@ def test_whatever_a_placement_says_the_plan_stays_within_the_stored_runs(data, n
     sources[rank] = sources[rank]._replace(placement=tuple(placement))
     try:
         plan = read_plan([piece], sources, PLACE)
-    except (LayoutError, MissingStateError):
+    except (CorruptCheckpointError, MissingStateError):
         return
     for reader, reads in plan.reads.items():
         nbytes = sources[reader].template.nbytes

@@ -173,9 +173,12 @@ def test_deep_nesting_is_corrupt_not_a_crash(field, depth):
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 10**30])
 def test_a_newer_manifest_is_told_apart_from_a_broken_one(version):
-    encoded = json.dumps({"version": version, "shards": "of another type"}).encode()
+    body = json.dumps({"version": version, "shards": "of another type"}).encode()
     with pytest.raises(FormatVersionError, match=f"{PLACE}: format version {version}; .* upgrade"):
-        decode_manifest(encoded, PLACE)
+        decode_manifest(seal(body), PLACE)
+    # Whatever wrote it sealed it: a flipped bit must not pass for a release of the future.
+    with pytest.raises(CorruptCheckpointError, match="the file was changed"):
+        decode_manifest(seal(body).replace(b"another", b"Another"), PLACE)
 
 
 @pytest.mark.parametrize(

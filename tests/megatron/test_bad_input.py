@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.layout.manifest import seal
 from tests.megatron.jobs import REPO, Result, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
@@ -44,10 +45,14 @@ def not_json(directory: Path) -> None:
 
 
 def newer_version(directory: Path) -> None:
-    manifest = directory / ITERATION / "manifest.json"
+    newer_version_in(directory / ITERATION / "manifest.json")
+
+
+def newer_version_in(manifest: Path) -> None:
     content = json.loads(manifest.read_text())
+    del content["digest"]
     content["version"] = 99
-    manifest.write_text(json.dumps(content))
+    manifest.write_bytes(seal(json.dumps(content).encode()))
 
 
 def missing_iteration(directory: Path) -> None:

@@ -1,0 +1,251 @@
+"""The checkpoints that a job may go on from: the one it should, and older ones if it is damaged.
+
+All ranks go through them together and drop the same ones: an error that one rank meets is raised on
+all, with one class (`collectives.together`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from megatron_flashckpt import inspection
+from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
+    FlashCkptError,
+    NotCommittedError,
+    StorageError,
+    is_damage,
+)
+from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.loading import InMemory
+from megatron_flashckpt.restore.collectives import broadcast_object, together
+from megatron_flashckpt.storage.base import Storage
+
+logger = logging.getLogger(__name__)
+
+_RELEASE = "release"
+_RULE = "=" * 88
+
+
+class Named(NamedTuple):
+    """What a save directory says is the checkpoint to go on from."""
+
+    iteration: int | None
+    """None: nothing of ours."""
+    problem: str | None = None
+    """What is wrong with the tracker, in whose place the newest committed iteration was found."""
+
+
+def named_in(storage: Storage, step: int | None) -> Named:
+    """Return the iteration that `step` (a person) or else the tracker names.
+
+    Of an iteration in one of Megatron's own formats nothing is said: its own loader knows better.
+
+    Raises:
+        StorageError: the tracker cannot be read.
+    """
+    if step is not None:
+        return Named(_unless_megatrons(storage, step))
+    try:
+        text = inspection.tracker(storage)
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        found = _newest_named(storage, str(error.strerror))
+        if found.iteration is None:  # Megatron would open it, and a pipe never answers
+            raise
+        return found
+    if text is None or text == _RELEASE:
+        _warn_of_nameless(storage, text)
+        return Named(None)
+    iteration = inspection.iteration_in(text)
+    if iteration is None:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
+    return Named(_unless_megatrons(storage, iteration))
+
+
+def _newest_named(storage: Storage, problem: str) -> Named:
+    committed = inspection.committed_iterations(storage)
+    return Named(committed[-1], problem) if committed else Named(None)
+
+
+def _unless_megatrons(storage: Storage, iteration: int) -> int | None:
+    directory = iteration_dir(iteration)
+    try:
+        ours = MANIFEST in storage.list(directory)
+        return None if not ours and inspection.megatron_format(storage, directory) else iteration
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        return iteration
+
+
+def _warn_of_nameless(storage: Storage, tracker: str | None) -> None:
+    """Nobody removes a tracker by mistake; but a job that starts anew should say what it leaves."""
+    committed = [] if tracker == _RELEASE else inspection.committed_iterations(storage)
+    if committed:
+        logger.warning(
+            "%s: has no %s, so none of its checkpoints is loaded; to go on from the newest, write "
+            "%d into it",
+            storage.place,
+            TRACKER,
+            committed[-1],
+        )
+
+
+class _Refused(NamedTuple):
+    iteration: int
+    source: str
+    said: str
+    damage: bool
+    gone: bool
+    """Whether it is not there at all, so that it may never have been."""
+
+
+class Candidates:
+    """What to load, and what instead if that is damaged. All ranks use it alike.
+
+    Args:
+        storage: the save directory; None: there is none, and nothing in it.
+        named: what it names; alike on all ranks.
+        memory: what all ranks hold, newest first.
+        fall_back: whether to lose iterations rather than to stop.
+    """
+
+    def __init__(
+        self,
+        storage: Storage | None,
+        named: Named,
+        memory: list[InMemory],
+        *,
+        rank: int,
+        fall_back: bool,
+    ) -> None:
+        self._storage = storage
+        self._memory = list(memory)
+        self._rank = rank
+        self._fall_back = fall_back
+        self._stored = named.iteration
+        self._tracker = named.problem
+        self._refused: list[_Refused] = []
+        if named.problem is not None and not fall_back:
+            raise CorruptCheckpointError(
+                f"{named.problem}; write {named.iteration} (the newest that is there) into it, or "
+                "choose an iteration with --ckpt-step"
+            )
+
+    @property
+    def current(self) -> InMemory | int | None:
+        """What to load now: a checkpoint in memory, an iteration in storage, or nothing."""
+        if self._memory and _is_wanted(self._memory[0], self._stored):
+            return self._memory[0]
+        return self._stored
+
+    def refuse(self, error: FlashCkptError) -> None:
+        """Move on from `current`, which could not be loaded. Collective.
+
+        Storage may have what memory has not, whatever is wrong; but iterations are lost only for
+        damage.
+
+        Raises:
+            FlashCkptError: `error`, if nothing else may be loaded; or all that was found damaged.
+        """
+        current = self.current
+        damage = is_damage(error)
+        if isinstance(current, InMemory):
+            iteration = current.offer.iteration
+            self._note(_Refused(iteration, "memory", str(error), damage, False))
+            # What is wrong with the job is wrong with all that is in memory.
+            self._memory = self._memory[1:] if damage else []
+            if damage and not self._fall_back and self._iteration_of(self.current) != iteration:
+                raise error
+        elif current is not None:
+            if not (damage and self._fall_back):
+                raise error
+            gone = isinstance(error, NotCommittedError)
+            self._note(_Refused(current, "storage", str(error), damage, gone))
+            self._stored = self._next_stored(gone=gone)
+            if self.current is None:
+                self._raise_nothing_left(error)
+
+    def _note(self, refused: _Refused) -> None:
+        self._refused.append(refused)
+        if self._rank == 0:
+            logger.error(
+                "iteration %d was not restored from %s: %s",
+                refused.iteration,
+                refused.source,
+                refused.said,
+            )
+
+    def _next_stored(self, *, gone: bool) -> int | None:
+        """Return the newest committed iteration that was not tried. Collective.
+
+        Args:
+            gone: whether what was named is not there at all; then it also may be a newer one.
+        """
+
+        def find() -> int | None:
+            assert self._storage is not None
+            tried = {refused.iteration for refused in self._refused if refused.source == "storage"}
+            left = [
+                iteration
+                for iteration in inspection.committed_iterations(self._storage)
+                if iteration not in tried and (gone or iteration < min(tried))
+            ]
+            return left[-1] if left else None
+
+        found: int | None = broadcast_object(together(lambda: find() if self._rank == 0 else None))
+        return found
+
+    def _raise_nothing_left(self, error: FlashCkptError) -> None:
+        tried = [refused for refused in self._refused if refused.damage]
+        if len(tried) == 1:
+            raise error
+        assert self._storage is not None
+        listed = "\n  ".join(f"{it.iteration} in {it.source}: {it.said}" for it in tried)
+        raise CorruptCheckpointError(
+            f"{self._storage.place}: every checkpoint is damaged:\n  {listed}\nRestore one of them "
+            "from a copy, or start with another --load"
+        ) from error
+
+    def report(self) -> None:
+        """Say loudly, on rank 0, what was damaged and what is used instead: `current`."""
+        damaged = [refused for refused in self._refused if refused.damage]
+        if self._rank != 0 or not (damaged or self._tracker):
+            return
+        lines = [f"DAMAGED CHECKPOINT in {self._storage.place if self._storage else 'memory'}"]
+        if self._tracker is not None:
+            lines.append(f"the tracker: {self._tracker}")
+        lines += [f"iteration {it.iteration} in {it.source}: {it.said}" for it in damaged]
+        used = self._iteration_of(self.current)
+        if used is None:
+            lines.append("TRAINING STARTS FROM SCRATCH: no other checkpoint is there")
+        else:
+            where = "memory" if isinstance(self.current, InMemory) else "storage"
+            newest = max(damaged, default=None)
+            lost = "nothing is lost"
+            if newest is not None and newest.iteration > used:
+                most = "at most " if newest.gone else ""
+                lost = f"{most}{newest.iteration - used} iterations are lost"
+            lines.append(f"TRAINING GOES ON FROM ITERATION {used} in {where}: {lost}")
+        lines.append("what is damaged was left as it is; set 'damaged: stop' to stop instead")
+        logger.error("\n%s\n%s\n%s", _RULE, "\n  ".join(lines), _RULE)
+
+    @staticmethod
+    def _iteration_of(candidate: InMemory | int | None) -> int | None:
+        return candidate.offer.iteration if isinstance(candidate, InMemory) else candidate
+
+
+def _is_wanted(found: InMemory, stored: int | None) -> bool:
+    """Return whether to go on from memory, given what storage says is the newest.
+
+    Memory is ahead of storage when the job crashed before a commit. But if it was committed and
+    storage does not say so, somebody removed the checkpoint or set the tracker back, and means it.
+    """
+    iteration = found.offer.iteration
+    if stored == iteration:
+        return True
+    return not found.committed and (stored is None or iteration > stored)
