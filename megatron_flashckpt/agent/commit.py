@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 _READERS = 16
 #: More than such files have: what claims more is not read.
 _MAX_RECORD_NBYTES = 2**28
-_MAX_MANIFEST_NBYTES = 2**30
 _NOTE_NBYTES = 2**16
 _TRACKER_NBYTES = 4096
 
@@ -255,10 +254,7 @@ def is_persisted(save: PendingSave, rank: int) -> bool:
     if names.record_name(rank, save.save_id) in save.storage.list(save.directory):
         return True
     # Records go after the manifest has come: in this order one of the two is always seen.
-    try:
-        return _is_committed(save, set(save.storage.list(save.directory)))
-    except (CorruptCheckpointError, FormatVersionError, FileNotFoundError):
-        return False  # a manifest, but not this save's
+    return _is_committed(save, set(save.storage.list(save.directory)))
 
 
 def _is_committed(save: PendingSave, present: set[str]) -> bool:

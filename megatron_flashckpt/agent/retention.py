@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.layout.manifest import CommitFacts
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.base import Storage, read_whole
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,8 @@ def committed(storage: Storage, directories: Iterable[str]) -> list[CommitFacts]
             continue
         name = f"{directory}/{names.MANIFEST}"
         try:
-            facts = names.decode_facts(storage.read(name), f"{storage.place}/{name}")
+            encoded = read_whole(storage, name, names.MAX_MANIFEST_NBYTES)
+            facts = names.decode_facts(encoded, f"{storage.place}/{name}")
         except FileNotFoundError:
             continue
         except (FlashCkptError, OSError) as error:

@@ -28,6 +28,8 @@ _T = TypeVar("_T")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+#: A manifest that claims to be longer is none; the largest job's has a few hundred megabytes.
+MAX_MANIFEST_NBYTES = 2**30
 
 _NAME = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
 _OF_A_SAVE = re.compile(

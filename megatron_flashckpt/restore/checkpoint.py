@@ -22,8 +22,8 @@ from megatron_flashckpt.layout.shard_file import (
 from megatron_flashckpt.storage.base import Storage, read_whole
 
 _OLDER = "load an older iteration with --ckpt-step"
-#: Of a manifest or a common file; the largest job's take a few hundred megabytes.
-_MAX_NBYTES = 2**30
+#: Of a common file: args, scheduler, counters.
+_MAX_COMMON_NBYTES = 2**30
 
 
 class StoredCheckpoint:
@@ -67,7 +67,7 @@ class StoredCheckpoint:
         """Return the contents of `common-<id>.pt`, verified."""
         name = names.common_name(self.manifest.save_id)
         with self._promised(name):
-            encoded = read_whole(self.storage, f"{self.directory}/{name}", _MAX_NBYTES)
+            encoded = read_whole(self.storage, f"{self.directory}/{name}", _MAX_COMMON_NBYTES)
         found = xxhash.xxh3_64_hexdigest(encoded)
         if found != self.manifest.common_digest:
             raise CorruptCheckpointError(
@@ -171,7 +171,7 @@ def read_manifest(storage: Storage, iteration: int) -> bytes:
     """
     name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
     try:
-        return read_whole(storage, name, _MAX_NBYTES)
+        return read_whole(storage, name, names.MAX_MANIFEST_NBYTES)
     except FileNotFoundError as error:
         raise NotCommittedError(
             f"{storage.place}/{name}: does not exist, so iteration {iteration} was never "

@@ -164,7 +164,7 @@ def test_a_description_that_cannot_be_decoded_is_named_by_slot() -> None:
 
 
 def test_a_change_of_state_leaves_the_rest_of_the_header() -> None:
-    slab = Slab.create(1, 0, 100, "0")
+    slab = Slab.create(1, 1, 100, "0")
     (slot,) = slab.slots
     header = SlotHeader(SlotState.STAGING, 12, "ab", 1, 2)
     slot.set_header(header)
