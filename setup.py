@@ -24,7 +24,9 @@ setup(
     # Apex must not be listed either (the `apex` on PyPI is another project).
     install_requires=[
         "msgspec>=0.18",
+        "numpy",
         "pyyaml>=6",
+        "pyzmq>=25",
         "rich>=13",
         "xxhash>=3",
     ],

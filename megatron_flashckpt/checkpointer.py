@@ -35,6 +35,7 @@ from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.peering import introduce
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -119,12 +120,16 @@ class Checkpointer:
     def start_run(self) -> None:
         """Agree with all ranks on the id of this run, unless that was done. Collective.
 
-        It tells this run's commit records from those of an earlier one. A load and the first
-        iteration are the occasions, so that no save has to talk.
+        The id tells this run's commit records from those of an earlier one. With `redundancy` the
+        agents of all nodes get to know each other, too. A load and the first iteration are the
+        occasions, so that no save has to talk.
         """
         if self._run_id is None:
             self._run_id = broadcast_object(uuid.uuid4().hex[:8])
-            self.link.prepare(None)
+            if self.config.redundancy == "none":
+                self.link.prepare(None)
+            else:
+                introduce(self.link, self.rank, self.config)
 
     def prepare(self, chunks: list[Any], optimizer: Any) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
@@ -378,7 +383,7 @@ class Checkpointer:
 
     def _lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
         """Find another agent, in the background; it gets the slab and all that is staged there."""
-        if lost is not None and self.link.recover(lost):
+        if lost is not None and self.link.replace_agent(lost):
             logger.warning(
                 "rank %d: %s; another one takes over what is in memory", self.rank, error
             )

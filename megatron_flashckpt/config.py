@@ -56,6 +56,17 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     persist_threads: int = 2
     """Slots written at the same time per node."""
 
+    address: str | None = None
+    """Address of this node that the agents of other nodes reach; used with `redundancy` only.
+    `None`: the one on the way to the job's rendezvous (`MASTER_ADDR`)."""
+
+    peer_timeout_s: float = 20.0
+    """Seconds without an answer after which another node's agent counts as gone."""
+
+    peer_threads: int = 2
+    """Streams to each of the nodes that hold something, and threads that encrypt and decrypt:
+    about 0.5 GB/s each."""
+
     commit_timeout_s: float = 1800.0
     """Seconds from the first persisted shard until a save that lacks others counts as failed."""
 
@@ -133,6 +144,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ranks alike, iterations are lost, the log says so loudly), or `stop`. With `--ckpt-step` and
     with `--finetune` a load always stops: somebody wants that checkpoint and no other."""
 
+    redundancy: Literal["none", "copy", "xor"] = "none"
+    """What other nodes hold of this node's staged checkpoints, so that a lost node does not send
+    the job back to storage. `copy`: the next node holds all of them, so slots take twice the
+    memory. `xor`: the nodes of a group hold parity, which takes 1/(`redundancy_group` - 1) more."""
+
+    redundancy_group: int = 8
+    """Nodes of a parity group, at least; one of them may be lost at a time."""
+
     read_threads: int = 2
     """Chunks (4 MiB each) read and verified at the same time by one rank."""
 
@@ -150,12 +169,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         _require_at_least(
             ("slots", self.slots, 2),
+            ("redundancy_group", self.redundancy_group, 2),
             ("read_threads", self.read_threads, 1),
             ("read_memory_mib", self.read_memory_mib, 64),
             ("agent.persist_threads", self.agent.persist_threads, 1),
             ("agent.grace_s", self.agent.grace_s, 0),
             ("agent.start_timeout_s", self.agent.start_timeout_s, 0.1),
             ("agent.answer_timeout_s", self.agent.answer_timeout_s, 0.1),
+            ("agent.peer_timeout_s", self.agent.peer_timeout_s, 0.1),
+            ("agent.peer_threads", self.agent.peer_threads, 1),
             ("agent.commit_timeout_s", self.agent.commit_timeout_s, 1),
             ("drain_timeout_s", self.drain_timeout_s, 0),
         )

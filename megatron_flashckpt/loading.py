@@ -68,14 +68,32 @@ class InMemory:
     slab: Slab
     offer: Offer
     committed: bool
-    """Whether every rank's agent saw it committed."""
+    """Whether every rank's agent saw it committed, but for ranks that got it from other nodes."""
 
 
 def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
-    """Return the checkpoints that *all* ranks hold, newest first. Collective."""
-    slab, offers = together(checkpointer.link.take_slab)
+    """Return the checkpoints that *all* ranks hold, newest first. Collective.
+
+    With `redundancy`, ranks whose node was lost first get back what the others still hold of them.
+    """
+    link, config = checkpointer.link, checkpointer.config
+    if config.redundancy != "none":
+        checkpointer.start_run()
+    slab, offers = together(link.take_slab)
     reach("load.taken")
-    everyone = gather_objects([msgspec.structs.asdict(offer) for offer in offers])
+    everyone = _gather_offers(offers)
+    newest = newest_saves(everyone, config.slots)
+    lacking = [not any(offer["save_id"] in newest for offer in theirs) for theirs in everyone]
+    if config.redundancy != "none" and newest and any(lacking):
+
+        def recovered() -> tuple[Slab | None, tuple[Offer, ...]]:
+            if lacking[checkpointer.rank]:
+                link.recover(newest)
+                return link.take_slab()
+            return slab, offers
+
+        slab, offers = together(recovered)
+        everyone = _gather_offers(offers)
     held = [{theirs["save_id"]: theirs for theirs in offered} for offered in everyone]
     common = set(held[0]).intersection(*held[1:])
     if slab is None:
@@ -84,9 +102,23 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
     # Newest iteration; among saves of the same iteration the id decides, alike on all ranks.
     order = sorted(common, key=lambda save_id: (held[0][save_id]["iteration"], save_id))
     return [
-        InMemory(slab, mine[save_id], all(theirs[save_id]["durable"] for theirs in held))
+        InMemory(
+            slab,
+            mine[save_id],
+            all(theirs[save_id]["durable"] or theirs[save_id]["recovered"] for theirs in held),
+        )
         for save_id in reversed(order)
     ]
+
+
+def _gather_offers(offers: tuple[Offer, ...]) -> list[list[dict[str, Any]]]:
+    return gather_objects([msgspec.structs.asdict(offer) for offer in offers])
+
+
+def newest_saves(everyone: list[list[dict[str, Any]]], count: int) -> tuple[str, ...]:
+    """Return the newest saves that any rank holds: what all of them may have had in their slots."""
+    seen = {(offer["iteration"], offer["save_id"]) for theirs in everyone for offer in theirs}
+    return tuple(save_id for _, save_id in sorted(seen, reverse=True)[:count])
 
 
 def load_from_memory(

@@ -9,7 +9,7 @@ import threading
 import torch
 
 from megatron_flashckpt.agent.client import AgentClient, connect
-from megatron_flashckpt.agent.protocol import Offer, Outcome
+from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outcome, PeersOpened
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.memory.slab import Slab
@@ -34,6 +34,8 @@ class NodeLink:
         self._client: AgentClient | None = None
         self._slab: Slab | None = None
         self._attached = False
+        self._opened: PeersOpened | None = None
+        self._joined: JoinPeers | None = None
         self._preparing: threading.Thread | None = None
         self._lost_one = False
         #: Saves that were staged in the slab when an agent got it, which tells their outcome.
@@ -75,7 +77,41 @@ class NodeLink:
             local_rank = 0 if self._lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
             self._attached = False
+            self._join_again(self._client)
         return self._client
+
+    def open_peers(self, host: str) -> PeersOpened:
+        """Have the agent listen for those of other nodes on `host`.
+
+        Raises:
+            AgentError: the agent cannot.
+        """
+        request = OpenPeers(host, self._config.agent.peer_threads)
+        self._opened = self.client().open_peers(request)
+        return self._opened
+
+    def join_peers(self, plan: JoinPeers) -> None:
+        """Introduce the agents of the job to this node's, and to one that takes its place."""
+        self._joined = plan
+        self.client().join_peers(plan)
+
+    def _join_again(self, client: AgentClient) -> None:
+        """Let an agent that replaces one of this run take its keys and port: others know those."""
+        opened, plan = self._opened, self._joined
+        if opened is None or plan is None:
+            return
+        threads = self._config.agent.peer_threads
+        try:
+            client.open_peers(OpenPeers(opened.host, threads, opened.identity, opened.port))
+            client.join_peers(plan)
+        except AgentError as error:
+            logger.warning(
+                "rank %d: no copies on other nodes until the job restarts: %s", self._rank, error
+            )
+
+    def recover(self, saves: tuple[str, ...]) -> None:
+        """Let the agent get these saves of this rank back from other nodes, if they have them."""
+        self.client().recover(saves)
 
     def ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
         """Return the attached slab, a larger one if the present one is too small."""
@@ -144,7 +180,7 @@ class NodeLink:
         """The connection, if there is one."""
         return self._client
 
-    def recover(self, lost: AgentClient) -> bool:
+    def replace_agent(self, lost: AgentClient) -> bool:
         """Hang up on the agent of `lost`, which is gone, and find another in the background.
 
         The other one gets the slab, with all that is staged in it. Returns False if that has been
@@ -156,12 +192,12 @@ class NodeLink:
         self._lost_one = True
         self._drop()
         self._preparing = threading.Thread(
-            target=self._recover, name="flashckpt-recover", daemon=True
+            target=self._replace, name="flashckpt-replace", daemon=True
         )
         self._preparing.start()
         return True
 
-    def _recover(self) -> None:
+    def _replace(self) -> None:
         # A copy that is under way ends with a doorbell: it must find its slot with one agent.
         self.stager.wait()
         try:

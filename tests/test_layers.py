@@ -32,6 +32,7 @@ LAYERS = (
     {"memory"},
     {"agent", "restore", "megatron_lm"},
     {"node_link"},
+    {"peering"},
     {"checkpointer", "inspection", "verification"},
     {"convert"},
     {"session", "saved_job"},

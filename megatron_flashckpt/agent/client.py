@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
 _RETRY_S = 0.02
+#: A wait for something long is asked for in slices, so that a hung agent is noticed.
+_SLICE_S = 5.0
 #: How finely the patience with an agent is counted.
 _PATIENCE_PARTS = 10
 
@@ -142,6 +144,19 @@ class AgentClient:
     def poll(self, wait_s: float = 0.0) -> p.Outcomes:
         """Return outcomes not told yet; with `wait_s`, wait for one while saves are pending."""
         return self._ask(p.Poll(wait_s), p.Outcomes, None, wait_s)[0]
+
+    def open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
+        """Have the agent listen for those of other nodes; return how they reach and know it."""
+        return self._ask(request, p.PeersOpened)[0]
+
+    def join_peers(self, plan: p.JoinPeers) -> None:
+        """Introduce the agents of the job."""
+        self._ask(plan, p.Done)
+
+    def recover(self, saves: tuple[str, ...]) -> None:
+        """Return when the agent has tried to get these saves of this rank from other nodes."""
+        while not self._ask(p.Recover(saves, _SLICE_S), p.Recovered, None, _SLICE_S)[0].ended:
+            pass
 
     def leave(self) -> None:
         """Say that this rank ends as planned."""

@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_flashckpt.errors import AgentError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_NBYTES = 256 * 1024 * 1024
 
 _LENGTH = struct.Struct("<I")
@@ -33,6 +33,8 @@ class Offer(msgspec.Struct, frozen=True):
     durable: bool
     digests: tuple[str, ...] | None
     """Chunk digests, once the slot has been persisted."""
+    recovered: bool = False
+    """It came from other nodes: nobody here knows whether it was ever durable."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -148,6 +150,65 @@ class Outcomes(msgspec.Struct, frozen=True, tag=True):
     pending: int
 
 
+class Identity(msgspec.Struct, frozen=True):
+    """An agent's key pair for talking to other agents; the secret one never leaves the node."""
+
+    public: str
+    secret: str
+
+
+class OpenPeers(msgspec.Struct, frozen=True, tag=True):
+    """Listen for the agents of other nodes. Reply: PeersOpened, the same to every rank."""
+
+    host: str
+    """Address of this node that the others reach."""
+    threads: int
+    """That encrypt and decrypt."""
+    identity: Identity | None = None
+    """To take the place of an agent that is gone, and of its port."""
+    port: int | None = None
+
+
+class PeersOpened(msgspec.Struct, frozen=True, tag=True):
+    identity: Identity
+    host: str
+    port: int
+
+
+class PeerNode(msgspec.Struct, frozen=True):
+    """How other nodes reach an agent, and know it."""
+
+    host: str
+    port: int
+    public: str
+    ranks: tuple[int, ...]
+
+
+class JoinPeers(msgspec.Struct, frozen=True, tag=True):
+    """The agents of this job: let them in, and nobody else. Reply: Done."""
+
+    scheme: str
+    """`copy` or `xor`."""
+    group: int
+    timeout_s: float
+    me: int
+    nodes: tuple[PeerNode, ...]
+
+
+class Recover(msgspec.Struct, frozen=True, tag=True):
+    """Get the newest of these saves of this rank back from other nodes, as far as they have them.
+
+    Waits up to `wait_s` for the end of it. Reply: Recovered. TakeSlab tells what came of it.
+    """
+
+    saves: tuple[str, ...]
+    wait_s: float
+
+
+class Recovered(msgspec.Struct, frozen=True, tag=True):
+    ended: bool
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """The rank ends as planned and will not be back. Reply: Done."""
 
@@ -173,9 +234,23 @@ Request = (
     | GetTemplate
     | PutTemplate
     | Poll
+    | OpenPeers
+    | JoinPeers
+    | Recover
     | Leave
 )
-Reply = Welcome | Attached | SlabOffer | Granted | TemplateReply | Outcomes | Done | Refused
+Reply = (
+    Welcome
+    | Attached
+    | SlabOffer
+    | Granted
+    | TemplateReply
+    | Outcomes
+    | PeersOpened
+    | Recovered
+    | Done
+    | Refused
+)
 
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,6 +35,9 @@ from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
+
+if TYPE_CHECKING:
+    from megatron_flashckpt.agent.peers.redundancy import Redundancy
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,7 @@ class Agent:
         self._ranks: dict[int, _Rank] = {}
         self._pending: dict[str, PendingSave] = {}
         self._templates = TemplateStore(self._changed)
+        self._peers: Redundancy | None = None
         self._connections = 0
         self._last_seen = time.monotonic()
         self._pool = concurrent.futures.ThreadPoolExecutor(options.persist_threads, "persist")
@@ -110,6 +115,8 @@ class Agent:
             self._changed.notify_all()
         committer.join()
         self._pool.shutdown()
+        if self._peers is not None:
+            self._peers.close()
         for rank in self._ranks.values():
             if rank.slots is not None:
                 rank.slots.slab.close()
@@ -193,6 +200,11 @@ class Agent:
             return (p.Attached(taken),)
         if fd is not None:
             os.close(fd)
+        if isinstance(request, p.Recover):
+            ended = self._peers is None or self._peers.recover(
+                number, request.saves, request.wait_s
+            )
+            return (p.Recovered(ended),)
         with self._changed:
             rank = self._ranks[number]
             match request:
@@ -203,6 +215,8 @@ class Agent:
                     return p.SlabOffer(True, offers), rank.slots.slab.fd
                 case p.Adopt():
                     self._adopt(rank, request)
+                    if self._peers is not None:
+                        self._peers.adopt(number, request.save_id, request.iteration)
                     return (p.Done(),)
                 case p.Acquire():
                     return (p.Granted(self._acquire(rank, request.wait_s)),)
@@ -219,6 +233,11 @@ class Agent:
                     return (p.Done(),)
                 case p.Poll():
                     return (self._poll(rank, request.wait_s),)
+                case p.OpenPeers():
+                    return (self._open_peers(request),)
+                case p.JoinPeers() if self._peers is not None:
+                    self._peers.join(request)
+                    return (p.Done(),)
                 case p.Leave():
                     rank.left = True
                     self._changed.notify_all()
@@ -233,10 +252,7 @@ class Agent:
                 # Its trainer has reconnected; what we know of its slots stays true.
                 slab.close()
             else:
-                if rank.slots is not None:
-                    rank.retired.append(rank.slots)
-                rank.slots = RankSlots(slab)
-                self._drop_retired(rank)
+                self._replace_slots(rank, RankSlots(slab))
             return self._inherit(number)
 
     def _inherit(self, number: int) -> tuple[str, ...]:
@@ -259,6 +275,30 @@ class Agent:
             taken.append(save.save_id)
             save.later |= slots.saves_after(index)
         return tuple(taken)
+
+    def _open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
+        if self._peers is None:
+            # pyzmq is loaded only where it is needed, so that other agents start fast.
+            from megatron_flashckpt.agent.peers.redundancy import Redundancy
+
+            self._peers = Redundancy(request, self._own_slots, self._install)
+        return self._peers.opened
+
+    def _own_slots(self) -> dict[int, RankSlots]:
+        with self._changed:
+            slots = {number: rank.slots for number, rank in self._ranks.items()}
+        return {number: theirs for number, theirs in slots.items() if theirs is not None}
+
+    def _install(self, number: int, slots: RankSlots) -> None:
+        """Make slots that came from other nodes those of a rank."""
+        with self._changed:
+            self._replace_slots(self._ranks[number], slots)
+
+    def _replace_slots(self, rank: _Rank, slots: RankSlots) -> None:
+        if rank.slots is not None:
+            rank.retired.append(rank.slots)
+        rank.slots = slots
+        self._drop_retired(rank)
 
     def _drop_retired(self, rank: _Rank) -> None:
         """Free replaced slabs once nothing reads them."""
@@ -320,6 +360,8 @@ class Agent:
             info.claimed = info.persisting = True
             reach("agent.enqueued")
             self._pool.submit(self._persist, number, rank_slots, slot, save)
+            if self._peers is not None:
+                self._peers.staged(number, rank_slots, index)
         self._changed.notify_all()
         return save
 

@@ -26,6 +26,8 @@ class SlotInfo:
     inherited: bool = False
     """Another agent had it first, and may have come to any point of making it durable."""
     digests: tuple[str, ...] | None = None
+    recovered: bool = False
+    """Its bytes came from other nodes."""
 
 
 class RankSlots:
@@ -73,7 +75,8 @@ class RankSlots:
             header = slot.header
             if header.state in COMPLETE:
                 durable = header.state == SlotState.DURABLE
-                offer = Offer(slot.index, header.iteration, header.save_id, durable, info.digests)
+                which = (slot.index, header.iteration, header.save_id)
+                offer = Offer(*which, durable, info.digests, info.recovered)
                 found.append((info.sequence, offer))
         return [offer for _, offer in sorted(found, key=lambda pair: -pair[0])]
 

@@ -39,7 +39,7 @@ class Slab:
             StorageError: the memory is not there; names the bytes wanted.
         """
         geometry = SlabGeometry(slots, align(meta_nbytes), align(data_nbytes))
-        available = _available_nbytes()
+        available = available_nbytes()
         if geometry.nbytes > available:
             # Not left to posix_fallocate: it takes page after page until the kernel starts killing.
             raise StorageError(
@@ -125,7 +125,7 @@ def _refusal(geometry: SlabGeometry, name: str, reason: str | None) -> str:
     )
 
 
-def _available_nbytes() -> int:
+def available_nbytes() -> int:
     """Return the bytes that this node can give without swapping, as the kernel estimates it."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         fields = dict(line.split(":", 1) for line in lines)

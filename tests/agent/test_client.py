@@ -190,11 +190,11 @@ def test_an_agent_of_another_release_is_named_at_once_with_its_process(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = node.trainer(root)
-    pid = trainer.client.agent_pid
+    pid, spoken = trainer.client.agent_pid, protocol.PROTOCOL_VERSION
     with monkeypatch.context() as patch:
         patch.setattr(protocol, "PROTOCOL_VERSION", 999)
         files, started = os.listdir("/proc/self/fd"), time.monotonic()
-        with pytest.raises(AgentError, match=rf"speaks protocol 1; end it \(pid {pid}\)"):
+        with pytest.raises(AgentError, match=rf"speaks protocol {spoken}; end it \(pid {pid}\)"):
             connect(str(root), 1, 0, node.config())
         assert time.monotonic() - started < 10.0, "it does not retry: that would not help"
         assert os.listdir("/proc/self/fd") == files

@@ -4,6 +4,7 @@ Environment:
     TRACE_DIR     where each rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
     KILL          `rank:iteration`: that rank ends itself with SIGKILL in that iteration's forward,
                   in the first incarnation only
+    KILL_ONCE     `glob:text:count`: KILL waits until the files hold the text so many times in all
     SIGNALS       `NAME:WHOM:ITERATION ...`: signals sent in the forward of that iteration, in the
                   first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
                   to the `job` (torchrun and all ranks)
@@ -21,6 +22,8 @@ import json
 import os
 import signal
 import sys
+import time
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +135,20 @@ def killing_step(forward_step: Any) -> Any:
         while ATTEMPT == 0 and signals and iteration() == int(signals[0][2]):
             send(*signals.pop(0)[:2])
         if rank and ATTEMPT == 0 and int(rank) == RANK and iteration() == int(when):
+            await_kill_once()
             os.kill(os.getpid(), signal.SIGKILL)
         return forward_step(batches, model)
 
     return wrapper
+
+
+def await_kill_once() -> None:
+    files, _, rest = os.environ.get("KILL_ONCE", "").partition(":")
+    text, _, count = rest.rpartition(":")
+    deadline = time.monotonic() + 60
+    while files and sum(Path(name).read_text().count(text) for name in glob(files)) < int(count):
+        assert time.monotonic() < deadline, f"{files} do not say {text!r} {count} times"
+        time.sleep(0.02)
 
 
 def send(name: str, whom: str) -> None:

@@ -1,0 +1,189 @@
+"""Bring back a rank's checkpoints from what other nodes hold.
+
+It goes by ranks, not by nodes: after a node was replaced, the launcher may give a rank to another
+node than before. So every agent is asked what it has of a rank: its very slots, a copy of them, or
+parity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+from megatron_flashckpt.agent.peers import messages as m
+from megatron_flashckpt.agent.peers import streams
+from megatron_flashckpt.agent.peers.holdings import combine
+from megatron_flashckpt.agent.peers.messages import Label
+from megatron_flashckpt.agent.peers.transport import PeerError
+from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotHeader, SlotState
+
+logger = logging.getLogger(__name__)
+
+#: Asks one node; yields the replies in order, a few requests ahead.
+Pipeline = Callable[[Iterable[m.Request]], Iterator[tuple[m.Reply, bytes | memoryview]]]
+#: Opens a way to ask a node, for as long as the context lasts.
+Ask = Callable[[int], contextlib.AbstractContextManager[Pipeline]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A range of what one node has."""
+
+    node: int
+    nbytes: int
+    request: Callable[[int, int], m.Request]
+    """Takes start and size, counted from the start of the range."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A range of a checkpoint, which is the exclusive or of what is read."""
+
+    start: int
+    end: int
+    reads: tuple[_Read, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How one checkpoint of a rank is put together."""
+
+    label: Label
+    pieces: tuple[_Piece, ...]
+
+    @property
+    def nodes(self) -> list[int]:
+        """The nodes that have a part in it."""
+        return sorted({read.node for piece in self.pieces for read in piece.reads})
+
+
+def plans(rank: int, found: Mapping[int, m.Found]) -> dict[str, Plan]:
+    """Return by save what can be brought back of `rank`, given what each node has."""
+    slots = {slot: node for node, there in found.items() for slot in there.slots}
+    made: dict[str, Plan] = {}
+    held: dict[str, list[tuple[int, m.Held]]] = {}
+    for node, there in sorted(found.items()):
+        for label in there.labels:
+            read = _of_slot(node, rank, label.save_id, 0, label.nbytes)
+            made[label.save_id] = Plan(label, (_Piece(0, label.nbytes, (read,)),))
+        for each in there.held:
+            held.setdefault(each.label.save_id, []).append((node, each))
+    for save_id, parts in held.items():
+        plan = _combined(parts, slots)
+        if plan is not None:
+            made.setdefault(save_id, plan)
+    return made
+
+
+def _combined(parts: list[tuple[int, m.Held]], slots: Mapping[tuple[int, str], int]) -> Plan | None:
+    """Return the plan that takes each part from its holder; None if one cannot be had."""
+    label = parts[0][1].label
+    pieces = {}
+    for node, held in parts:
+        start, end = held.part.bounds(label.nbytes)
+        reads = [_of_holder(node, held.part.lane, label.save_id, end - start)]
+        for other, low, high in held.others:
+            if (other, label.save_id) not in slots:
+                break
+            where = slots[other, label.save_id]
+            reads.append(_of_slot(where, other, label.save_id, low, high))
+        else:
+            pieces[held.part.index] = _Piece(start, end, tuple(reads))
+    if len(pieces) < parts[0][1].part.count:
+        return None
+    return Plan(label, tuple(pieces.values()))
+
+
+def _of_slot(node: int, rank: int, save_id: str, low: int, high: int) -> _Read:
+    return _Read(node, high - low, lambda at, size: m.ReadSlot(rank, save_id, low + at, size))
+
+
+def _of_holder(node: int, lane: tuple[int, ...], save_id: str, nbytes: int) -> _Read:
+    return _Read(node, nbytes, lambda at, size: m.ReadHeld(lane, save_id, at, size))
+
+
+def recover(
+    rank: int, wanted: Collection[str], made: Mapping[str, Plan], ask: Ask
+) -> RankSlots | None:
+    """Return slots with the newest of the wanted checkpoints, verified; None if there is none.
+
+    A checkpoint that turns out to be incomplete or damaged is left out, and said.
+    """
+    chosen = sorted(
+        (plan for save_id, plan in made.items() if save_id in wanted),
+        key=lambda plan: -plan.label.iteration,
+    )
+    if not chosen:
+        return None
+    # All slabs of a rank are alike, unless it grew; then the newest save tells.
+    geometry = chosen[0].label.geometry
+    chosen = [plan for plan in chosen if plan.label.geometry == geometry][: geometry.slots]
+    slab = Slab.create(geometry.slots, geometry.meta_capacity, geometry.data_capacity, str(rank))
+    good: dict[int, Plan] = {}
+    for index, plan in enumerate(reversed(chosen)):
+        which = (rank, plan.label.iteration, ", ".join(map(str, plan.nodes)))
+        try:
+            for piece in plan.pieces:
+                _fill(slab, index, plan.label, piece, ask)
+            damage = streams.damage(slab, index, plan.label)
+        except PeerError as error:
+            damage = str(error)
+        if damage is not None:
+            logger.error("rank %d: iteration %d not recovered from nodes %s: %s", *which, damage)
+            continue
+        logger.info("rank %d: recovered iteration %d from nodes %s", *which)
+        label = plan.label
+        slab.slots[index].set_header(
+            SlotHeader(
+                SlotState.STAGED,
+                label.iteration,
+                label.save_id,
+                label.meta_nbytes,
+                label.data_nbytes,
+            )
+        )
+        good[index] = plan
+    if not good:
+        slab.close()
+        return None
+    slots = RankSlots(slab)
+    for index, plan in good.items():
+        slots.infos[index].digests = plan.label.digests
+        slots.infos[index].recovered = True
+    return slots
+
+
+def _fill(slab: Slab, index: int, label: Label, piece: _Piece, ask: Ask) -> None:
+    """Read a range from all nodes that have a part in it, and put it into a slot.
+
+    Raises:
+        PeerError: a node is gone, or has no longer what it had.
+    """
+    with contextlib.ExitStack() as opened:
+        answers = [
+            opened.enter_context(ask(read.node))(_requests(read, piece)) for read in piece.reads
+        ]
+        for (at, size), *replies in zip(_steps(piece), *answers, strict=True):
+            total = bytearray(size)
+            for reply, data in replies:
+                if not isinstance(reply, m.Taken):
+                    raise PeerError(getattr(reply, "reason", f"answered {reply!r}"))
+                if len(replies) == 1:
+                    total[: len(data)] = data
+                elif len(data):
+                    combine(total, 0, data)
+            streams.write(slab, index, label, piece.start + at, memoryview(total))
+
+
+def _requests(read: _Read, piece: _Piece) -> Iterator[m.Request]:
+    for at, size in _steps(piece):
+        # What is shorter than the others counts as zeros from its end on.
+        yield read.request(at, max(0, min(size, read.nbytes - at)))
+
+
+def _steps(piece: _Piece) -> Iterator[tuple[int, int]]:
+    return streams.steps(0, piece.end - piece.start)

@@ -1,0 +1,279 @@
+"""What the agent knows of redundancy: introduce the peers, tell what was staged, recover."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator
+
+from megatron_flashckpt.agent.peers import messages as m
+from megatron_flashckpt.agent.peers import recovery, streams
+from megatron_flashckpt.agent.peers.holdings import HoldError, Holdings
+from megatron_flashckpt.agent.peers.messages import Label
+from megatron_flashckpt.agent.peers.sender import Link, Parcel
+from megatron_flashckpt.agent.peers.topology import Topology
+from megatron_flashckpt.agent.peers.transport import (
+    Connection,
+    PeerError,
+    PeerServer,
+    new_context,
+    new_identity,
+)
+from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
+from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.errors import AgentError
+
+logger = logging.getLogger(__name__)
+
+#: Nodes asked at the same time for what they have.
+_ASKED_AT_ONCE = 16
+
+
+class Redundancy:
+    """One agent's part in it. Its server, links and label thread run until `close`."""
+
+    def __init__(
+        self,
+        request: OpenPeers,
+        own: Callable[[], dict[int, RankSlots]],
+        install: Callable[[int, RankSlots], None],
+    ) -> None:
+        """Listen for the agents of other nodes; nobody is let in before `join`.
+
+        Args:
+            own: returns the slots of this node's ranks.
+            install: makes recovered slots those of a rank.
+
+        Raises:
+            AgentError: the address is not one of this node, or the port is taken.
+        """
+        self._own = own
+        self._install = install
+        self._threads = request.threads
+        self._identity = request.identity or new_identity()
+        self._host = request.host
+        self._context = new_context(request.threads)
+        self._holdings = Holdings()
+        try:
+            self._server = PeerServer(
+                self._context, request.host, request.port, self._identity, self._answer
+            )
+        except AgentError:
+            self._context.term()
+            raise
+        self._lock = threading.Lock()
+        self._plan: JoinPeers | None = None
+        self._topology = Topology("copy", 2, ())
+        self._links: dict[tuple[int, int], Link] = {}
+        self._labels: dict[tuple[int, str], Label] = {}
+        # One, so that computing digests never takes more than one core from training.
+        self._labellers = concurrent.futures.ThreadPoolExecutor(1, "label")
+        self._recoverers = concurrent.futures.ThreadPoolExecutor(request.threads, "recover")
+        self._recoveries: dict[int, concurrent.futures.Future[None]] = {}
+
+    @property
+    def opened(self) -> PeersOpened:
+        """Where the agents of other nodes reach this one, and its keys."""
+        return PeersOpened(self._identity, self._host, self._server.port)
+
+    def join(self, plan: JoinPeers) -> None:
+        """Let in the agents of these nodes, and send to them from now on."""
+        with self._lock:
+            if plan == self._plan:
+                return
+            links, self._links = self._links, {}
+            self._plan = plan
+            self._topology = Topology(plan.scheme, plan.group, [node.ranks for node in plan.nodes])
+            self._server.allowed = frozenset(node.public for node in plan.nodes)
+        for link in links.values():
+            link.close()
+        holders = self._topology.holders(plan.me)
+        logger.info("node %d of %d: held by nodes %s", plan.me, len(plan.nodes), holders)
+
+    def close(self) -> None:
+        """Stop at once: what is under way is given up."""
+        self._labellers.shutdown(cancel_futures=True)
+        self._recoverers.shutdown(cancel_futures=True)
+        with self._lock:
+            links, self._links = self._links, {}
+        for link in links.values():
+            link.close()
+        for link in links.values():
+            link.join()
+        self._server.close()
+        self._context.term()
+
+    # ------------------------------------------------------------------ giving
+
+    def staged(self, rank: int, slots: RankSlots, index: int) -> None:
+        """Send a complete slot to its holders, in the background."""
+        self._labellers.submit(self._send, rank, slots, index)
+
+    def _send(self, rank: int, slots: RankSlots, index: int) -> None:
+        try:
+            label = self._labelled(rank, slots, index)
+            with self._lock:
+                plan = self._plan
+                if label is None or plan is None or rank not in plan.nodes[plan.me].ranks:
+                    return
+                lane = plan.nodes[plan.me].ranks.index(rank)
+                for share in self._topology.shares(plan.me)[rank]:
+                    link = self._link(plan, share.holder, lane % self._threads)
+                    link.put(Parcel(slots.slab, index, label, share.part))
+        except Exception:
+            logger.exception("rank %d: a checkpoint is not sent to other nodes", rank)
+
+    def _link(self, plan: JoinPeers, holder: int, stream: int) -> Link:
+        if (holder, stream) not in self._links:
+            place = f"node {holder} ({plan.nodes[holder].host}:{plan.nodes[holder].port})"
+            self._links[holder, stream] = Link(place, lambda: self._connection(plan, holder))
+        return self._links[holder, stream]
+
+    def _connection(self, plan: JoinPeers, node: int) -> Connection:
+        return Connection(self._context, self._identity, plan.nodes[node], plan.timeout_s)
+
+    def _labelled(self, rank: int, slots: RankSlots, index: int) -> Label | None:
+        """Return the label of a slot, made once; None if it was overwritten meanwhile."""
+        in_slots = {
+            (other, slot.header.save_id)
+            for other, theirs in self._own().items()
+            for slot in theirs.slab.slots
+        }
+        key = (rank, slots.slab.slots[index].header.save_id)
+        with self._lock:
+            self._labels = {each: label for each, label in self._labels.items() if each in in_slots}
+            if key in self._labels:
+                return self._labels[key]
+        label = streams.label_of(rank, slots.slab, index)
+        if label is not None:
+            with self._lock:
+                self._labels[rank, label.save_id] = label
+        return label
+
+    def adopt(self, rank: int, save_id: str | None, iteration: int) -> None:
+        """Forget a past that did not happen; send anew what training goes on from.
+
+        A node that was replaced holds nothing for the others yet. Holders that have their part
+        already say so.
+        """
+        with self._lock:
+            lanes = [] if self._plan is None else self._topology.lanes(self._plan.me)
+        self._holdings.adopt(save_id, iteration, lanes)
+        slots = self._own().get(rank)
+        if slots is not None and save_id is not None:
+            for slot in slots.slab.slots:
+                if streams.holds(slots.slab, slot.index, save_id):
+                    self.staged(rank, slots, slot.index)
+
+    # ------------------------------------------------------------------ answering
+
+    def _answer(self, request: m.Request, payload: memoryview) -> tuple[m.Reply, bytes]:
+        try:
+            match request:
+                case m.Begin():
+                    return m.Taken(already=not self._begin(request)), b""
+                case m.Chunk():
+                    part = (request.lane, request.rank, request.save_id)
+                    self._holdings.add(*part, request.start, payload)
+                case m.End():
+                    self._holdings.end(request.lane, request.rank, request.save_id)
+                case m.Find():
+                    return self._find(request.rank), b""
+                case m.ReadSlot():
+                    return m.Taken(), self._read_slot(request)
+                case m.ReadHeld():
+                    span = (request.start, request.nbytes)
+                    return m.Taken(), self._holdings.read(request.lane, request.save_id, *span)
+        except HoldError as error:
+            return m.Declined(str(error)), b""
+        return m.Taken(), b""
+
+    def _begin(self, request: m.Begin) -> bool:
+        with self._lock:
+            kept = [] if self._plan is None else self._topology.lanes(self._plan.me)
+        if request.part.lane not in kept:
+            raise HoldError("it does not hold for these ranks (any more)")
+        return self._holdings.begin(request.part, request.label)
+
+    def _in_slots(self, rank: int) -> Iterator[tuple[RankSlots, int, Label]]:
+        """Yield the complete and labelled slots of a rank of this node."""
+        slots = self._own().get(rank)
+        for slot in slots.slab.slots if slots is not None else ():
+            with self._lock:
+                label = self._labels.get((rank, slot.header.save_id))
+            if slots is None or label is None:
+                continue
+            if streams.holds(slots.slab, slot.index, label.save_id):
+                yield slots, slot.index, label
+
+    def _find(self, rank: int) -> m.Found:
+        ours = [label for each in self._own() for _, _, label in self._in_slots(each)]
+        return m.Found(
+            tuple(label for label in ours if label.rank == rank),
+            tuple((label.rank, label.save_id) for label in ours),
+            tuple(self._holdings.held_of(rank)),
+        )
+
+    def _read_slot(self, request: m.ReadSlot) -> bytes:
+        for slots, index, label in self._in_slots(request.rank):
+            if label.save_id == request.save_id:
+                data = streams.read(slots.slab, index, label, request.start, request.nbytes)
+                if data is not None:
+                    return data
+        raise HoldError(f"rank {request.rank} has that save no longer")
+
+    # ------------------------------------------------------------------ taking
+
+    def recover(self, rank: int, saves: Collection[str], wait_s: float) -> bool:
+        """Return whether the recovery of a rank has ended; it starts with the first call.
+
+        Whether anything was recovered shows in the rank's slots.
+        """
+        with self._lock:
+            if rank not in self._recoveries:
+                self._recoveries[rank] = self._recoverers.submit(self._recover, rank, saves)
+            future = self._recoveries[rank]
+        done, _ = concurrent.futures.wait([future], wait_s)
+        if done:
+            with self._lock:
+                self._recoveries.pop(rank, None)
+        return bool(done)
+
+    def _recover(self, rank: int, saves: Collection[str]) -> None:
+        try:
+            with self._lock:
+                plan = self._plan
+            if plan is None:
+                return
+            with concurrent.futures.ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+                nodes = range(len(plan.nodes))
+                asked = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
+                found = {node: there for node, there in enumerate(asked) if there is not None}
+            made = recovery.plans(rank, found)
+            slots = recovery.recover(rank, saves, made, lambda node: self._way(plan, node))
+            if slots is not None:
+                self._install(rank, slots)
+            elif not set(made).intersection(saves):
+                logger.warning("rank %d: no node has a checkpoint of it that is wanted", rank)
+        except Exception:
+            logger.exception("rank %d: nothing was recovered from other nodes", rank)
+
+    def _ask_for(self, plan: JoinPeers, node: int, rank: int) -> m.Found | None:
+        try:
+            with self._way(plan, node) as ask:
+                ((reply, _),) = ask([m.Find(rank)])
+        except PeerError as error:
+            logger.warning("node %d was not asked for rank %d: %s", node, rank, error)
+            return None
+        return reply if isinstance(reply, m.Found) else None
+
+    @contextlib.contextmanager
+    def _way(self, plan: JoinPeers, node: int) -> Iterator[recovery.Pipeline]:
+        """Ask a node through a connection of its own, or this one directly."""
+        if node == plan.me:
+            yield lambda requests: (self._answer(each, memoryview(b"")) for each in requests)
+            return
+        with self._connection(plan, node) as connection:
+            yield lambda requests: connection.pipeline((each, b"") for each in requests)

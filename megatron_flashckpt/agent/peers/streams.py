@@ -1,0 +1,115 @@
+"""A slot as one run of bytes, its description first: what is sent, combined and put back.
+
+Slots are read without holding them. Whoever wants to overwrite one empties its header first, so
+bytes were the checkpoint's if the header still says so after they were copied. That way a slow
+network never makes training wait for a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import xxhash
+
+from megatron_flashckpt.agent.peers.messages import CHUNK_NBYTES, Label
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES as DIGEST_NBYTES
+from megatron_flashckpt.layout.shard_file import chunk_digest
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE
+
+
+def steps(start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield `(start, nbytes)` of the messages in which a range travels."""
+    for position in range(start, end, CHUNK_NBYTES):
+        yield position, min(CHUNK_NBYTES, end - position)
+
+
+def label_of(rank: int, slab: Slab, index: int) -> Label | None:
+    """Return the label of a complete slot; None if it was overwritten meanwhile."""
+    header = slab.slots[index].header
+    meta_at, data_at = slab.geometry.meta_offset(index), slab.geometry.data_offset(index)
+    digests = []
+    for start in range(0, header.data_nbytes, DIGEST_NBYTES):
+        end = min(start + DIGEST_NBYTES, header.data_nbytes)
+        chunk = _copy(slab, index, header.save_id, data_at + start, data_at + end)
+        if chunk is None:
+            return None
+        digests.append(chunk_digest(chunk))
+    meta = _copy(slab, index, header.save_id, meta_at, meta_at + header.meta_nbytes)
+    if meta is None:
+        return None
+    return Label(
+        rank=rank,
+        iteration=header.iteration,
+        save_id=header.save_id,
+        geometry=slab.geometry,
+        meta_nbytes=header.meta_nbytes,
+        data_nbytes=header.data_nbytes,
+        meta_digest=xxhash.xxh3_64_hexdigest(meta),
+        digests=tuple(digests),
+    )
+
+
+def holds(slab: Slab, index: int, save_id: str) -> bool:
+    """Return whether a slot still holds that checkpoint, complete."""
+    try:
+        header = slab.slots[index].header
+    except ValueError:  # the slab was closed
+        return False
+    return header.state in COMPLETE and header.save_id == save_id
+
+
+def read(slab: Slab, index: int, label: Label, start: int, nbytes: int) -> bytes | None:
+    """Return bytes of the run; None if the slot holds something else by now."""
+    parts = []
+    for at, size in _spans(slab, index, label, start, nbytes):
+        part = _copy(slab, index, label.save_id, at, at + size)
+        if part is None:
+            return None
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def write(slab: Slab, index: int, label: Label, start: int, data: bytes | memoryview) -> None:
+    """Put bytes of the run where they belong."""
+    done = 0
+    for at, size in _spans(slab, index, label, start, len(data)):
+        slab.memory[at : at + size] = data[done : done + size]
+        done += size
+
+
+def damage(slab: Slab, index: int, label: Label) -> str | None:
+    """Return what is wrong with the bytes of a slot that was put together again, if anything."""
+    meta_at, data_at = slab.geometry.meta_offset(index), slab.geometry.data_offset(index)
+    found = xxhash.xxh3_64_hexdigest(slab.memory[meta_at : meta_at + label.meta_nbytes])
+    if found != label.meta_digest:
+        return f"description: digest {found}, expected {label.meta_digest}"
+    for chunk, expected in enumerate(label.digests):
+        start = data_at + chunk * DIGEST_NBYTES
+        end = min(start + DIGEST_NBYTES, data_at + label.data_nbytes)
+        found = chunk_digest(slab.memory[start:end])
+        if found != expected:
+            return f"chunk {chunk}: digest {found}, expected {expected}"
+    return None
+
+
+def _spans(
+    slab: Slab, index: int, label: Label, start: int, nbytes: int
+) -> Iterator[tuple[int, int]]:
+    """Yield where a range of the run lies in the slab: `(offset, nbytes)`, at most two."""
+    geometry, cut = slab.geometry, label.meta_nbytes
+    end = start + nbytes
+    if start < cut:
+        yield geometry.meta_offset(index) + start, min(end, cut) - start
+    if end > cut:
+        begin = max(start, cut)
+        yield geometry.data_offset(index) + begin - cut, end - begin
+
+
+def _copy(slab: Slab, index: int, save_id: str, start: int, end: int) -> bytes | None:
+    try:
+        copied = slab.memory[start:end]
+    except ValueError:  # the slab was closed
+        return None
+    # After the copy, not before: the header is emptied before the first byte is overwritten.
+    return copied if holds(slab, index, save_id) else None

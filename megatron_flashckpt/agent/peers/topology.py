@@ -1,0 +1,100 @@
+"""Which node holds what for which: copies on the ring neighbour, or parity within a group.
+
+Both are one thing. A node cuts each rank's checkpoint into as many equal parts as it has holders,
+and gives each holder one part; a holder keeps the exclusive or of the parts that its contributors
+gave it. With one contributor that is a plain copy. With a group of n nodes each node holds for the
+n - 1 others a parity of 1/(n - 1) of a checkpoint, and any one of them can be rebuilt from what
+the others hold, of their own and of parity: the XOR scheme of SCR (A. Moody et al., "Design,
+Modeling, and Evaluation of a Scalable Multi-level Checkpointing System", SC 2010), which rotates
+the parity over the nodes as RAID 5 does.
+
+Ranks are matched by position: the k-th rank of a node with the k-th ranks of the others. The ranks
+whose parts a holder combines are a *lane*.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+#: The ranks, ascending by node, whose parts one holder combines.
+Lane = tuple[int, ...]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's contribution to a lane: part `index` of `count` of its checkpoint."""
+
+    lane: Lane
+    index: int
+    count: int
+
+    def bounds(self, nbytes: int) -> tuple[int, int]:
+        """Return where the part begins and ends in a checkpoint of `nbytes`."""
+        step = -(-nbytes // self.count)
+        return min(self.index * step, nbytes), min((self.index + 1) * step, nbytes)
+
+
+class Share(NamedTuple):
+    """What a node owes one holder, of one of its ranks."""
+
+    holder: int
+    part: Part
+
+
+class Topology:
+    """Who holds for whom in a job of these nodes.
+
+    `copy`: the next node of the ring. `xor`: all other nodes of the group; groups are consecutive
+    and have at least `group` nodes (fewer only if the job has fewer), so that no node needs more
+    memory than 1/(group - 1) of its own.
+    """
+
+    def __init__(self, scheme: str, group: int, ranks: Sequence[Sequence[int]]) -> None:
+        """Args: `ranks`: the ranks of each node, ascending."""
+        self._ranks = ranks
+        self._groups: list[range] = []
+        count = len(ranks)
+        if scheme == "xor":
+            groups = max(1, count // group)
+            edges = [count * n // groups for n in range(groups + 1)]
+            self._groups = [range(*pair) for pair in itertools.pairwise(edges)]
+
+    def holders(self, node: int) -> list[int]:
+        """Return the nodes that hold something for `node`."""
+        if not self._groups:
+            following = (node + 1) % len(self._ranks)
+            return [following] if following != node else []
+        return [other for other in self._group(node) if other != node]
+
+    def contributors(self, node: int) -> list[int]:
+        """Return the nodes for which `node` holds something."""
+        if not self._groups:
+            before = (node - 1) % len(self._ranks)
+            return [before] if before != node else []
+        return self.holders(node)
+
+    def _group(self, node: int) -> range:
+        return next(group for group in self._groups if node in group)
+
+    def lanes(self, holder: int) -> list[Lane]:
+        """Return the lanes that `holder` keeps."""
+        contributors = self.contributors(holder)
+        width = max((len(self._ranks[node]) for node in contributors), default=0)
+        return [
+            tuple(self._ranks[node][k] for node in contributors if k < len(self._ranks[node]))
+            for k in range(width)
+        ]
+
+    def shares(self, node: int) -> dict[int, list[Share]]:
+        """Return what `node` owes, by rank."""
+        holders = self.holders(node)
+        return {
+            rank: [
+                Share(holder, Part(self.lanes(holder)[k], index, len(holders)))
+                for index, holder in enumerate(holders)
+            ]
+            for k, rank in enumerate(self._ranks[node])
+        }

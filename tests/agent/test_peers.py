@@ -1,0 +1,118 @@
+"""A node is lost, its agent too: the replacement gets its ranks' checkpoints from other nodes.
+
+Several nodes on this machine, a runtime directory and an agent each, talk over loopback.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.memory.slot import SlotState
+from tests.agent.cluster import Cluster, cluster
+from tests.agent.trainer import content
+
+SCHEMES = [
+    ("copy", 2, (2, 2), 1),
+    ("copy", 2, (2, 1, 2), 1),
+    ("xor", 3, (2, 2, 2), 2),
+    ("xor", 4, (1, 2, 2, 1), 3),
+]
+
+
+def assert_recovered(made: Cluster, rank: int, iterations: list[int]) -> None:
+    trainer = made.trainers[rank]
+    offers = trainer.take()
+    assert [offer.iteration for offer in offers] == iterations
+    for offer in offers:
+        assert trainer.slab is not None
+        assert trainer.slab.slots[offer.slot].header.state == SlotState.STAGED
+        expected = content(rank, offer.iteration, trainer.layout.nbytes)
+        assert trainer.bytes_in(offer.slot) == expected
+        meta = trainer.slab.slots[offer.slot].meta
+        assert (meta.rank, meta.placement) == (rank, trainer.layout.placement)
+
+
+def recover_lost(made: Cluster, scheme: str, group: int, lost: int, saves: list[str]) -> None:
+    """Lose a node, storage too; restart the job and let the new node's ranks recover."""
+    made.lose(lost)
+    shutil.rmtree(made.root, ignore_errors=True)
+    made.start(scheme, group)
+    for rank in made.ranks[lost]:
+        assert made.trainers[rank].take() == ()
+        made.trainers[rank].client.recover(tuple(saves))
+
+
+@pytest.mark.parametrize(("scheme", "group", "sizes", "holders"), SCHEMES)
+def test_each_node_in_turn_is_lost_and_gets_its_checkpoints_back_without_storage(
+    tmp_path: Path, scheme: str, group: int, sizes: tuple[int, ...], holders: int
+) -> None:
+    with cluster(tmp_path, sizes, numel=5000) as made:
+        made.start(scheme, group)
+        for lost in range(len(sizes)):
+            iterations = [10 * lost + 5, 10 * lost + 10]
+            saves = []
+            for iteration in iterations:
+                saves.append(made.stage(iteration))
+                made.await_held(iteration, holders)
+            recover_lost(made, scheme, group, lost, saves)
+            for rank in made.ranks[lost]:
+                assert_recovered(made, rank, iterations[::-1])
+
+
+@pytest.mark.parametrize(("scheme", "group", "sizes", "holders"), SCHEMES[1:3])
+def test_what_a_lost_node_held_for_others_is_made_again_when_training_goes_on(
+    tmp_path: Path, scheme: str, group: int, sizes: tuple[int, ...], holders: int
+) -> None:
+    with cluster(tmp_path, sizes) as made:
+        made.start(scheme, group)
+        newer = made.stage(20)
+        made.await_held(20, holders)
+        for lost in (1, 2, 0):
+            recover_lost(made, scheme, group, lost, [newer])
+            for rank in made.ranks[lost]:
+                assert_recovered(made, rank, [20])
+            held_before = made.said_held(20)
+            for trainer in made.trainers.values():
+                trainer.client.adopt(newer, 20)
+            made.await_held(20, holders, beyond=held_before)
+
+
+def test_two_lost_nodes_of_a_group_are_not_recovered_and_it_is_said(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1, 1, 1)) as made:
+        made.start("xor", 4)
+        save = made.stage(10)
+        made.await_held(10, 3)
+        made.lose(1, 2)
+        made.start("xor", 4)
+        for lost in (1, 2):
+            made.trainers[lost].client.recover((save,))
+            assert made.trainers[lost].take() == ()
+            assert f"rank {lost}: no node has a checkpoint of it that is wanted" in made.log(lost)
+        assert [offer.iteration for offer in made.trainers[0].take()] == [10]
+
+
+def test_ranks_that_the_launcher_gave_to_other_nodes_find_their_checkpoints(tmp_path: Path) -> None:
+    """Node 0 is lost; the new node becomes the last one, as torchrun may have it."""
+    with cluster(tmp_path, (1, 1, 1)) as made:
+        made.start("copy")
+        save = made.stage(10)
+        made.await_held(10, 1)
+        made.lose(0)
+        made.nodes.append(made.nodes.pop(0))
+        made.start("copy")
+        for rank in range(3):
+            made.trainers[rank].client.recover((save,))
+            assert_recovered(made, rank, [10])
+
+
+def test_a_rank_recovers_only_what_is_wanted(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        older, newer = made.stage(10), made.stage(20)
+        made.await_held(20, 1)
+        recover_lost(made, "copy", 2, 0, [older])
+        assert_recovered(made, 0, [10])
+        assert newer not in [offer.save_id for offer in made.trainers[0].take()]
