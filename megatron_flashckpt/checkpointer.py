@@ -234,6 +234,7 @@ class Checkpointer:
             if self.config.busy == "skip":
                 return None
             logger.info("iteration %d: waiting for a free slot", request.iteration)
+            self._untold = self.poll()  # for what it logs
             index = client.acquire(request.iteration, save_id, _WAIT_SLICE_S)
         slot = slab.slots[index]
         reach("save.granted")

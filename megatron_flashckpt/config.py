@@ -68,7 +68,15 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     about 0.5 GB/s each."""
 
     commit_timeout_s: float = 1800.0
-    """Seconds from the first persisted shard until a save that lacks others counts as failed."""
+    """Seconds from the first staged shard until a save that is not committed counts as failed,
+    because other nodes' shards are missing or the storage hangs."""
+
+    slow_save_s: float = 300.0
+    """Seconds after which every rank's log says that a save is not durable yet, and why."""
+
+    sigterm_timeout_s: float = 120.0
+    """Seconds that an agent told to end (SIGTERM) has for what is staged, and for trainers to make
+    their last save. A second SIGTERM ends it at once."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,6 +187,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("agent.peer_timeout_s", self.agent.peer_timeout_s, 0.1),
             ("agent.peer_threads", self.agent.peer_threads, 1),
             ("agent.commit_timeout_s", self.agent.commit_timeout_s, 1),
+            ("agent.slow_save_s", self.agent.slow_save_s, 0),
+            ("agent.sigterm_timeout_s", self.agent.sigterm_timeout_s, 0),
             ("drain_timeout_s", self.drain_timeout_s, 0),
         )
 

@@ -173,7 +173,12 @@ class NodeLink:
             self._preparing.join(wait_s)
             if self._preparing.is_alive():
                 return ()
-        return () if self._client is None else self._client.poll(wait_s).finished
+        if self._client is None:
+            return ()
+        outcomes = self._client.poll(wait_s)
+        for notice in outcomes.notices:
+            logger.warning("rank %d: iteration %d: %s", self._rank, notice.iteration, notice.text)
+        return outcomes.finished
 
     @property
     def current(self) -> AgentClient | None:

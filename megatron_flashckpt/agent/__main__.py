@@ -32,6 +32,8 @@ def main() -> int:
     parser.add_argument("--grace-s", type=float, required=True)
     parser.add_argument("--persist-threads", type=int, required=True)
     parser.add_argument("--commit-timeout-s", type=float, required=True)
+    parser.add_argument("--slow-save-s", type=float, required=True)
+    parser.add_argument("--sigterm-timeout-s", type=float, required=True)
     arguments = parser.parse_args()
 
     try:
@@ -53,8 +55,9 @@ def main() -> int:
     errors = _ErrorSeen(logging.ERROR)
     logging.getLogger().addHandler(errors)
     # Ctrl-C in the training terminal and a SIGHUP of its shell are not for us: we outlive them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Nor is what schedulers send to all processes of a job to announce its end (Slurm's --signal).
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)
     faults.this_is("agent")
     listener = listen(arguments.directory, SOCKET)
     # From here on trainers can connect. The parent returns, so that whoever started it can reap it
@@ -66,9 +69,14 @@ def main() -> int:
         grace_s=arguments.grace_s,
         persist_threads=arguments.persist_threads,
         commit_timeout_s=arguments.commit_timeout_s,
+        slow_save_s=arguments.slow_save_s,
+        sigterm_timeout_s=arguments.sigterm_timeout_s,
     )
     logging.info("agent %d serves %s", os.getpid(), arguments.root)
-    Agent(listener, options).serve()
+    agent = Agent(listener, options)
+    signal.signal(signal.SIGTERM, lambda *_: agent.end_soon())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    agent.serve()
     # Socket first: from here on a trainer that comes finds nobody and starts a new agent.
     (arguments.directory / SOCKET).unlink(missing_ok=True)
     if not errors.seen:
@@ -76,7 +84,10 @@ def main() -> int:
         (arguments.directory / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             arguments.directory.rmdir()
-    return 0
+    logging.shutdown()
+    # Without the threads, which the interpreter would wait for: one may be writing to a storage
+    # that hangs.
+    os._exit(0)
 
 
 if __name__ == "__main__":

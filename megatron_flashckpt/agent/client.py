@@ -19,7 +19,7 @@ import megatron_flashckpt
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.errors import AgentError, SaveFailedError
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -122,8 +122,18 @@ class AgentClient:
         self._ask(p.Adopt(save_id, iteration), p.Done)
 
     def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
-        """Return a slot to stage into, or -1 if none became free in time."""
-        return self._ask(p.Acquire(iteration, save_id, wait_s), p.Granted, None, wait_s)[0].slot
+        """Return a slot to stage into, or -1 if none became free in time.
+
+        Raises:
+            SaveFailedError: none will: storage hangs.
+        """
+        granted = self._ask(p.Acquire(iteration, save_id, wait_s), p.Granted, None, wait_s)[0]
+        if granted.hung_s:
+            raise SaveFailedError(
+                "all slots of this rank hold checkpoints that are still being written, one for "
+                f"{granted.hung_s:.0f} s: the storage hangs; look at it, or save elsewhere"
+            )
+        return granted.slot
 
     def staged(self, slot: int) -> None:
         """Ring the doorbell: the slot is complete."""
@@ -229,6 +239,8 @@ def _start(directory: Path, root: str, config: Config) -> None:
         *("--grace-s", str(config.agent.grace_s)),
         *("--persist-threads", str(config.agent.persist_threads)),
         *("--commit-timeout-s", str(config.agent.commit_timeout_s)),
+        *("--slow-save-s", str(config.agent.slow_save_s)),
+        *("--sigterm-timeout-s", str(config.agent.sigterm_timeout_s)),
     ]
     try:
         fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -32,6 +32,7 @@ from megatron_flashckpt.storage.base import Storage, read_whole
 logger = logging.getLogger(__name__)
 
 _READERS = 16
+_SHOWN = 8
 #: More than such files have: what claims more is not read.
 _MAX_RECORD_NBYTES = 2**28
 _NOTE_NBYTES = 2**16
@@ -53,6 +54,10 @@ class PendingSave:
     """Iteration of a save that was staged later and committed earlier."""
     outlived: bool = False
     """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
+    missing: list[str] = dataclasses.field(default_factory=list)
+    """Commit records that were not there when last looked for, on the node that commits."""
+    called_slow: bool = False
+    """Its trainers were told that it takes long."""
     inherited: bool = False
     """Taken over from another agent: staged before all that this one was given by a doorbell."""
     later: set[str] = dataclasses.field(default_factory=set)
@@ -87,8 +92,9 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         failure = _failure_elsewhere(save, present)
         if failure is not None:
             return True, failure
+        expired = time.monotonic() - save.staged_at > timeout_s
         if save.persisted < set(save.metas):
-            return False, None
+            return expired, gave_up(save, timeout_s) if expired else None
         if _is_committed(save, present):
             if 0 in save.metas:
                 # By an agent that is gone: it may not have come to what follows the manifest.
@@ -101,22 +107,42 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 reach("commit.ready")
                 commit(save)
                 return True, None
-            missing = sorted(expected - present)
-            awaited = f"{len(missing)} of {world_size} commit records ({', '.join(missing[:8])})"
-        else:
-            awaited = f"{names.MANIFEST} from the node of rank 0"
-        if time.monotonic() - save.staged_at > timeout_s:
-            return True, (
-                f"{save.storage.place}/{save.directory}: gave up after {timeout_s:.0f} s without "
-                f"{awaited}; look at the agent logs of the nodes of these ranks, or raise "
-                "'agent.commit_timeout_s'"
-            )
+            save.missing = sorted(expected - present)
+        if expired:
+            return True, gave_up(save, timeout_s)
     except (FlashCkptError, OSError) as error:
         return True, str(error)
     except Exception as error:  # or the thread that concludes all saves would end here
         logger.exception("iteration %d", save.iteration)
         return True, f"{save.storage.place}/{save.directory}: {type(error).__name__}: {error}"
     return False, None
+
+
+def awaited_by(save: PendingSave) -> str:
+    """Return what `save` waits for, as far as is known without asking storage."""
+    writing = sorted(set(save.metas) - save.persisted)
+    if writing:
+        return (
+            f"the shards of {len(writing)} ranks ({', '.join(map(str, writing[:_SHOWN]))}) are "
+            f"still being written: {save.storage.place} is slow, or hangs"
+        )
+    if 0 not in save.metas:
+        return f"{names.MANIFEST} from the node of rank 0 is not there"
+    if not save.missing:
+        return f"{save.storage.place} does not answer"
+    return (
+        f"{len(save.missing)} of {save.metas[0].world_size} commit records are not there "
+        f"({', '.join(save.missing[:_SHOWN])})"
+    )
+
+
+def gave_up(save: PendingSave, timeout_s: float) -> str:
+    """Return why a save failed that nothing came of in time."""
+    return (
+        f"{save.storage.place}/{save.directory}: gave up after {timeout_s:.0f} s: "
+        f"{awaited_by(save)}; look at that storage and at the agent logs of the nodes of these "
+        "ranks, or raise 'agent.commit_timeout_s'"
+    )
 
 
 def commit(save: PendingSave) -> None:

@@ -103,6 +103,8 @@ class Acquire(msgspec.Struct, frozen=True, tag=True):
 class Granted(msgspec.Struct, frozen=True, tag=True):
     slot: int
     """-1: all are busy."""
+    hung_s: float = 0.0
+    """Not 0: there is nothing to wait for; a slot has been written to storage for that long."""
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
@@ -145,9 +147,17 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
     wait_s: float = 0.0
 
 
+class Notice(msgspec.Struct, frozen=True):
+    """What the people of a job should know of a save that has no outcome yet."""
+
+    iteration: int
+    text: str
+
+
 class Outcomes(msgspec.Struct, frozen=True, tag=True):
     finished: tuple[Outcome, ...]
     pending: int
+    notices: tuple[Notice, ...] = ()
 
 
 class Identity(msgspec.Struct, frozen=True):

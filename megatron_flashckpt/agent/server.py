@@ -22,7 +22,9 @@ import msgspec
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit import (
     PendingSave,
+    awaited_by,
     forget,
+    gave_up,
     is_persisted,
     leave_note,
     outcome_of,
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _BACKLOG = 128
+#: Seconds beyond the commit timeout after which a save is given up without a word from storage.
+_HUNG_S = 3.0
 _COMMIT_POLL_S = (0.02, 1.0)
 #: Seconds for which an agent that nobody has talked to yet stays.
 _UNCLAIMED_S = 60.0
@@ -56,6 +60,8 @@ class AgentOptions:
     grace_s: float
     persist_threads: int
     commit_timeout_s: float
+    slow_save_s: float
+    sigterm_timeout_s: float
 
 
 class _Rank:
@@ -67,6 +73,7 @@ class _Rank:
         self.awaited: set[str] = set()
         """Saves that the connected trainer has staged and was not told the outcome of."""
         self.untold: list[p.Outcome] = []
+        self.notices: list[p.Notice] = []
         self.left = False
         self.connection: socket.socket | None = None
 
@@ -77,6 +84,7 @@ class _Rank:
         """
         self.awaited.clear()
         self.untold.clear()
+        self.notices.clear()
 
 
 class Agent:
@@ -94,6 +102,10 @@ class Agent:
         self._last_seen = time.monotonic()
         self._pool = concurrent.futures.ThreadPoolExecutor(options.persist_threads, "persist")
         self._closing = False
+        #: Saves that were concluded while storage did not answer; their files are still there.
+        self._given_up: list[PendingSave] = []
+        #: When to end, at the latest; set by a signal.
+        self._deadline: float | None = None
 
     # ------------------------------------------------------------------ life
 
@@ -105,6 +117,7 @@ class Agent:
         self._listener.listen(_BACKLOG)
         self._listener.settimeout(_TICK_S)
         while not self._may_leave():
+            self._watch()
             with contextlib.suppress(TimeoutError):
                 connection, _ = self._listener.accept()
                 with self._changed:
@@ -113,23 +126,66 @@ class Agent:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        committer.join()
-        self._pool.shutdown()
+        if not self._pending and not self._is_stuck():
+            committer.join(_TICK_S)
+            self._pool.shutdown()
         if self._peers is not None:
             self._peers.close()
         for rank in self._ranks.values():
             if rank.slots is not None:
                 rank.slots.slab.close()
 
+    def end_soon(self) -> None:
+        """Have `serve` return when all that is staged is durable and no trainer is left.
+
+        At the latest after `sigterm_timeout_s`; called again: at once. Takes no lock, because a
+        signal handler calls it.
+        """
+        wait_s = 0.0 if self._deadline is not None else self._options.sigterm_timeout_s
+        self._deadline = time.monotonic() + wait_s
+
     def _may_leave(self) -> bool:
         with self._changed:
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                for save in self._pending.values():
+                    logger.error("told to end: iteration %d is not durable", save.iteration)
+                return True
             if self._connections or self._pending:
                 self._last_seen = time.monotonic()
                 return False
+            if self._deadline is not None:
+                return True
             if self._ranks and all(rank.left for rank in self._ranks.values()):
                 return True
             patience = self._options.grace_s if self._ranks else _UNCLAIMED_S
             return time.monotonic() - self._last_seen > patience
+
+    def _is_stuck(self) -> bool:
+        """Return whether a shard of a save that was given up is still being written."""
+        return any(
+            slots.busy
+            for rank in self._ranks.values()
+            for slots in (rank.slots, *rank.retired)
+            if slots is not None
+        )
+
+    def _watch(self) -> None:
+        """Say which saves take long; end those whose storage does not even answer `outcome_of`."""
+        with self._changed:
+            for save in list(self._pending.values()):
+                waited = time.monotonic() - save.staged_at
+                if waited > self._options.slow_save_s and not save.called_slow:
+                    save.called_slow = True
+                    notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
+                    logger.warning("iteration %d: %s", save.iteration, notice)
+                    for number in save.metas:
+                        told = p.Notice(save.iteration, notice)
+                        self._ranks[number].notices.append(told)
+                if waited > self._options.commit_timeout_s + _HUNG_S:
+                    error = gave_up(save, self._options.commit_timeout_s)
+                    logger.error("iteration %d was not saved: %s", save.iteration, error)
+                    self._conclude(save, error)
+                    self._given_up.append(save)
 
     # ------------------------------------------------------------------ conversation
 
@@ -219,7 +275,7 @@ class Agent:
                         self._peers.adopt(number, request.save_id, request.iteration)
                     return (p.Done(),)
                 case p.Acquire():
-                    return (p.Granted(self._acquire(rank, request.wait_s)),)
+                    return (self._acquire(rank, request.wait_s),)
                 case p.Staged():
                     self._enqueue(number, request.slot)
                     return (p.Done(),)
@@ -306,15 +362,19 @@ class Agent:
             rank.retired.remove(slots)
             slots.slab.close()
 
-    def _acquire(self, rank: _Rank, wait_s: float) -> int:
+    def _acquire(self, rank: _Rank, wait_s: float) -> p.Granted:
         if rank.slots is None:
             raise AgentError("a slot was asked for before a slab was attached")
         deadline = time.monotonic() + wait_s
         while (index := rank.slots.acquire()) < 0:
+            hung_s = rank.slots.busy_for()
+            if hung_s > self._options.commit_timeout_s:
+                # Nothing that could be waited for: these saves have been given up.
+                return p.Granted(-1, hung_s)
             if not self._changed.wait(deadline - time.monotonic()):
-                return -1
+                return p.Granted(-1)
         reach("agent.granted")
-        return index
+        return p.Granted(index)
 
     def _adopt(self, rank: _Rank, request: p.Adopt) -> None:
         if rank.slots is not None:
@@ -327,11 +387,12 @@ class Agent:
 
     def _poll(self, rank: _Rank, wait_s: float) -> p.Outcomes:
         deadline = time.monotonic() + wait_s
-        while not rank.untold and rank.awaited:
+        while not rank.untold and not rank.notices and rank.awaited:
             if not self._changed.wait(deadline - time.monotonic()):
                 break
         told, rank.untold = tuple(rank.untold), []
-        return p.Outcomes(told, len(rank.awaited))
+        notices, rank.notices = tuple(rank.notices), []
+        return p.Outcomes(told, len(rank.awaited), notices)
 
     # ------------------------------------------------------------------ persist and commit
 
@@ -358,6 +419,7 @@ class Agent:
         self._ranks[number].awaited.add(header.save_id)
         if not info.claimed:
             info.claimed = info.persisting = True
+            info.persisting_since = time.monotonic()
             reach("agent.enqueued")
             self._pool.submit(self._persist, number, rank_slots, slot, save)
             if self._peers is not None:
@@ -421,10 +483,13 @@ class Agent:
                 if self._closing:
                     return
                 saves = list(self._pending.values())
-                if not saves:
+                given_up, self._given_up = self._given_up, []
+                if not saves and not given_up:
                     self._changed.wait(_TICK_S)
                     pause = shortest
                     continue
+            for save in given_up:
+                forget(save)
             concluded = [self._try_conclude(save) for save in saves]
             with self._changed:
                 if any(concluded):
@@ -447,30 +512,36 @@ class Agent:
             # Before anybody is told: on a full disk the next save needs the space.
             forget(save)
         with self._changed:
-            seconds = time.monotonic() - save.staged_at
-            if error is None:
-                logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
-            del self._pending[save.save_id]
-            outcome = p.Outcome(save.iteration, save.save_id, error, seconds)
-            state = SlotState.DURABLE if error is None else SlotState.FAILED
-            if save.outlived:
-                state = SlotState.EMPTY
-            if error is None:
-                self._supersede(save)
-            for number in save.metas:
-                rank = self._ranks[number]
-                if save.save_id in rank.awaited:
-                    rank.awaited.remove(save.save_id)
-                    rank.untold.append(outcome)
-                if rank.slots is not None:
-                    rank.slots.mark(save.save_id, state)
-            reach("save.marked")
-            self._changed.notify_all()
+            self._conclude(save, error)
             overlooked = save.persisted - persisted
         if error is not None and overlooked:
             # Written while the others' files were being removed.
             forget(save)
         return True
+
+    def _conclude(self, save: PendingSave, error: str | None) -> None:
+        """Mark the slots and tell the outcome, once. The lock is held."""
+        if error is None:
+            self._supersede(save)
+        if self._pending.get(save.save_id) is not save:
+            return  # given up while storage did not answer
+        seconds = time.monotonic() - save.staged_at
+        if error is None:
+            logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
+        del self._pending[save.save_id]
+        outcome = p.Outcome(save.iteration, save.save_id, error, seconds)
+        state = SlotState.DURABLE if error is None else SlotState.FAILED
+        if save.outlived:
+            state = SlotState.EMPTY
+        for number in save.metas:
+            rank = self._ranks[number]
+            if save.save_id in rank.awaited:
+                rank.awaited.remove(save.save_id)
+                rank.untold.append(outcome)
+            if rank.slots is not None:
+                rank.slots.mark(save.save_id, state)
+        reach("save.marked")
+        self._changed.notify_all()
 
     def _supersede(self, save: PendingSave) -> None:
         """Keep saves staged before `save`, and still pending, from moving the tracker back."""

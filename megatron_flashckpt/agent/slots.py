@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.memory.slab import Slab
@@ -21,6 +22,7 @@ class SlotInfo:
     """Order of acquisition; higher is newer."""
     persisting: bool = False
     """Its bytes are being read: must not be overwritten."""
+    persisting_since: float = 0.0
     claimed: bool = False
     """Handed over: its trainer has rung the doorbell, or the slot was taken over without that."""
     inherited: bool = False
@@ -48,6 +50,11 @@ class RankSlots:
     def busy(self) -> bool:
         """Whether any slot is still being persisted."""
         return any(info.persisting for info in self.infos)
+
+    def busy_for(self) -> float:
+        """Return the seconds for which the oldest read goes on."""
+        started = [info.persisting_since for info in self.infos if info.persisting]
+        return time.monotonic() - min(started) if started else 0.0
 
     def acquire(self) -> int:
         """Return the slot to overwrite: one that holds no complete checkpoint, else the oldest.

@@ -1,0 +1,188 @@
+"""Storage that reports I/O errors, is slow, or does not answer at all.
+
+Here the agent runs in a thread of the test, and the faults are put under it, at the system calls:
+all above them is the real thing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flashckpt.agent.rendezvous import SOCKET
+from megatron_flashckpt.agent.server import Agent, AgentOptions, listen
+from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.memory.slot import Slot
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact, files_of_ours, save_all
+from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
+
+#: The system calls of a save, in order, as Python names them.
+CALLS = ["open", "posix_fallocate", "pwrite", "fdatasync", "fsync", "replace", "listdir"]
+
+
+class Faults:
+    """Makes system calls on files below `root` fail, or wait until `heal`."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._root = str(root)
+        self._act: dict[str, Callable[[], None]] = {}
+        self._healed = threading.Event()
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(what: Any, *args: Any, **kwargs: Any) -> Any:
+            act = self._act.get(name)
+            if act is not None:
+                path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else what
+                if os.fspath(path).startswith(self._root):
+                    act()
+            return call(what, *args, **kwargs)
+
+        return wrapper
+
+    def fail(self, call: str) -> None:
+        def act() -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        self._act[call] = act
+
+    def hang(self, call: str) -> None:
+        self._healed.clear()
+
+        def act() -> None:
+            self._healed.wait(PATIENCE_S)
+
+        self._act[call] = act
+
+    def heal(self) -> None:
+        self._act.clear()
+        self._healed.set()
+
+
+@pytest.fixture
+def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    made = Faults(root, monkeypatch)
+    yield made
+    made.heal()
+
+
+@contextlib.contextmanager
+def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
+    """Serve trainers of `root` from a thread of this process."""
+    values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
+    listener = listen(node.directory(root), SOCKET)
+    agent = Agent(
+        listener, AgentOptions(root=str(root), persist_threads=2, sigterm_timeout_s=0.0, **values)
+    )
+    server = threading.Thread(target=agent.serve)
+    server.start()
+    try:
+        yield agent
+    finally:
+        agent.end_soon()
+        server.join(PATIENCE_S)
+        listener.close()
+        assert not server.is_alive(), "an agent whose storage hangs can still be ended"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_io_error_anywhere_fails_the_save_on_every_rank_and_leaves_nothing_of_it(
+    node: Node, root: Path, faults: Faults, call: str
+) -> None:
+    with agent_here(node, root):
+        trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+        assert save_all(trainers, 1) == [None, None]
+        before = files_of_ours(root)
+        faults.fail(call)
+        for error in save_all(trainers, 2):
+            assert error is not None
+            assert str(root) in error
+            assert "check it before the next save" in error
+        faults.heal()
+        assert_intact(root, 1, trainers)
+        assert save_all(trainers, 3) == [None, None]
+        assert_intact(root, 3, trainers)
+        if call not in ("fsync", "listdir"):  # where nothing can be made sure of, or looked at
+            left = [name for name in files_of_ours(root) if "iter_0000003" not in name]
+            assert [name for name in left if not name.endswith(".tmp")] == before
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fdatasync", "listdir"])
+def test_a_save_whose_storage_hangs_is_called_slow_then_failed_and_training_goes_on(
+    node: Node, root: Path, faults: Faults, call: str
+) -> None:
+    with agent_here(node, root, slow_save_s=0.2, commit_timeout_s=0.6):
+        trainer = node.trainer(root)
+        assert trainer.save(1).error is None
+        faults.hang(call)
+        trainer.stage(2, new_save_id())
+        (notice,) = eventually("a notice", lambda: trainer.client.poll(0.5).notices)
+        assert notice.iteration == 2
+        assert "not durable" in notice.text
+        error = trainer.outcome().error
+        assert error is not None
+        assert f"{root}/{names.iteration_dir(2)}: gave up after 1 s" in error
+        assert "agent.commit_timeout_s" in error
+        # The slot is still being read; the other one is free, and holds the older checkpoint.
+        assert [offer.iteration for offer in trainer.take()] == [2, 1]
+        faults.heal()
+        assert trainer.save(3).error is None
+        assert_intact(root, 3, [trainer])
+        # Its files go, unless the commit was all that had not come back.
+        directory = root / names.iteration_dir(2)
+        eventually(
+            "its end",
+            lambda: (
+                (directory / names.MANIFEST).exists()
+                if call == "listdir"
+                else not any(directory.glob("*.safetensors"))
+            ),
+        )
+
+
+def test_a_save_without_a_slot_fails_at_once_when_those_that_hold_them_have_been_given_up(
+    node: Node, root: Path, faults: Faults
+) -> None:
+    """Until then it waits: that is what 'busy' decides."""
+    with agent_here(node, root, commit_timeout_s=0.6):
+        trainer = node.trainer(root)
+        faults.hang("pwrite")
+        for iteration in (1, 2):
+            trainer.stage(iteration, new_save_id())
+        assert trainer.begin(3, new_save_id()) is None
+        assert [trainer.outcome().iteration for _ in range(2)] == [1, 2]
+        with pytest.raises(SaveFailedError, match="the storage hangs; look at it"):
+            trainer.begin(3, new_save_id(), wait_s=PATIENCE_S)
+        faults.heal()
+
+        def free_slot() -> Slot | None:
+            with contextlib.suppress(SaveFailedError):
+                return trainer.begin(4, new_save_id())
+
+        eventually("a free slot", free_slot)
+
+
+def test_a_rank_that_waits_for_a_hanging_write_does_not_keep_the_others_waiting(
+    node: Node, root: Path, faults: Faults
+) -> None:
+    with agent_here(node, root):
+        trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+        faults.hang("pwrite")
+        save_id = new_save_id()
+        for trainer in trainers:
+            trainer.stage(1, save_id)
+        assert trainers[1].client.poll(0.0).pending == 1
+        slot = trainers[1].begin(2, new_save_id())
+        assert slot is not None, "staging the next one needs no storage"
+        faults.heal()
+        assert [trainer.outcome().error for trainer in trainers] == [None, None]

@@ -1,0 +1,87 @@
+"""Signals that reach the agent: those that a scheduler sends to a whole job, and SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.layout import manifest as names
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import eventually, held_back, is_alive, new_save_id
+
+
+def watched(pid: int, for_s: float) -> bool:
+    """Return whether `pid` lives for that long: several times what leaving takes."""
+    deadline = time.monotonic() + for_s
+    while time.monotonic() < deadline and is_alive(pid):
+        time.sleep(0.02)
+    return is_alive(pid)
+
+
+def test_an_agent_told_to_end_commits_what_is_staged_and_leaves(node: Node, root: Path) -> None:
+    """All trainers have been killed: without the signal it would stay for the grace time."""
+    save_id = new_save_id()
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+        trainer.stage(1, save_id)
+        trainer.client.close()
+        os.kill(agent, signal.SIGTERM)
+        assert watched(agent, 0.7)
+        let_go()
+        started = time.monotonic()
+        eventually("the end of the agent", lambda: not is_alive(agent))
+    print(f"agent: gone {time.monotonic() - started:.2f} s after the storage let it write")
+    assert_intact(root, 1, [trainer])
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_an_agent_told_to_end_serves_the_last_save_of_trainers_that_are_there(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    os.kill(agent, signal.SIGTERM)
+    assert watched(agent, 0.7)
+    assert trainer.save(1).error is None
+    assert trainer.client.agent_pid == agent
+    trainer.hang_up()
+    eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
+    assert_intact(root, 1, [trainer])
+
+
+@pytest.mark.parametrize("how", ["the deadline passes", "it is told twice"])
+def test_an_agent_told_to_end_does_not_wait_for_ever_and_another_takes_over(
+    node: Node, root: Path, how: str
+) -> None:
+    timeout_s = 0.5 if how == "the deadline passes" else 60.0
+    trainer = node.trainer(root, config=node.config(sigterm_timeout_s=timeout_s))
+    agent, save_id = trainer.client.agent_pid, new_save_id()
+    directory = node.directory(root)
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+        trainer.stage(1, save_id)
+        os.kill(agent, signal.SIGTERM)
+        if how == "it is told twice":
+            assert watched(agent, 0.7)
+            os.kill(agent, signal.SIGTERM)
+        eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
+    assert "told to end: iteration 1 is not durable" in (directory / LOG).read_text()
+    assert trainer.reconnect() == (save_id,)
+    assert trainer.outcome().error is None
+    assert_intact(root, 1, [trainer])
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_signals_meant_for_the_trainers_do_not_end_the_agent(
+    node: Node, root: Path, name: str
+) -> None:
+    trainer = node.trainer(root)
+    os.kill(trainer.client.agent_pid, signal.Signals[name])
+    assert watched(trainer.client.agent_pid, 0.3)
+    assert trainer.save(1).error is None
