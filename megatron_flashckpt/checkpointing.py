@@ -21,6 +21,7 @@ from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
     checkpointing,
+    has_async_utils,
     original,
     unwrap,
 )
@@ -40,6 +41,9 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
     call = SaveCall.of(args, kwargs)
     stock = checkpointing()
     margs = stock.get_args()
+    if not has_async_utils():
+        # No iteration asks for outcomes in these releases: the next save and the exit do.
+        session.finalize(blocking=False)
     if call.release:
         # A release checkpoint is made once, by hand: Megatron's own format serves it best.
         original("checkpointing", "save_checkpoint")(*args, **kwargs)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import inspect
 import logging
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -172,8 +171,7 @@ def _said(loaded: Loaded) -> str:
 
 def _check_and_take_args(margs: Any, saved: Any) -> None:
     stock = checkpointing()
-    with _as_distributed_checkpoint(margs):
-        stock.check_checkpoint_args(saved)
+    stock.check_checkpoint_args(_as_of_this_layout(saved, margs))
     margs.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
     margs.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
     update = stock.update_num_microbatches
@@ -198,15 +196,16 @@ def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
         group.setdefault("default_config", True)
 
 
-@contextlib.contextmanager
-def _as_distributed_checkpoint(margs: Any) -> Iterator[None]:
-    """Let Megatron's check of the args be as lenient as with a format that can be resharded."""
-    before = getattr(margs, "use_dist_ckpt", None)
-    margs.use_dist_ckpt = True
-    try:
-        yield
-    finally:
-        margs.use_dist_ckpt = before
+def _as_of_this_layout(saved: Any, margs: Any) -> Any:
+    """Return the checkpoint's args with what may differ made equal, for Megatron's own check."""
+    lenient = copy.copy(saved)
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "padded_vocab_size",
+    ):
+        setattr(lenient, name, getattr(margs, name, None))
+    return lenient
 
 
 def _finish_rank(margs: Any, saved: Any, state: dict[str, Any] | None) -> None:

@@ -116,7 +116,7 @@ session: Session = _make()
 def describe(args: Any) -> dict[str, Any]:
     """Return what the manifest says of the run, for people and tools."""
     import torch
-    from megatron.core import __version__ as core_version
+    from megatron.core import package_info
 
     import megatron_flashckpt
 
@@ -135,7 +135,7 @@ def describe(args: Any) -> dict[str, Any]:
     )
     return {
         "megatron_flashckpt": megatron_flashckpt.__version__,
-        "megatron_core": core_version,
+        "megatron_core": package_info.__version__,
         "torch": str(torch.__version__),
         **{name: getattr(args, name, None) for name in names},
     }

@@ -23,56 +23,12 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.layout.piece import Piece, Shape
+from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.megatron_lm import legacy_geometry
+from megatron_flashckpt.megatron_lm.runs import Geometry, Run
 
 #: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
 _MANY_RUNS, _SHORT_RUN = 1024, 16
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """`numel` elements that are contiguous both in the local tensor and in a box."""
-
-    key: str
-    global_shape: Shape
-    offset: Shape
-    shape: Shape
-    box_start: int
-    local_start: int
-    numel: int
-
-    def pieces(self, kind: str, dtype: str, start: int, end: int) -> Iterator[tuple[Piece, int]]:
-        """Yield the part of local range `[start, end)` in this run: piece, local start."""
-        low = max(start, self.local_start)
-        high = min(end, self.local_start + self.numel)
-        if low < high:
-            shift = self.box_start - self.local_start
-            piece = Piece(
-                self.key,
-                kind,
-                dtype,
-                self.global_shape,
-                self.offset,
-                self.shape,
-                low + shift,
-                high + shift,
-            )
-            yield piece, low
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """Where one local tensor belongs."""
-
-    name: str
-    """State-dict name, for messages."""
-    runs: tuple[Run, ...]
-    main: bool
-    """Whether this rank is among the writers: not a tensor-parallel or pipeline duplicate."""
-    replica: int
-    """Position among the data-parallel replicas."""
-    resizable: bool
-    """Whether Megatron lets the global shape differ (padded vocabulary)."""
 
 
 @dataclasses.dataclass
@@ -109,6 +65,9 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
     result = ModelGeometry(signature(chunks), [], [], [])
     lost = []
     for number, chunk in enumerate(chunks):
+        if not hasattr(chunk, "sharded_state_dict"):
+            result.parameters += legacy_geometry.parameters(chunk)
+            continue
         parameters = {id(p): p for p in chunk.parameters()}
         found = set()
         for name, entry in _entries(chunk):
@@ -134,11 +93,6 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
 
 def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
     """Yield `(state-dict name, entry)`; a parameter listed under two names only once."""
-    if not hasattr(chunk, "sharded_state_dict"):
-        raise UnsupportedError(
-            f"{type(chunk).__name__} has no sharded_state_dict: use a megatron.core model "
-            "(--use-mcore-models in old releases)"
-        )
     keywords = {}
     if "metadata" in inspect.signature(chunk.sharded_state_dict).parameters:
         keywords["metadata"] = {

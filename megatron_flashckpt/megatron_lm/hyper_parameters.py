@@ -11,15 +11,15 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
-import megatron.core.optimizer.optimizer as megatron_optimizer
 import torch
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.megatron_lm.optimizer_state import sub_optimizers
+from megatron_flashckpt.megatron_lm.stock import OPTIMIZER_HOMES, stock_module
 
 #: Module attribute since core 0.14.
 IDENTIFIERS: tuple[str, ...] = getattr(
-    megatron_optimizer,
+    stock_module("optimizer.optimizer", OPTIMIZER_HOMES),
     "param_group_identifier_keys",
     ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
 )

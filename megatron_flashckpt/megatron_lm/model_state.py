@@ -18,12 +18,8 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, equal_shares
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
-from megatron_flashckpt.megatron_lm.geometry import (
-    Geometry,
-    ModelGeometry,
-    model_geometry,
-    signature,
-)
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
+from megatron_flashckpt.megatron_lm.runs import Geometry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +84,8 @@ class ModelState:
             if entry.sharded:
                 if geo.main and entry.main:
                     weight = entry.parameter.data.reshape(-1)[entry.start : entry.end]
+                    if entry.stale_weight:
+                        weight = entry.owned.to(weight.dtype)
                     for kind, tensor in {WEIGHT: weight, **tensors}.items():
                         found += _cut(geo, kind, tensor, entry.start, entry.end)
             else:

@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import (
-    Float16OptimizerWithFloat16Params,
-    FP32Optimizer,
-)
 
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm.stock import OPTIMIZER_HOMES, stock_module
+
+_optimizers = stock_module("optimizer.optimizer", OPTIMIZER_HOMES)
+DistributedOptimizer = stock_module(
+    "optimizer.distrib_optimizer", OPTIMIZER_HOMES
+).DistributedOptimizer
+Float16OptimizerWithFloat16Params = _optimizers.Float16OptimizerWithFloat16Params
+FP32Optimizer = _optimizers.FP32Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,8 @@ class OptimizerEntry:
     """Whether other replicas own the other ranges (else every replica has all of it)."""
     main: bool
     """False on the duplicates of a DistributedOptimizer with several instances."""
+    stale_weight: bool = False
+    """Whether the parameter itself may lag behind `owned` until the next forward."""
 
     def states(self) -> dict[str, torch.Tensor]:
         """Return the live per-element state tensors by name; empty before the first step."""
@@ -74,7 +79,7 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
 
 
 def _refuse_unknown(optimizer: Any) -> None:
-    config = optimizer.config
+    config = getattr(optimizer, "config", None)  # none before core 0.6
     for flag, remedy in (
         ("use_precision_aware_optimizer", "--use-precision-aware-optimizer"),
         ("optimizer_cpu_offload", "--optimizer-cpu-offload"),
@@ -132,18 +137,21 @@ def _in_place(parameters: list[Any], sub: Any) -> Iterator[OptimizerEntry]:
         yield OptimizerEntry(model, 0, model.numel(), model, False, sub.optimizer, False, True)
 
 
-def _distributed(sub: DistributedOptimizer) -> Iterator[OptimizerEntry]:
+def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
+    range_map = getattr(sub, "_get_model_param_range_map", None) or sub.get_model_param_range_map
     main = getattr(sub, "distributed_optimizer_instance_id", 0) == 0
+    # Before core 0.7 an overlapped all-gather lands in a buffer beside the parameters, even on the
+    # rank that owns a range; the next forward copies it over.
+    stale = getattr(sub, "overlap_param_gather", False) and hasattr(sub, "param_buffer_copied")
     for is_master, model_groups, shard_groups in (
         (True, sub.model_float16_groups, sub.shard_fp32_from_float16_groups),
         (False, sub.model_fp32_groups, sub.shard_fp32_groups),
     ):
         for models, shards in zip(model_groups, shard_groups, strict=True):
             for model, shard in zip(models, shards, strict=True):
-                extent = sub._get_model_param_range_map(model)["param"]
-                yield OptimizerEntry(
-                    model, extent.start, extent.end, shard, is_master, sub.optimizer, True, main
-                )
+                extent = range_map(model)["param"]
+                owner = (sub.optimizer, True, main, is_master and stale)
+                yield OptimizerEntry(model, extent.start, extent.end, shard, is_master, *owner)
 
 
 def allocate(entry: OptimizerEntry, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:

@@ -17,23 +17,28 @@ from typing import Any
 from megatron_flashckpt.errors import UnsupportedError
 
 _HOMES = ("megatron.training", "megatron")
+#: Optimizers moved to the library in core 0.6.
+OPTIMIZER_HOMES = ("megatron.core", "megatron")
 
 
-def stock_module(name: str) -> ModuleType:
+def stock_module(name: str, homes: tuple[str, ...] = _HOMES) -> ModuleType:
     """Return Megatron's own module `name` (`checkpointing`, `async_utils`, `training`).
+
+    Args:
+        homes: packages that have it in some release, the newest first.
 
     Raises:
         UnsupportedError: no Megatron-LM training code can be imported.
     """
-    for home in _HOMES:
+    for home in homes:
         try:
             return importlib.import_module(f"{home}.{name}")
         except ModuleNotFoundError as error:
             # A dependency that is missing inside Megatron must not look like Megatron missing.
-            if error.name not in (f"{home}.{name}", home, "megatron"):
+            if error.name is None or not f"{home}.{name}".startswith(error.name):
                 raise
     raise UnsupportedError(
-        f"no {' or '.join(f'{home}.{name}' for home in _HOMES)} can be imported: run from a "
+        f"no {' or '.join(f'{home}.{name}' for home in homes)} can be imported: run from a "
         "Megatron-LM checkout, or install megatron-core >= 0.17, whose wheel has megatron.training"
     )
 
