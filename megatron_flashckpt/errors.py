@@ -63,8 +63,8 @@ class SaveFailedError(FlashCkptError):
 
 
 #: What reading a regular file of a healthy disk never gives: something else stands in the file's
-#: place (a link, a directory, a pipe), or the device has lost its bytes.
-_LOST = frozenset({errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ESPIPE, errno.EIO})
+#: place (a link, a directory, a pipe, a socket), or the device has lost its bytes.
+_LOST = frozenset({errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ESPIPE, errno.ENXIO, errno.EIO})
 
 
 def is_damage(error: BaseException) -> bool:

@@ -20,8 +20,7 @@ from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.completeness import incomplete
-from megatron_flashckpt.layout.manifest import MANIFEST, Coordinates, common_name, iteration_dir
+from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, plan_load
@@ -190,17 +189,10 @@ def load_from_storage(
             stored.common,
             Origin(iteration, stored.manifest.save_id, "storage"),
         )
-    except MissingStateError as error:
+    except MissingStateError:
         # Either this model wants something else, or the checkpoint is not whole itself.
-        problems = broadcast_object(
-            together(lambda: incomplete(found.sources) if rank == 0 else [])
-        )
-        if not problems:
-            raise
-        raise CorruptCheckpointError(
-            f"{stored.place}/{MANIFEST}: {'; '.join(problems)}; load an older iteration with "
-            "--ckpt-step"
-        ) from error
+        together(lambda: stored.check_whole() if rank == 0 else None)
+        raise
 
 
 def _read(stored: StoredCheckpoint, plan: LoadPlan, config: Config) -> ReadReport:

@@ -13,7 +13,6 @@ import dataclasses
 import logging
 import time
 
-import msgspec
 import xxhash
 
 from megatron_flashckpt.agent.retention import retire
@@ -214,14 +213,9 @@ def read_record(storage: Storage, iteration: int, save_id: str, rank: int) -> na
         CorruptCheckpointError: it is none, or that of another save, rank or file.
     """
     name = f"{names.iteration_dir(iteration)}/{names.record_name(rank, save_id)}"
-    try:
-        encoded = read_whole(storage, name, _MAX_RECORD_NBYTES)
-        record = msgspec.msgpack.decode(encoded, type=names.CommitRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{storage.place}/{name}: is not a commit record ({error}); the next save "
-            "writes new ones"
-        ) from error
+    record = names.decode_record(
+        read_whole(storage, name, _MAX_RECORD_NBYTES), f"{storage.place}/{name}"
+    )
     said = (record.iteration, record.save_id, record.rank, record.file)
     meant = (iteration, save_id, rank, names.shard_name(rank, save_id))
     if said != meant:

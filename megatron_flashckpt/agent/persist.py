@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterator
 
-import msgspec
 import xxhash
 
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.manifest import (
     CommitRecord,
+    encode_record,
     iteration_dir,
     record_name,
     shard_name,
@@ -117,6 +117,6 @@ def write_shard(
         metrics=meta.metrics,
     )
     # Commit record last: its presence means that every byte above is durable.
-    storage.put(f"{directory}/{record_name(meta.rank, save_id)}", msgspec.msgpack.encode(record))
+    storage.put(f"{directory}/{record_name(meta.rank, save_id)}", encode_record(record))
     reach("persist.record")
     return tuple(digests)

@@ -11,9 +11,7 @@ import torch
 
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
 from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout.completeness import incomplete
-from megatron_flashckpt.layout.manifest import MANIFEST, Coordinates, common_name
+from megatron_flashckpt.layout.manifest import Coordinates, common_name
 from megatron_flashckpt.layout.piece import RANK_STATE
 from megatron_flashckpt.layout.plan import pieces_of
 from megatron_flashckpt.layout.reshard import Box
@@ -49,11 +47,7 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
         CorruptCheckpointError: an element is missing or there twice, or bytes were changed.
     """
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
-    problems = incomplete(stored.sources())
-    if problems:
-        raise CorruptCheckpointError(
-            f"{stored.place}/{MANIFEST}: {'; '.join(problems)}; convert another iteration"
-        )
+    stored.check_whole()
     chunks = _Chunks(stored, options.memory_nbytes)
     tensors: dict[_Name, dict[Box, list[_Run]]] = defaultdict(lambda: defaultdict(list))
     rank_states: dict[int, _Run] = {}

@@ -30,6 +30,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 #: A manifest that claims to be longer is none; the largest job's has a few hundred megabytes.
 MAX_MANIFEST_NBYTES = 2**30
+_DIGEST_NBYTES = 8
 
 _NAME = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
 _OF_A_SAVE = re.compile(
@@ -121,6 +122,29 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement
     metrics: dict[str, float] = {}
     """What training code on this rank has reported of the model."""
+
+
+def encode_record(record: CommitRecord) -> bytes:
+    """Return the bytes of a commit record: the digest (8 bytes), then what it is the digest of."""
+    body = msgspec.msgpack.encode(record)
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def decode_record(encoded: bytes, place: str) -> CommitRecord:
+    """Return what `encode_record` was given.
+
+    Raises:
+        CorruptCheckpointError: it is not such a record, or was changed.
+    """
+    digest, body = encoded[:_DIGEST_NBYTES], encoded[_DIGEST_NBYTES:]
+    try:
+        if digest != xxhash.xxh3_64_digest(body):
+            raise msgspec.DecodeError("its digest is another")
+        return msgspec.msgpack.decode(body, type=CommitRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{place}: is not a commit record ({error}); the next save writes new ones"
+        ) from error
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,13 +41,34 @@ def decode(encoded: bytes, place: str) -> Any:
         CorruptCheckpointError: not such bytes, or a pickle that wants to call something.
     """
     try:
-        return from_plain(torch.load(io.BytesIO(encoded), weights_only=True, map_location="cpu"))
+        read = torch.load(io.BytesIO(encoded), weights_only=True, map_location="cpu")
+        _refuse_to_unfold(read, len(encoded))
+        return from_plain(read)
     except Exception as error:  # torch.load raises whatever the broken bytes lead to
         # Not torch's own message: it advises to load the file with weights_only=False.
         raise CorruptCheckpointError(
             f"{place}: side state is damaged or wants to run code ({type(error).__name__}); load "
             "an older iteration with --ckpt-step"
         ) from None
+
+
+def _refuse_to_unfold(value: Any, limit: int) -> None:
+    """Raise ValueError if `value`, without sharing, has more than `limit` parts.
+
+    In a pickle a list may hold another one twice, and so on: sixty such lists take a few hundred
+    bytes, and what is made of them by value fills any memory. `encode` shares no containers.
+    """
+    left = [value]
+    count = 0
+    while left:
+        part = left.pop()
+        count += 1
+        if count > limit:
+            raise ValueError("unfolds to more parts than it has bytes")
+        if isinstance(part, dict):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            left += part
 
 
 def decode_dict(encoded: bytes, place: str, keys: Collection[str]) -> dict[str, Any]:

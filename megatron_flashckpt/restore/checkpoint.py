@@ -10,6 +10,7 @@ import xxhash
 
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
 from megatron_flashckpt.layout.plan import Source, Template
 from megatron_flashckpt.layout.shard_file import (
@@ -58,6 +59,17 @@ class StoredCheckpoint:
             Source(shard.rank, self._templates[shard.template], shard.placement)
             for shard in self.manifest.shards
         ]
+
+    def check_whole(self) -> None:
+        """Raise CorruptCheckpointError unless every element of every tensor is there once.
+
+        What is wanted and not there may be the wish's fault; this tells.
+        """
+        problems = incomplete(self.sources())
+        if problems:
+            raise CorruptCheckpointError(
+                f"{self.place}/{names.MANIFEST}: {'; '.join(problems)}; {_OLDER}"
+            )
 
     def data_nbytes(self, rank: int) -> int:
         """Return the length of the data section of a rank's shard."""

@@ -24,6 +24,7 @@ _REMEDY = {
     errno.ENOTDIR: "a file stands where a directory should be: move it away",
     errno.EEXIST: "a file stands where a directory should be: move it away",
     errno.EISDIR: "a directory stands where a file should be: move it away",
+    errno.ENXIO: "a socket or device stands where a file should be: move it away",
     errno.ESPIPE: "a pipe or device stands where a file should be: move it away",
     errno.ELOOP: "a symbolic link stands where a file should be: remove it",
 }

@@ -83,14 +83,18 @@ def test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this(
 
 def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
     def changed(**fields: object) -> bytes:
-        return msgspec.msgpack.encode(msgspec.structs.replace(record, **fields))
+        return names.encode_record(msgspec.structs.replace(record, **fields))
+
+    def nested(body: bytes) -> bytes:
+        return xxhash.xxh3_64_digest(body) + body
 
     me = record.save_id
 
     return {
         "garbage": (b"\xc1 not msgpack", "is not a commit record"),
         "empty": (b"", "is not a commit record"),
-        "deeply nested": (b"\x91" * 100_000, "is not a commit record"),
+        "deeply nested": (nested(b"\x91" * 100_000), "is not a commit record"),
+        "flipped": (changed()[:-1] + b"\0", "its digest is another"),
         "doubled": (
             changed(rank=0),
             f"is the record of (iteration, save, rank, file) (1, '{me}', 0",
@@ -111,6 +115,7 @@ def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
         "garbage",
         "empty",
         "deeply nested",
+        "flipped",
         "doubled",
         "of another save",
         "of another iteration",
@@ -127,7 +132,7 @@ def test_a_record_with_the_right_name_and_the_wrong_contents_fails_the_save(
     trainer.stage(1, save_id)
     own = directory / names.record_name(0, save_id)
     eventually("the record of rank 0", own.exists)
-    genuine = msgspec.msgpack.decode(own.read_bytes(), type=CommitRecord)
+    genuine = names.decode_record(own.read_bytes(), str(own))
     planted, message = _tampered(msgspec.structs.replace(genuine, rank=1))[kind]
     path = directory / names.record_name(1, save_id)
     (directory / "planted").write_bytes(planted)

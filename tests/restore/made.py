@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -36,6 +37,8 @@ TP, DP = 2, 2
 WORLD = TP * DP
 LAYERS = 2
 SAVE_ID = "0123456789ab"
+#: No file of a test is longer, unless it has holes.
+_SPARSE_NBYTES = 2**30
 DESCRIPTION = {
     "tensor_model_parallel_size": TP,
     "pipeline_model_parallel_size": 1,
@@ -146,16 +149,31 @@ def make(
     *,
     ranks: list[list[Piece]] | None = None,
     seed: int = 0,
+    common: bytes | None = None,
 ) -> Made:
     """Return a committed checkpoint under `root`."""
     pieces = [pieces_of_rank(rank) for rank in range(WORLD)] if ranks is None else ranks
+    commit(stage(root, iteration, save_id, pieces, seed, common))
+    return Made(root, iteration, save_id, pieces, seed)
+
+
+def stage(
+    root: Path,
+    iteration: int,
+    save_id: str,
+    ranks: list[list[Piece]],
+    seed: int = 0,
+    common: bytes | None = None,
+) -> PendingSave:
+    """Return a save whose shards and records are durable, as the agent of rank 0 knows it."""
     storage = PosixStorage(root)
     metas = [
-        persist(storage, iteration, save_id, rank, len(pieces), held, seed)
-        for rank, held in enumerate(pieces)
+        persist(storage, iteration, save_id, rank, len(ranks), held, seed, common)
+        for rank, held in enumerate(ranks)
     ]
-    commit(PendingSave(storage, iteration, save_id, 0.0, metas={0: metas[0]}))
-    return Made(root, iteration, save_id, pieces, seed)
+    return PendingSave(
+        storage, iteration, save_id, time.monotonic(), metas={0: metas[0]}, persisted={0}
+    )
 
 
 def persist(
@@ -166,6 +184,7 @@ def persist(
     world_size: int,
     pieces: list[Piece],
     seed: int = 0,
+    common: bytes | None = None,
 ) -> SlotMeta:
     """Make one rank's shard and commit record durable, by way of a real slot."""
     layout = PlanCache().layout(pieces)
@@ -177,7 +196,7 @@ def persist(
         template_fingerprint=layout.template_fingerprint,
         template=layout.template,
         placement=layout.placement,
-        common=b"common of %d" % iteration if rank == 0 else b"",
+        common=(common or b"common of %d" % iteration) if rank == 0 else b"",
         description=DESCRIPTION,
     )
     encoded = msgspec.msgpack.encode(meta)
@@ -225,6 +244,6 @@ def snapshot(root: Path) -> dict[str, tuple[object, ...]]:
         if stat.S_ISLNK(status.st_mode):
             held = os.readlink(path)
         elif stat.S_ISREG(status.st_mode):
-            held = path.read_bytes()
+            held = path.read_bytes() if status.st_size < _SPARSE_NBYTES else status.st_size
         found[str(path.relative_to(root))] = (status.st_mode, status.st_mtime_ns, held)
     return found

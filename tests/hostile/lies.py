@@ -1,0 +1,415 @@
+"""Random lies about a checkpoint: what a disk, a crash, a person or an enemy made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from megatron_flashckpt.layout.manifest import (
+    TRACKER,
+    failure_name,
+    record_name,
+    seal,
+    shard_name,
+)
+from tests.restore.made import Made
+
+OTHER_SAVE = "ba9876543210"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """Two committed checkpoints in one directory, and what lies beside it."""
+
+    older: Made
+    newest: Made
+    other: Made
+    """Another save of the newest iteration, in another directory."""
+    outside: Path
+    """Must never change; what a pickle bomb would make is looked for here."""
+
+    @property
+    def root(self) -> Path:
+        return self.newest.root
+
+    @property
+    def tracker(self) -> Path:
+        return self.root / TRACKER
+
+    def files(self) -> list[Path]:
+        """All that the newest checkpoint consists of."""
+        shards = [self.newest.shard(rank) for rank in range(len(self.newest.pieces))]
+        return [*shards, self.newest.manifest, self.newest.common]
+
+
+Tell = Callable[[Scene, random.Random], object]
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def rewrite(file: Path, change: Callable[[bytearray], object]) -> None:
+    content = bytearray(file.read_bytes())
+    change(content)
+    file.write_bytes(content)
+
+
+def truncate(scene: Scene, dice: random.Random) -> None:
+    file = dice.choice(scene.files())
+    os.truncate(file, dice.randrange(file.stat().st_size))
+
+
+def flip_bits(content: bytearray, dice: random.Random, most: int = 8) -> None:
+    bits = dice.sample(range(8 * len(content)), min(dice.randint(1, most), 8 * len(content)))
+    for bit in bits:
+        content[bit // 8] ^= 1 << bit % 8
+
+
+def flip(scene: Scene, dice: random.Random) -> None:
+    rewrite(dice.choice(scene.files()), lambda content: flip_bits(content, dice))
+
+
+def flip_one(scene: Scene, dice: random.Random) -> None:
+    rewrite(dice.choice(scene.files()), lambda content: flip_bits(content, dice, 1))
+
+
+def zeros(scene: Scene, dice: random.Random) -> None:
+    def change(content: bytearray) -> None:
+        start = dice.randrange(len(content))
+        end = dice.randint(start + 1, len(content))
+        while not any(content[start:end]):  # or it would be no lie
+            start = start // 2
+            end = len(content)
+        content[start:end] = bytes(end - start)
+
+    rewrite(dice.choice(scene.files()), change)
+
+
+def append(scene: Scene, dice: random.Random) -> None:
+    rewrite(dice.choice(scene.files()), lambda content: content.extend(dice.randbytes(9)))
+
+
+def garbage(scene: Scene, dice: random.Random) -> None:
+    dice.choice(scene.files()).write_bytes(dice.randbytes(dice.choice([0, 1, 8, 100, 5000])))
+
+
+def huge(scene: Scene, dice: random.Random) -> None:
+    """A sparse file of a terabyte: nobody may read it whole."""
+    os.truncate(dice.choice(scene.files()), 2**40)
+
+
+# ---------------------------------------------------------------- the wrong files
+
+
+def swap(scene: Scene, dice: random.Random) -> None:
+    one, other = dice.sample(scene.files(), 2)
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def of_another_iteration(scene: Scene, dice: random.Random) -> None:
+    rank = dice.randrange(len(scene.newest.pieces))
+    made = scene.older
+    pairs = [
+        (made.shard(rank), scene.newest.shard(rank)),
+        (made.manifest, scene.newest.manifest),
+        (made.common, scene.newest.common),
+    ]
+    shutil.copyfile(*dice.choice(pairs))
+
+
+def of_another_save(scene: Scene, dice: random.Random) -> None:
+    rank = dice.randrange(len(scene.newest.pieces))
+    pairs = [
+        (scene.other.shard(rank), scene.newest.shard(rank)),
+        (scene.other.manifest, scene.newest.manifest),
+        (scene.other.common, scene.newest.common),
+    ]
+    shutil.copyfile(*dice.choice(pairs))
+
+
+def missing(scene: Scene, dice: random.Random) -> None:
+    dice.choice(scene.files()).unlink()
+
+
+# ---------------------------------------------------------------- not files
+
+
+def in_place(path: Path, outside: Path, dice: random.Random) -> None:
+    """Put something that is no file in the place of `path`."""
+    kept = path.with_name(path.name + ".kept")
+    path.rename(kept)
+    match dice.randrange(9):
+        case 0:
+            path.symlink_to(kept.name)
+        case 1:
+            path.symlink_to(outside / "precious")
+        case 2:
+            path.symlink_to("nowhere")
+        case 3:
+            path.symlink_to(path.name)
+        case 4:
+            path.symlink_to("/dev/zero")
+        case 5:
+            path.mkdir()
+        case 6:
+            os.mkfifo(path)
+        case 7:
+            path.symlink_to(outside)
+        case 8:
+            here = os.getcwd()
+            os.chdir(path.parent)  # names of sockets are short
+            try:
+                with socket.socket(socket.AF_UNIX) as made:
+                    made.bind(path.name)
+            finally:
+                os.chdir(here)
+
+
+def no_file(scene: Scene, dice: random.Random) -> None:
+    in_place(dice.choice(scene.files()), scene.outside, dice)
+
+
+def no_directory(scene: Scene, dice: random.Random) -> None:
+    """Nothing, or something else, where the newest checkpoint's directory was.
+
+    (A link to a directory that holds a whole checkpoint of that iteration is followed by who reads:
+    people move checkpoints to other disks. Nobody writes or deletes through it.)
+    """
+    directory = scene.newest.directory
+    shutil.rmtree(directory)
+    match dice.randrange(6):
+        case 0:
+            directory.mkdir()
+        case 1:
+            directory.write_bytes(b"x")
+        case 2:
+            directory.symlink_to(scene.older.directory.name)
+        case 3:
+            directory.symlink_to(directory.name)
+        case 4:
+            directory.symlink_to(scene.outside)
+        case 5:
+            os.mkfifo(directory)
+
+
+# ---------------------------------------------------------------- what must not matter
+
+
+def bystanders(scene: Scene, dice: random.Random) -> None:
+    """Leftovers of earlier attempts, and things that are nobody's business."""
+    directory = scene.newest.directory
+    rank = dice.randrange(5)
+    for name in dice.sample(
+        [
+            record_name(rank, OTHER_SAVE),
+            record_name(rank, scene.newest.save_id),
+            failure_name(rank, OTHER_SAVE),
+            failure_name(rank, scene.newest.save_id),
+            shard_name(rank, OTHER_SAVE),
+            "notes.txt",
+            "rank_00001.bak",
+            ".manifest.json.12345678.tmp",
+        ],
+        3,
+    ):
+        if dice.random() < 0.7:
+            (directory / name).write_bytes(dice.randbytes(50))
+        else:
+            (directory / name).mkdir()
+    for name in ("iter_9", "iter_0000030", "iter_00000000000000000020"):
+        (scene.root / name).mkdir()
+
+
+# ---------------------------------------------------------------- the tracker
+
+
+def tracker(scene: Scene, dice: random.Random) -> None:
+    texts: list[bytes] = [
+        b"",
+        b"\0",
+        b"-20",
+        b"2e1",
+        b"0x14",
+        b"../iter_0000020",
+        b"20/../../outside",
+        b"9" * 18,
+        b"9" * 5000,
+        b"\xff\xfe2\x000",
+        "\u0662\u0660\u0660".encode(),
+        b"30\n20",
+        b"None",
+        b"metadata",
+        dice.randbytes(20),
+    ]
+    match dice.randrange(4):
+        case 0:
+            scene.tracker.write_bytes(dice.choice(texts))
+        case 1:
+            rewrite(scene.tracker, lambda content: flip_bits(content, dice, 3))
+        case 2:
+            os.truncate(scene.tracker, dice.choice([0, 1, 2**40]))
+        case 3:
+            in_place(scene.tracker, scene.outside, dice)
+
+
+# ---------------------------------------------------------------- forgeries: digests are right
+
+
+HOSTILE: list[Any] = [
+    -1,
+    0,
+    1,
+    2**31,
+    2**53,
+    2**62,
+    2**63 - 1,
+    2**64,
+    10**40,
+    -(2**63),
+    1.5,
+    float("nan"),
+    float("inf"),
+    True,
+    None,
+    "",
+    "../../outside/precious",
+    "/etc/passwd",
+    "rank_00000-0123456789ab.safetensors/../../x",
+    "\0",
+    "weight",
+    "F32",
+    "U8",
+    [],
+    {},
+    [2**40, 2**40],
+    [-1],
+    [0] * 1000,
+]
+
+
+def spots(tree: Any) -> list[tuple[Any, Any]]:
+    """Return every (container, key) of a JSON tree."""
+    found = []
+    items: Any = ()
+    if isinstance(tree, dict):
+        items = list(tree.items())
+    elif isinstance(tree, list):
+        items = list(enumerate(tree))
+    for key, value in items:
+        found.append((tree, key))
+        found += spots(value)
+    return found
+
+
+def mutate(tree: Any, dice: random.Random) -> None:
+    """Change one to three spots of a JSON tree."""
+    for _ in range(dice.randint(1, 3)):
+        container, key = dice.choice(spots(tree))
+        match dice.randrange(4):
+            case 0 | 1:
+                container[key] = dice.choice(HOSTILE)
+            case 2 if isinstance(container, list):
+                container.insert(key, dice.choice(container))
+            case 2:
+                container[f"{key}x"] = container.pop(key)
+            case 3 if isinstance(container[key], int):
+                container[key] += dice.choice([-1, 1, 4, 2**40])
+            case 3:
+                del container[key]
+
+
+def deep(scene: Scene, dice: random.Random) -> None:
+    value = dice.choice([b"[", b'{"a":']) * dice.choice([1000, 200_000])
+    if dice.random() < 0.5:
+        scene.newest.manifest.write_bytes(b'{"digest":"0","version":1,"keys":' + value)
+    else:
+        body = b'{"__metadata__":' + value
+        scene.newest.forge(dice.randrange(4), struct.pack("<Q", len(body)) + body)
+
+
+def forge_manifest(scene: Scene, dice: random.Random) -> None:
+    said = json.loads(scene.newest.manifest.read_bytes())
+    del said["digest"]
+    mutate(said, dice)
+    scene.newest.manifest.write_bytes(seal(json.dumps(said).encode()))
+
+
+def forge_header(scene: Scene, dice: random.Random) -> None:
+    """A header that its file and the manifest vouch for."""
+    rank = dice.randrange(len(scene.newest.pieces))
+    content = scene.newest.shard(rank).read_bytes()
+    entries = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    metadata = json.loads(entries["__metadata__"]["flashckpt"])
+    mutate(dice.choice([entries, metadata, metadata]), dice)
+    if "__metadata__" in entries and isinstance(entries["__metadata__"], dict):
+        entries["__metadata__"]["flashckpt"] = json.dumps(metadata)
+    body = json.dumps(entries).encode()
+    if dice.random() < 0.1:  # a key that comes twice
+        body = body[:-1] + b"," + body[1:]
+    length = dice.choice([len(body)] * 8 + [2**63, 99_999_999, 1])
+    scene.newest.forge(rank, struct.pack("<Q", length) + body)
+
+
+class Bomb:
+    """Calls `os.mkdir` when it is unpickled by something that calls what a pickle wants called."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._path,)
+
+
+def pickle_bomb(scene: Scene, dice: random.Random) -> None:
+    bomb = Bomb(scene.outside / "pwned")
+    common = scene.newest.common
+    match dice.randrange(4):
+        case 0:
+            common.write_bytes(pickle.dumps(bomb, protocol=dice.choice([0, 2, 4])))
+        case 1:
+            torch.save({"args": bomb, "iteration": 20}, common)
+        case 2:
+            torch.save(bomb, common, _use_new_zipfile_serialization=False)
+        case 3:
+            laughs: list[Any] = ["ha"]
+            for _ in range(60):  # a few hundred bytes, and 2**60 elements to whoever unfolds them
+                laughs = [laughs, laughs]
+            torch.save({"args": laughs}, common)
+    if dice.random() < 0.9:
+        digest = xxhash.xxh3_64_hexdigest(common.read_bytes())
+        scene.newest.change_manifest(lambda said: said.update(common_digest=digest))
+
+
+#: Lies that no digest vouches for: found, and an older checkpoint is there to be used instead.
+PLAIN: list[Tell] = [
+    truncate,
+    flip,
+    flip_one,
+    zeros,
+    append,
+    garbage,
+    huge,
+    swap,
+    of_another_iteration,
+    of_another_save,
+    missing,
+    no_file,
+    no_directory,
+]
+#: An enemy's work. Whoever can write there can also write a sound checkpoint; but nothing that is
+#: written there may harm who reads it.
+FORGED: list[Tell] = [forge_manifest, forge_manifest, forge_header, forge_header, deep, pickle_bomb]

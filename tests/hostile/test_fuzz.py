@@ -1,0 +1,344 @@
+"""Random lies, by seed: found, or of no consequence; never another error, a hang or a side effect.
+
+`FUZZ_SEEDS=100000 pytest tests/hostile/test_fuzz.py` runs more of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import random
+import resource
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import pytest
+import torch
+import xxhash
+
+from megatron_flashckpt.agent.commit import forget, outcome_of
+from megatron_flashckpt.cli import main
+from megatron_flashckpt.errors import FlashCkptError, MissingStateError
+from megatron_flashckpt.inspection import open_checkpoint
+from megatron_flashckpt.layout.manifest import common_name, failure_name, record_name
+from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.recovery import Candidates, named_in
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.verification import verify
+from tests.hostile import lies
+from tests.hostile.lies import FORGED, PLAIN, Scene, Tell
+from tests.restore.made import Made, expected, make, pieces_of_rank, read, snapshot, stage
+
+SEEDS = int(os.environ.get("FUZZ_SEEDS", "1000"))
+RANKS = [pieces_of_rank(rank) for rank in range(4)]
+SAVE_30 = "ddddeeeeffff"
+WANTED = [piece for held in RANKS for piece in held]
+#: A seed that takes longer hangs; the slowest takes well under a second.
+HANG_S = 60
+#: More memory than all seeds together need, and far less than the lies speak of.
+MEMORY_KIB = 700 * 1024
+
+
+def common_of(iteration: int, **args: int) -> bytes:
+    said = dict.fromkeys(side_state.COMMON_STATE)
+    return plain.encode({**said, "args": argparse.Namespace(**args), "iteration": iteration})
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory that every seed gets a copy of."""
+    home = tmp_path_factory.mktemp("good")
+    make(home / "save", 10, seed=10, common=common_of(10))
+    make(home / "save", 20, seed=20, common=common_of(20))
+    make(home / "other", 20, lies.OTHER_SAVE, seed=21, common=common_of(20, lr=1))
+    outside = home / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"precious")
+    shutil.copytree(home / "save/iter_0000020", outside / "iter_0000020")
+    return home
+
+
+class Copies:
+    """A fresh copy of the good save directory for every seed; what lies beside it stays."""
+
+    def __init__(self, good: Path, home: Path) -> None:
+        self._good = good
+        self._home = home
+        shutil.copytree(good, home)
+
+    def scene(self) -> Scene:
+        save, outside = self._home / "save", self._home / "outside"
+        shutil.rmtree(save)
+        shutil.rmtree(outside / "moved", ignore_errors=True)
+        shutil.copytree(self._good / "save", save)
+        older, newest = (
+            Made(save, iteration, "0123456789ab", RANKS, iteration) for iteration in (10, 20)
+        )
+        other = Made(self._home / "other", 20, lies.OTHER_SAVE, RANKS, 21)
+        return Scene(older, newest, other, outside)
+
+
+@pytest.fixture
+def copies(good: Path, tmp_path: Path) -> Iterator[Copies]:
+    yield Copies(good, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy")  # pipes and the like, which would hang who greps there
+
+
+@pytest.fixture(autouse=True)
+def no_hang() -> Iterator[None]:
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("hangs")
+
+    former = signal.signal(signal.SIGALRM, give_up)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, former)
+
+
+def peak_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
+    """Load as a job does, all ranks in one; return the iteration and the bytes."""
+    storage = PosixStorage(scene.root)
+    candidates = Candidates(storage, named_in(storage, None), [], rank=0, fall_back=True)
+    while (current := candidates.current) is not None:
+        assert isinstance(current, int)
+        try:
+            stored = open_checkpoint(storage, current)
+            name = common_name(stored.manifest.save_id)
+            plain.decode_dict(stored.common(), name, side_state.COMMON_STATE)
+            try:
+                found = read(stored, WANTED)
+            except MissingStateError:
+                stored.check_whole()
+                raise
+        except FlashCkptError as error:
+            candidates.refuse(error)
+        else:
+            candidates.report()
+            return current, found
+    return None, []
+
+
+CONTENT = {iteration: expected(WANTED, iteration) for iteration in (10, 20, 30)}
+
+
+def is_exact(found: list[torch.Tensor], iteration: int) -> bool:
+    pairs = zip(found, CONTENT[iteration], strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def damages(scene: Scene) -> list[FlashCkptError]:
+    try:
+        return verify(open_checkpoint(PosixStorage(scene.root), 20))
+    except FlashCkptError as error:
+        return [error]
+
+
+def run_seeds(
+    copies: Copies,
+    tells: list[Tell],
+    seeds: range,
+    check: Callable[[Scene, Tell, random.Random], None],
+) -> None:
+    """Tell one lie per seed and `check` what comes of it, and what holds after any."""
+    before = peak_kib()
+    for seed in seeds:
+        dice = random.Random(seed)
+        tell = tells[seed % len(tells)]
+        scene = copies.scene()
+        tell(scene, dice)
+        beside = snapshot(scene.outside)
+        signal.alarm(HANG_S)
+        try:
+            check(scene, tell, dice)
+            assert snapshot(scene.outside) == beside
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {tell.__name__}: {error!r}") from error
+    assert peak_kib() - before < MEMORY_KIB
+
+
+def test_a_lie_is_found_and_the_older_checkpoint_is_loaded_exactly(copies: Copies) -> None:
+    """Not one bit of a checkpoint is of no consequence: padding is under a digest too."""
+
+    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+        save = snapshot(scene.root)
+        iteration, found = load(scene)
+        assert iteration == 10
+        assert is_exact(found, 10)
+        assert damages(scene)
+        assert snapshot(scene.root) == save
+
+    run_seeds(copies, PLAIN, range(SEEDS // 2), check)
+
+
+def test_a_forgery_is_refused_or_changes_nothing(copies: Copies) -> None:
+    """It may say what it likes of things that nobody reads back, such as the description."""
+    refused = 0
+
+    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+        nonlocal refused
+        save = snapshot(scene.root)
+        try:
+            iteration, found = load(scene)
+        except FlashCkptError:
+            refused += 1
+        else:
+            assert iteration in (10, 20)
+            assert is_exact(found, iteration)
+            refused += iteration == 10
+            if iteration == 10:
+                assert damages(scene) or tell is lies.pickle_bomb
+        assert snapshot(scene.root) == save
+
+    run_seeds(copies, FORGED, range(SEEDS // 4), check)
+    assert refused > SEEDS // 4 / 2
+
+
+def test_a_lying_tracker_hides_nothing(copies: Copies) -> None:
+    """A tracker has no digest: one that is changed to name another iteration is followed."""
+
+    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+        named = None
+        if scene.tracker.is_file() and not scene.tracker.is_symlink():
+            with open(scene.tracker, "rb") as file:
+                named = file.read(100)
+        iteration, found = load(scene)
+        assert iteration == (10 if named == b"10" else 20)
+        assert is_exact(found, iteration)
+        assert main(["ls", str(scene.root)]) in (0, 1)
+        assert main(["verify", str(scene.root)]) in (0, 1)
+
+    run_seeds(copies, [lies.tracker], range(SEEDS // 10), check)
+
+
+def test_what_lies_about_is_of_no_consequence(copies: Copies) -> None:
+    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+        iteration, found = load(scene)
+        assert iteration == 20
+        assert is_exact(found, 20)
+        assert damages(scene) == []
+
+    run_seeds(copies, [lies.bystanders], range(SEEDS // 20), check)
+
+
+def test_the_command_line_says_what_is_wrong(
+    copies: Copies, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+        save = snapshot(scene.root)
+        command = [["ls"], ["inspect"], ["inspect", "--json"], ["verify"]][dice.randrange(4)]
+        status = main([*command, str(scene.root)])
+        shown = capsys.readouterr()
+        assert status in (0, 1)
+        assert "Traceback" not in shown.out + shown.err
+        if command == ["verify"] and tell in PLAIN:
+            assert status == 1
+            assert "iter_0000020" in shown.out + shown.err
+        assert snapshot(scene.root) == save
+
+    run_seeds(copies, PLAIN + FORGED, range(10_000, 10_000 + SEEDS // 5), check)
+
+
+# ---------------------------------------------------------------- the agent's commit
+
+
+def records(scene: Scene) -> list[Path]:
+    directory = scene.root / "iter_0000030"
+    return [directory / record_name(rank, SAVE_30) for rank in range(len(RANKS))]
+
+
+def record_lie(scene: Scene, dice: random.Random) -> None:
+    """Lie about the records of a save that is about to be committed."""
+    file, other = dice.sample(records(scene), 2)
+    match dice.randrange(7):
+        case 0:
+            lies.rewrite(file, lambda content: lies.flip_bits(content, dice))
+        case 1:
+            os.truncate(file, dice.randrange(file.stat().st_size))
+        case 2:
+            shutil.copyfile(other, file)
+        case 3:
+            stale = file.with_name(record_name(dice.randrange(4), "aaaabbbbcccc"))
+            shutil.copyfile(file, stale)
+            shutil.copyfile(stale, file)
+            file.unlink()
+        case 4:
+            lies.in_place(file, scene.outside, dice)
+        case 5:
+            body = dice.choice([b"\x91" * 100_000, b"\xdf\xff\xff\xff\xff", b"\xc1", b""])
+            file.write_bytes(xxhash.xxh3_64_digest(body) + body)
+        case 6:
+            os.truncate(file, 2**40)
+
+
+def record_forgery(scene: Scene, dice: random.Random) -> None:
+    """A record whose digest is right: at the latest whoever loads finds that it is no good."""
+    file = dice.choice(records(scene))
+    record = msgspec.msgpack.decode(file.read_bytes()[8:])
+    lies.mutate(record, dice)
+    with contextlib.suppress(OverflowError, msgspec.MsgspecError):
+        body = msgspec.msgpack.encode(record)
+        file.write_bytes(xxhash.xxh3_64_digest(body) + body)
+
+
+def place_lie(scene: Scene, dice: random.Random) -> None:
+    """Lie about what a commit replaces or looks at besides."""
+    directory = scene.root / "iter_0000030"
+    match dice.randrange(5):
+        case 0:
+            lies.tracker(scene, dice)
+        case 1:
+            shutil.copyfile(scene.newest.manifest, directory / "manifest.json")
+            lies.rewrite(directory / "manifest.json", lambda held: lies.flip_bits(held, dice))
+        case 2:
+            shutil.copyfile(scene.newest.manifest, directory / "manifest.json")
+            lies.in_place(directory / "manifest.json", scene.outside, dice)
+        case 3:
+            (directory / failure_name(1, SAVE_30)).symlink_to(scene.outside / "precious")
+        case 4:
+            directory.rename(scene.outside / "moved")
+            directory.symlink_to(scene.outside / "moved")
+
+
+@pytest.mark.parametrize("tell", [record_lie, record_forgery, place_lie])
+def test_a_lie_about_a_save_fails_it_or_is_replaced_by_it(
+    good: Path, tmp_path: Path, tell: Tell
+) -> None:
+    shutil.copytree(good, tmp_path / "good")
+    pending = stage(tmp_path / "good/save", 30, SAVE_30, RANKS, 30, common_of(30))
+    copies = Copies(tmp_path / "good", tmp_path / "copy")
+    outcomes: Counter[bool] = Counter()
+
+    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+        storage = PosixStorage(scene.root)
+        save = dataclasses.replace(pending, storage=storage, error=None)
+        before = [snapshot(made.directory) for made in (scene.older, scene.newest)]
+        finished, error = outcome_of(save, 1e9)
+        committed = finished and error is None
+        outcomes[committed] += 1
+        if committed:
+            try:
+                iteration, found = load(scene)
+            except FlashCkptError:
+                assert tell is record_forgery
+            else:
+                assert iteration == 30 or (tell is record_forgery and iteration == 20)
+                assert is_exact(found, iteration)
+        elif finished:
+            forget(save)
+        after = [snapshot(made.directory) for made in (scene.older, scene.newest)]
+        assert after == before
+
+    run_seeds(copies, [tell], range(SEEDS // 10), check)
+    assert outcomes[False]
+    assert outcomes[True] or tell is record_lie
