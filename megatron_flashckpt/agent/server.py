@@ -270,9 +270,7 @@ class Agent:
                     offers = tuple(rank.slots.offers())
                     return p.SlabOffer(True, offers), rank.slots.slab.fd
                 case p.Adopt():
-                    self._adopt(rank, request)
-                    if self._peers is not None:
-                        self._peers.adopt(number, request.save_id, request.iteration)
+                    self._adopt(number, request)
                     return (p.Done(),)
                 case p.Acquire():
                     return (self._acquire(rank, request.wait_s),)
@@ -309,7 +307,16 @@ class Agent:
                 slab.close()
             else:
                 self._replace_slots(rank, RankSlots(slab))
+                self._protect(number)
             return self._inherit(number)
+
+    def _protect(self, number: int) -> None:
+        """Let other nodes have what a rank brought along, as far as they do not have it already."""
+        slots = self._ranks[number].slots
+        if slots is None or self._peers is None:
+            return
+        for offer in reversed(slots.offers()):
+            self._peers.staged(number, slots, offer.slot)
 
     def _inherit(self, number: int) -> tuple[str, ...]:
         """Persist what a rank has staged, doorbell or not; drop what it had half copied.
@@ -376,13 +383,20 @@ class Agent:
         reach("agent.granted")
         return p.Granted(index)
 
-    def _adopt(self, rank: _Rank, request: p.Adopt) -> None:
+    def _adopt(self, number: int, request: p.Adopt) -> None:
+        rank = self._ranks[number]
         if rank.slots is not None:
             rank.slots.adopt(request.save_id, request.iteration)
         awaited = set().union(*(each.awaited for each in self._ranks.values()))
         for save in self._pending.values():
             if save.iteration >= request.iteration and save.save_id != request.save_id:
                 save.outlived = save.save_id not in awaited
+        if self._peers is not None:
+            self._peers.adopt(number, request.save_id, request.iteration)
+        for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
+            # Its own node may have been lost before this was durable, and others wait for it.
+            self._enqueue(number, index)
+            rank.awaited.discard(request.save_id or "")
         self._changed.notify_all()
 
     def _poll(self, rank: _Rank, wait_s: float) -> p.Outcomes:
@@ -444,9 +458,10 @@ class Agent:
         digests: tuple[str, ...] | None = None
         started = time.monotonic()
         header = slot.header
+        info = slots.infos[slot.index]
         try:
-            if slots.infos[slot.index].inherited and is_persisted(save, number):
-                digests = stored_digests(save.storage, header, number)
+            if info.inherited and is_persisted(save, number):
+                digests = info.digests or stored_digests(save.storage, header, number)
             else:
                 digests = persist_slot(save.storage, slot, header, save.metas[number])
         except Exception as failure:  # whatever it is, the trainers must learn of it
@@ -454,7 +469,6 @@ class Agent:
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
         seconds = time.monotonic() - started
         with self._changed:
-            info = slots.infos[slot.index]
             info.persisting, info.digests = False, digests
             save.persisted.add(number)
             if error is not None:

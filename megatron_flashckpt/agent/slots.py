@@ -88,9 +88,24 @@ class RankSlots:
         return [offer for _, offer in sorted(found, key=lambda pair: -pair[0])]
 
     def staged(self) -> list[int]:
-        """Return the slots whose save has no outcome yet, oldest first."""
-        staged = [slot.index for slot in self.slab.slots if slot.header.state == SlotState.STAGED]
+        """Return the slots whose save has no outcome yet, oldest first.
+
+        Not those that came from other nodes: they may be of any age, and some of them durable.
+        """
+        staged = [
+            slot.index
+            for slot, info in zip(self.slab.slots, self.infos, strict=True)
+            if slot.header.state == SlotState.STAGED and not info.recovered
+        ]
         return sorted(staged, key=lambda index: self.infos[index].sequence)
+
+    def recovered(self, save_id: str | None) -> list[int]:
+        """Return the slots with this save that came from other nodes and were not persisted yet."""
+        return [
+            slot.index
+            for slot, info in zip(self.slab.slots, self.infos, strict=True)
+            if info.recovered and not info.claimed and slot.header.save_id == save_id
+        ]
 
     def saves_after(self, index: int) -> set[str]:
         """Return the complete saves that are newer than the one in slot `index`."""

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.cluster import Cluster, cluster
-from tests.agent.trainer import content
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import content, eventually, held_back, new_save_id
 
 SCHEMES = [
     ("copy", 2, (2, 2), 1),
@@ -78,6 +80,33 @@ def test_what_a_lost_node_held_for_others_is_made_again_when_training_goes_on(
             for trainer in made.trainers.values():
                 trainer.client.adopt(newer, 20)
             made.await_held(20, holders, beyond=held_before)
+
+
+def test_a_save_that_a_lost_node_had_not_persisted_is_made_durable_by_its_replacement(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        assert {made.stage(5)} == {made.trainers[rank].outcome().save_id for rank in range(2)}
+        save_id = new_save_id()
+        shard = made.root / names.iteration_dir(10) / names.shard_name(1, save_id)
+        with held_back(shard) as let_go:
+            made.stage(10, save_id)
+            made.await_held(10, 1)
+            made.lose(1)
+            let_go()
+        assert (made.root / names.TRACKER).read_text() == "5"
+        made.start("copy")
+        made.trainers[1].client.recover((save_id,))
+        assert_recovered(made, 1, [10])
+        for trainer in made.trainers.values():
+            trainer.client.adopt(save_id, 10)
+        eventually("the commit", lambda: (made.root / names.TRACKER).read_text() == "10")
+        for rank, trainer in made.trainers.items():
+            expected = content(rank, 10, trainer.layout.nbytes)
+            assert read_rank(stored(made.root, 10), trainer) == expected
+            eventually("a durable slot", lambda it=trainer: it.take()[0].durable)
+            assert trainer.client.poll().finished == (), "no news of what it did not save itself"
 
 
 def test_two_lost_nodes_of_a_group_are_not_recovered_and_it_is_said(tmp_path: Path) -> None:

@@ -61,7 +61,11 @@ def test_a_restart_restores_from_the_memory_of_both_nodes(where: Path, whole: Re
 
 def test_a_lost_node_gets_its_ranks_memory_back_from_the_other(where: Path, whole: Result) -> None:
     """One dies with its agent and all its memory; what lies in storage is made worthless."""
-    copies = {"FLASHCKPT_REDUNDANCY": "copy", "FLASHCKPT_AGENT__ADDRESS": "127.0.0.1"}
+    copies = {
+        "FLASHCKPT_REDUNDANCY": "copy",
+        "FLASHCKPT_AGENT__ADDRESS": "127.0.0.1",
+        "FLASHCKPT_AGENT__GRACE_S": "200",  # a slow machine takes long to come back
+    }
     once = f"{where}/run/*/*/agent.log:iteration 3 is held by:2"
     killed = job(where, "lost", nodes=2, env={**copies, "KILL": "1:5", "KILL_ONCE": once})
     assert killed.returncode != 0

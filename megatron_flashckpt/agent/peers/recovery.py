@@ -136,8 +136,10 @@ def recover(
             logger.error("rank %d: iteration %d not recovered from nodes %s: %s", *which, damage)
             continue
         logger.info("rank %d: recovered iteration %d from nodes %s", *which)
-        label = plan.label
-        slab.slots[index].set_header(
+        label, slot = plan.label, slab.slots[index]
+        # Verified, and now vouched for by the slot itself.
+        slot.set_meta(streams.description(slab, index, label))
+        slot.set_header(
             SlotHeader(
                 SlotState.STAGED,
                 label.iteration,

@@ -78,10 +78,16 @@ def write(slab: Slab, index: int, label: Label, start: int, data: bytes | memory
         done += size
 
 
+def description(slab: Slab, index: int, label: Label) -> bytes:
+    """Return the bytes of a slot's encoded description."""
+    meta_at = slab.geometry.meta_offset(index)
+    return slab.memory[meta_at : meta_at + label.meta_nbytes]
+
+
 def damage(slab: Slab, index: int, label: Label) -> str | None:
     """Return what is wrong with the bytes of a slot that was put together again, if anything."""
-    meta_at, data_at = slab.geometry.meta_offset(index), slab.geometry.data_offset(index)
-    found = xxhash.xxh3_64_hexdigest(slab.memory[meta_at : meta_at + label.meta_nbytes])
+    data_at = slab.geometry.data_offset(index)
+    found = xxhash.xxh3_64_hexdigest(description(slab, index, label))
     if found != label.meta_digest:
         return f"description: digest {found}, expected {label.meta_digest}"
     for chunk, expected in enumerate(label.digests):
