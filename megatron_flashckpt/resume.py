@@ -192,8 +192,6 @@ def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
         load_hyper_parameters(optimizer, loaded.side.optimizer)
     if call.scheduler is not None and loaded.common["opt_param_scheduler"] is not None:
         call.scheduler.load_state_dict(loaded.common["opt_param_scheduler"])
-    for group in getattr(optimizer, "param_groups", ()):
-        group.setdefault("default_config", True)
 
 
 def _as_of_this_layout(saved: Any, margs: Any) -> Any:
