@@ -285,6 +285,8 @@ class Checkpointer:
             except FlashCkptError as failure:
                 self._broken.put((save_id, failure))
             except Exception as failure:
+                # No agent may take over what all ranks are told has failed.
+                slot.set_state(SlotState.FAILED)
                 # Whatever it is: the drain at exit would wait for a save without an outcome.
                 said = f"not handed to the agent ({type(failure).__name__}: {failure})"
                 self._broken.put((save_id, SaveFailedError(said)))

@@ -60,7 +60,7 @@ POINTS = {
     "commit.common": ("agent.commit", "the common state is durable; there is no manifest"),
     "commit.manifest": ("agent.commit", "the manifest is durable; the tracker is where it was"),
     "commit.tracker": ("agent.commit", "the tracker names this checkpoint; nothing is tidied up"),
-    "commit.leftover": ("agent.commit", "one more file that is not of the checkpoint is removed"),
+    "leftover.file": ("agent.leftovers", "one more file that is of no checkpoint is removed"),
     "commit.tidy": ("agent.commit", "only the checkpoint is left in its directory"),
     "retain.chosen": ("agent.retention", "an older checkpoint is to be deleted; it is whole"),
     "retain.hidden": ("agent.retention", "its manifest is beside the tracker; its files are there"),

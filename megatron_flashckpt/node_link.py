@@ -147,6 +147,25 @@ class NodeLink:
             self._attached = True
         return slab, offers
 
+    def adopt(self, save_id: str | None, iteration: int) -> None:
+        """Tell the agent which save training goes on from; another one, if it is gone.
+
+        Never raises: the model is filled, and training does not need an agent to go on.
+        """
+        for _ in range(2):
+            try:
+                client = self.client()
+            except AgentError as error:
+                logger.error("rank %d: no agent: %s", self._rank, error)
+                return
+            try:
+                client.adopt(save_id, iteration)
+            except AgentError as error:
+                logger.warning("rank %d: %s", self._rank, error)
+                self.replace_agent(client)
+            else:
+                return
+
     def _use(self, slab: Slab) -> None:
         slab.populate()
         on_gpu = torch.cuda.is_available() and torch.zeros(0, device="cuda").is_cuda

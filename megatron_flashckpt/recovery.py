@@ -17,8 +17,16 @@ from megatron_flashckpt.errors import (
     StorageError,
     is_damage,
 )
-from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.layout.manifest import (
+    MANIFEST,
+    TRACKER,
+    decode_facts,
+    iteration_dir,
+    parse_iteration_dir,
+    save_id_of,
+)
 from megatron_flashckpt.loading import InMemory
+from megatron_flashckpt.restore.checkpoint import read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object, together
 from megatron_flashckpt.storage.base import Storage
 
@@ -57,13 +65,43 @@ def named_in(storage: Storage, step: int | None) -> Named:
             raise
         return found
     if text is None or text == _RELEASE:
-        _warn_of_nameless(storage, text)
-        return Named(None)
+        ahead = None if text == _RELEASE else _cut_short(storage, -1)
+        if ahead is None:
+            _warn_of_nameless(storage, text)
+        return Named(ahead)
     iteration = inspection.iteration_in(text)
     if iteration is None:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
-    return Named(_unless_megatrons(storage, iteration))
+    ahead = _cut_short(storage, iteration)
+    return Named(_unless_megatrons(storage, iteration) if ahead is None else ahead)
+
+
+def _cut_short(storage: Storage, tracked: int) -> int | None:
+    """Return the newest iteration that was committed, but whose agent died before the tracker said.
+
+    Its commit records are still there, which go when the tracker has come. So nobody is overruled
+    who sets the tracker back by hand.
+    """
+    iterations = filter(None, map(parse_iteration_dir, storage.list("")))
+    for iteration in sorted((it for it in iterations if it > tracked), reverse=True):
+        directory = iteration_dir(iteration)
+        listed = storage.list(directory) if storage.kind(directory) == "directory" else []
+        if MANIFEST not in listed:
+            continue
+        records = {save_id_of(name) for name in listed if name.endswith(".commit")}
+        try:
+            facts = decode_facts(read_manifest(storage, iteration), f"{storage.place}/{directory}")
+        except FlashCkptError as error:
+            if not is_damage(error):
+                raise
+            continue
+        if facts.save_id in records:
+            logger.warning(
+                "iteration %d was committed, though %s does not say so yet", iteration, TRACKER
+            )
+            return iteration
+    return None
 
 
 def _newest_named(storage: Storage, problem: str) -> Named:

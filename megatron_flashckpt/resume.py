@@ -51,9 +51,10 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     loaded = _load_newest(call, margs, load_dir, memory)
     if loaded is not None:
         return _go_on(call, margs, loaded, load_dir)
-    if memory:
-        # What is in memory belongs to a past that nobody wants; it must not come back later.
-        session.checkpointer(margs.save).link.client().adopt(None, 0)
+    if _goes_on_in_place(margs, load_dir):
+        # What is in memory, or on its way to storage, belongs to a past that nobody wants; it must
+        # not come back later.
+        session.checkpointer(margs.save).link.adopt(None, 0)
     return None
 
 
@@ -115,9 +116,7 @@ def _in_memory(margs: Any, load_dir: str | None) -> list[InMemory]:
     """Return the checkpoints in memory, if loads come from where saves go. Collective."""
     usable = (
         session.config.restore_from_memory
-        and margs.save
-        and load_dir
-        and os.path.realpath(margs.save) == os.path.realpath(load_dir)
+        and _goes_on_in_place(margs, load_dir)
         and not getattr(margs, "ckpt_step", None)
         and not margs.finetune
     )
@@ -128,6 +127,13 @@ def _in_memory(margs: Any, load_dir: str | None) -> list[InMemory]:
     except FlashCkptError as error:
         logger.error("memory of an earlier run cannot be used: %s", error)
         return []
+
+
+def _goes_on_in_place(margs: Any, load_dir: str | None) -> bool:
+    """Return whether loads come from where saves go: only then they are of one history."""
+    if not margs.save or not load_dir:
+        return False
+    return bool(os.path.realpath(margs.save) == os.path.realpath(load_dir))
 
 
 def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[int, Any]:
@@ -146,11 +152,9 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
     side_state.load_extra_states(chunks, geometry, loaded.side.objects)
     if not margs.finetune:
         _finish_rank(margs, common["args"], loaded.side.rank_state)
-    if margs.save and os.path.realpath(margs.save) == os.path.realpath(load_dir):
+    if _goes_on_in_place(margs, load_dir):
         reach("load.unadopted")
-        session.checkpointer(margs.save).link.client().adopt(
-            loaded.origin.save_id, loaded.origin.iteration
-        )
+        session.checkpointer(margs.save).link.adopt(loaded.origin.save_id, loaded.origin.iteration)
         reach("load.adopted")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

@@ -15,6 +15,7 @@ import time
 
 import xxhash
 
+from megatron_flashckpt.agent.leftovers import Leftovers, beside
 from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -183,7 +184,7 @@ def _publish(save: PendingSave) -> None:
         storage.put(names.TRACKER, str(save.iteration).encode())
         reach("commit.tracker")
     try:
-        _remove_leftovers(save)
+        Leftovers(beside(storage, save.directory, save.save_id)).remove(storage)
         reach("commit.tidy")
         retire(
             storage,
@@ -264,6 +265,10 @@ def forget(save: PendingSave) -> None:
             reach("forget.file")
         except OSError as error:
             logger.warning("left behind after a failed save: %s", error)
+    try:
+        save.storage.delete_directory(save.directory)  # unless it holds something
+    except OSError as error:
+        logger.warning("left behind after a failed save: %s", error)
 
 
 def is_persisted(save: PendingSave, rank: int) -> bool:
@@ -320,14 +325,3 @@ def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason
         storage.put(name, reason.encode())
     except (FlashCkptError, OSError) as error:
         logger.error("cannot tell other nodes of the failure: %s", error)
-
-
-def _remove_leftovers(save: PendingSave) -> None:
-    """Delete this save's records and the files of earlier attempts; nothing that is not ours."""
-    world_size = save.metas[0].world_size
-    kept = {names.shard_name(rank, save.save_id) for rank in range(world_size)}
-    kept.add(names.common_name(save.save_id))
-    for name in save.storage.list(save.directory):
-        if names.save_id_of(name) and name not in kept:
-            save.storage.delete(f"{save.directory}/{name}")
-            reach("commit.leftover")

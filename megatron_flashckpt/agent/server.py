@@ -29,6 +29,7 @@ from megatron_flashckpt.agent.commit import (
     leave_note,
     outcome_of,
 )
+from megatron_flashckpt.agent.leftovers import Sweeper
 from megatron_flashckpt.agent.persist import persist_slot, stored_digests
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.templates import TemplateStore
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+#: Longest wait of an agent that leaves for the removal of what earlier crashes left.
+_TIDY_S = 10.0
 _BACKLOG = 128
 #: Seconds beyond the commit timeout after which a save is given up without a word from storage.
 _HUNG_S = 3.0
@@ -93,11 +96,13 @@ class Agent:
     def __init__(self, listener: socket.socket, options: AgentOptions) -> None:
         self._listener = listener
         self._options = options
+        self._storage = PosixStorage(options.root)
         self._changed = threading.Condition()
         self._ranks: dict[int, _Rank] = {}
         self._pending: dict[str, PendingSave] = {}
         self._templates = TemplateStore(self._changed)
         self._peers: Redundancy | None = None
+        self._sweeper = Sweeper(self._storage)
         self._connections = 0
         self._last_seen = time.monotonic()
         self._pool = concurrent.futures.ThreadPoolExecutor(options.persist_threads, "persist")
@@ -127,7 +132,7 @@ class Agent:
             self._closing = True
             self._changed.notify_all()
         if not self._pending and not self._is_stuck():
-            committer.join(_TICK_S)
+            committer.join(_TIDY_S)
             self._pool.shutdown()
         if self._peers is not None:
             self._peers.close()
@@ -261,6 +266,9 @@ class Agent:
                 number, request.saves, request.wait_s
             )
             return (p.Recovered(ended),)
+        if isinstance(request, p.Adopt) and number == 0:
+            # Before any rank goes on: none of them has a save under way.
+            self._sweeper.look_soon(self._is_pending)
         with self._changed:
             rank = self._ranks[number]
             match request:
@@ -389,7 +397,9 @@ class Agent:
             rank.slots.adopt(request.save_id, request.iteration)
         awaited = set().union(*(each.awaited for each in self._ranks.values()))
         for save in self._pending.values():
-            if save.iteration >= request.iteration and save.save_id != request.save_id:
+            # Of an older save everything is staged, or will never be: all ranks have started anew.
+            staged = save.iteration < request.iteration and save.metas.keys() >= self._ranks.keys()
+            if save.save_id != request.save_id and not staged:
                 save.outlived = save.save_id not in awaited
         if self._peers is not None:
             self._peers.adopt(number, request.save_id, request.iteration)
@@ -449,8 +459,7 @@ class Agent:
             self._changed.notify_all()
         else:
             # Nobody here has staged it yet: ranks that will, here or elsewhere, find the note.
-            storage = PosixStorage(self._options.root)
-            note = (storage, request.iteration, request.save_id, number, reason)
+            note = (self._storage, request.iteration, request.save_id, number, reason)
             self._pool.submit(leave_note, *note)
 
     def _persist(self, number: int, slots: RankSlots, slot: Slot, save: PendingSave) -> None:
@@ -498,13 +507,14 @@ class Agent:
                     return
                 saves = list(self._pending.values())
                 given_up, self._given_up = self._given_up, []
-                if not saves and not given_up:
+                if not saves and not given_up and self._sweeper.idle:
                     self._changed.wait(_TICK_S)
                     pause = shortest
                     continue
             for save in given_up:
                 forget(save)
             concluded = [self._try_conclude(save) for save in saves]
+            self._sweeper.sweep()
             with self._changed:
                 if any(concluded):
                     pause = shortest
@@ -531,6 +541,8 @@ class Agent:
         if error is not None and overlooked:
             # Written while the others' files were being removed.
             forget(save)
+        if error is None and 0 in save.metas:
+            self._sweeper.look(self._is_pending, save.iteration)
         return True
 
     def _conclude(self, save: PendingSave, error: str | None) -> None:
@@ -556,6 +568,10 @@ class Agent:
                 rank.slots.mark(save.save_id, state)
         reach("save.marked")
         self._changed.notify_all()
+
+    def _is_pending(self, iteration: int) -> bool:
+        with self._changed:
+            return any(save.iteration == iteration for save in self._pending.values())
 
     def _supersede(self, save: PendingSave) -> None:
         """Keep saves staged before `save`, and still pending, from moving the tracker back."""

@@ -6,12 +6,27 @@ Every method may be called from several threads. Failures are `StorageError` (wi
 
 from __future__ import annotations
 
+import re
+import uuid
 from typing import Literal, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
 
 #: What a name stands for. `other`: a symbolic link (whatever it leads to), a pipe, a device.
 Kind = Literal["file", "directory", "other"]
+
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
+
+
+def temporary_name(name: str) -> str:
+    """Return a name, unlike all others, for what is to become file `name` once it is complete."""
+    return f".{name}.{uuid.uuid4().hex[:8]}.tmp"
+
+
+def parse_temporary_name(name: str) -> str | None:
+    """Return what a file would have been called, had a crash not cut it short; None: not one."""
+    match = _TEMPORARY.fullmatch(name)
+    return match and match[1]
 
 
 class Writer(Protocol):

@@ -6,13 +6,12 @@ import contextlib
 import errno
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.storage.base import Kind
+from megatron_flashckpt.storage.base import Kind, temporary_name
 
 _REMEDY = {
     errno.ENOSPC: "free space there or save elsewhere",
@@ -128,7 +127,7 @@ class PosixStorage:
 
     def put(self, name: str, data: bytes) -> None:
         path = self._own(name)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        temporary = path.with_name(temporary_name(path.name))
         with _explained(path, "write"):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:

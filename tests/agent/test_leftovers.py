@@ -1,0 +1,146 @@
+"""What a killed agent left is removed by its successor; nothing else is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.leftovers import Sweeper
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.storage.base import temporary_name
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import eventually, is_alive, new_save_id
+
+
+def listing(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+def plant(root: Path, iteration: int, *files: str) -> list[Path]:
+    """Put files into the directory of an iteration; return all paths."""
+    directory = root / names.iteration_dir(iteration)
+    directory.mkdir(parents=True, exist_ok=True)
+    planted = [directory / name for name in files]
+    for path in planted:
+        path.write_text("half a save")
+    return planted
+
+
+def half_a_save(save_id: str) -> tuple[str, ...]:
+    return (
+        names.shard_name(0, save_id),
+        names.shard_name(7, save_id),
+        names.record_name(0, save_id),
+        names.failure_name(7, save_id),
+        names.common_name(save_id),
+        temporary_name(names.common_name(save_id)),
+        temporary_name(names.record_name(1, save_id)),
+        temporary_name(names.MANIFEST),
+    )
+
+
+def test_a_commit_removes_what_older_saves_left_and_nothing_newer(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(10).error is None
+    checkpoint = listing(root)
+    plant(root, 5, *half_a_save("aaaaaaaaaaaa"))
+    plant(root, 10, *half_a_save("bbbbbbbbbbbb"))
+    newer = plant(root, 99, *half_a_save("cccccccccccc"))
+    (root / temporary_name(names.TRACKER)).touch()
+    trainer.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not is_alive(trainer.client.agent_pid))
+    again = node.trainer(root)
+    assert again.save(20).error is None
+    again.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not is_alive(again.client.agent_pid))
+    directory = names.iteration_dir(20)
+    left = listing(root) - checkpoint - {str(path.relative_to(root)) for path in newer}
+    assert {name for name in left if not name.startswith(directory)} == {names.iteration_dir(99)}
+    assert not [name for name in left if name.endswith((".commit", ".tmp"))]
+    assert_intact(root, 20, [again])
+
+
+def test_when_a_job_goes_on_whatever_nobody_has_under_way_is_removed(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(10).error is None
+    plant(root, 99, *half_a_save("cccccccccccc"))
+    trainer.client.adopt(None, 10)
+    eventually("the end of half a save", lambda: not (root / names.iteration_dir(99)).exists())
+    assert_intact(root, 10, [trainer])
+
+
+def test_another_rank_than_the_first_removes_nothing(node: Node, root: Path) -> None:
+    ranks = [node.trainer(root, rank, 2) for rank in range(2)]
+    (planted,) = plant(root, 99, names.shard_name(0, "cccccccccccc"))
+    ranks[1].client.adopt(None, 0)
+    save_id = new_save_id()
+    for rank in ranks:
+        rank.stage(10, save_id)
+    assert [rank.outcome().error for rank in ranks] == [None, None]
+    assert planted.exists()
+
+
+def test_what_is_not_ours_stays_and_links_are_not_followed(root: Path, tmp_path: Path) -> None:
+    foreign = plant(root, 3, "mp_rank_00", "notes.txt", "manifest.json.bak", ".x.0123abcd.tmp")
+    elsewhere = tmp_path / "elsewhere"
+    plant(elsewhere, 4, names.shard_name(0, "aaaaaaaaaaaa"))
+    (root / names.iteration_dir(4)).symlink_to(elsewhere / names.iteration_dir(4))
+    (root / "iter_0000005").write_text("a file")
+    (root / "logs").mkdir()
+    before = listing(root)
+    sweeper = Sweeper(PosixStorage(root))
+    (mine,) = plant(root, 3, names.shard_name(0, "aaaaaaaaaaaa"))
+    sweeper.look_soon(lambda iteration: False)
+    sweeper.sweep()
+    assert not mine.exists()
+    assert listing(root) == before
+    assert all(path.exists() for path in foreign)
+    assert listing(elsewhere) == {
+        "iter_0000004",
+        "iter_0000004/rank_00000-aaaaaaaaaaaa.safetensors",
+    }
+
+
+def test_a_save_that_is_under_way_is_not_touched(root: Path) -> None:
+    (planted,) = plant(root, 7, names.shard_name(0, "aaaaaaaaaaaa"))
+    sweeper = Sweeper(PosixStorage(root))
+    sweeper.look_soon(lambda iteration: iteration == 7)
+    sweeper.look(lambda iteration: False, 6)
+    sweeper.sweep()
+    assert planted.exists()
+    sweeper.look(lambda iteration: False, 7)
+    manifest = planted.with_name(names.MANIFEST)
+    manifest.touch()  # committed in the last moment
+    sweeper.sweep()
+    assert planted.exists()
+    manifest.unlink()
+    sweeper.look(lambda iteration: False, 7)
+    sweeper.sweep()
+    assert not planted.parent.exists()
+
+
+@pytest.mark.parametrize("killed", ["persist.chunk:1", "put.written:1", "put.written:3"])
+def test_a_killed_agents_files_are_gone_once_its_successor_has_committed(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, killed: str
+) -> None:
+    once = tmp_path / "reached"
+    monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:{killed}:KILL:{once}")
+    first = node.trainer(root)
+    agent = first.client.agent_pid
+    first.stage(10, new_save_id())
+    eventually("the death of the agent", lambda: not is_alive(agent))
+    first.hang_up()
+    assert len(listing(root)) > 1
+    trainer = node.trainer(root)
+    assert trainer.save(20).error is None
+    expected = {"iter_0000020", names.TRACKER}
+    eventually("tidiness", lambda: {name.split("/")[0] for name in listing(root)} == expected)
+    os.kill(trainer.client.agent_pid, signal.SIGKILL)
+    assert_intact(root, 20, [trainer])

@@ -1,0 +1,149 @@
+"""All cells of the crash matrix, and the few that stand for them in the test suite.
+
+A save of the job of `rank.py` takes the agent through `persist.chunk` six times (two ranks, three
+chunks), through the other points of a shard twice, through `put.*` five times (two records, common
+state, manifest, tracker), and through the points of a commit once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from tests.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
+
+_SAVING = (
+    "save.granted",
+    "save.staging",
+    "stage.half",
+    "stage.copied",
+    "stage.staged",
+    "stage.rung",
+)
+_LOADING = (
+    "load.taken",
+    "load.planned",
+    "load.half",
+    "load.filled",
+    "load.unadopted",
+    "load.adopted",
+)
+#: Points of the agent, and at which counts it is killed there: in the first save, and later.
+_AGENT = {
+    "agent.attached": (1, 2),
+    "agent.granted": (1, 4),
+    "agent.enqueued": (1, 4),
+    "persist.created": (1, 4),
+    "persist.chunk": (1, 3, 8, 11),
+    "persist.chunks": (1, 4),
+    "persist.header": (1, 4),
+    "file.synced": (1, 4),
+    "persist.durable": (1, 4),
+    "persist.record": (1, 4),
+    "put.written": (1, 3, 4, 5, 7, 9, 10),
+    "put.renamed": (1, 3, 4, 5, 7, 9, 10),
+    "commit.ready": (1, 3),
+    "commit.common": (1, 3),
+    "commit.manifest": (1, 3),
+    "commit.tracker": (1, 3),
+    "leftover.file": (1, 4),
+    "commit.tidy": (1, 3),
+    "commit.done": (1, 3),
+    "save.marked": (1, 3),
+}
+_RETAINING = {
+    "retain.chosen": (1,),
+    "retain.hidden": (1,),
+    "retain.file": (1, 3),
+    "retain.deleted": (1,),
+}
+_FAILING = {"save.failed": (1,), "forget.file": (1, 2)}
+#: Every fourth checkpoint stays, so that one goes when the next is committed.
+_RETAIN_INTERVAL = 4
+#: Which save fails where one has to.
+_BROKEN = 2
+
+
+def all_cells(seeds: int) -> list[Cell]:
+    """Return the cells of the long version, with as many random ones as there are `seeds`."""
+    return [*_of_the_agent(), *_of_trainers(), *_of_loads(), *map(_random, range(seeds))]
+
+
+def sample() -> list[Cell]:
+    """Return cells that take the suite through every column and both sources."""
+    return [
+        _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
+        _cell(Crash("agent", "put.written", 9, AGENT)),
+        _cell(Crash("agent", "commit.manifest", 3, NODE)),
+        _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
+        _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
+        _cell(Crash("rank1", "stage.half", 3, TRAINERS)),
+        _cell(Crash("rank0", "stage.staged", 3, AGENT)),
+        _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
+        _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),
+    ]
+
+
+def _cell(*crashes: Crash, **more: int) -> Cell:
+    # By turns the next saves are of the iterations that were cut short, or of later ones.
+    step = 1 + 2 * (sum(crash.count for crash in crashes) % 2)
+    return Cell(crashes, step=step, **more)  # type: ignore[arg-type]
+
+
+def _of_the_agent() -> Iterator[Cell]:
+    for points, more in (
+        (_AGENT, {}),
+        (_RETAINING, {"retain_interval": _RETAIN_INTERVAL}),
+        (_FAILING, {"broken": _BROKEN}),
+    ):
+        for point, counts in points.items():
+            for count in counts:
+                for killed in KILLED:
+                    yield _cell(Crash("agent", point, count, killed), **more)
+
+
+def _of_trainers() -> Iterator[Cell]:
+    for rank in ("rank0", "rank1"):
+        for killed in KILLED:
+            for point in _SAVING:
+                for count in (1, 3):
+                    yield _cell(Crash(rank, point, count, killed))
+            yield _cell(Crash(rank, "save.told", 2, killed))  # DURABLE
+            yield _cell(Crash(rank, "save.told", _BROKEN + 1, killed), broken=_BROKEN)  # FAILED
+
+
+def _of_loads() -> Iterator[Cell]:
+    """A load that is cut short itself: from memory, and from storage."""
+    for before in (TRAINERS, NODE):
+        for rank in ("rank0", "rank1"):
+            for point in _LOADING:
+                if (before, point) == (NODE, "load.half"):
+                    continue  # an exchange is of memory
+                for killed in KILLED:
+                    first = Crash("rank0", "save.told", 2, before)
+                    yield _cell(first, Crash(rank, point, 1, killed))
+
+
+def _random(seed: int) -> Cell:
+    """Two or three crashes of a job that does not wait for its saves."""
+    draw = random.Random(seed)
+    crashes: list[Crash] = []
+    agent_is_new = True
+    for _ in range(draw.choice((2, 3))):
+        killed = draw.choice(KILLED)
+        # What an agent is to do is said when it starts.
+        if agent_is_new and draw.random() < 0.7:
+            point, counts = draw.choice(list(_AGENT.items()))
+            crash = Crash("agent", point, draw.choice(counts), killed)
+        else:
+            point = draw.choice(_SAVING)
+            crash = Crash(f"rank{draw.randrange(2)}", point, draw.randint(1, 4), killed)
+        crashes.append(crash)
+        agent_is_new = killed == NODE
+    return Cell(
+        tuple(crashes),
+        seed=seed,
+        step=draw.choice((1, 3)),
+        hurried=True,
+        retain_interval=draw.choice((None, 3)),
+    )

@@ -1,0 +1,220 @@
+"""A job of two Megatron ranks and their agent: started, stopped at a point, killed, restarted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.agent.trainer import agents_under, is_alive
+from tests.crash.start import Life, start
+from tests.megatron.jobs import CPU_MEGATRON, REPO
+
+T = TypeVar("T")
+RANKS = 2
+#: Longest wait for anything; a cell that needs it has failed.
+PATIENCE_S = 60.0
+
+
+class CellError(AssertionError):
+    """A cell of the matrix is not as it should be."""
+
+
+def eventually(what: str, probe: Callable[[], T | None]) -> T:
+    """Return the first true value of `probe`, which is called until the deadline."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := probe()):
+        if time.monotonic() > deadline:
+            raise CellError(f"not within {PATIENCE_S:.0f} s: {what}")
+        time.sleep(0.003)
+    return found
+
+
+def nursery() -> Any:
+    """Return what ranks are forked from: a process that has imported Megatron, and has no threads.
+
+    Importing takes seconds, and the ranks of a cell a fraction of one.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.crash.preload"])
+    wanted = {
+        "PYTHONPATH": os.pathsep.join(map(str, (CPU_MEGATRON, REPO, REPO / "scripts"))),
+        "CPU_CUDA_STUBS": "triton apex",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of proc(5); `X` if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+class Job:
+    """The ranks, restarted any number of times under one agent's eyes, in `home`."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.save = home / "save"
+        self.runtime_dir = home / "run"
+        self._nursery = nursery()
+        self._ranks: list[BaseProcess] = []
+        self._lives = 0
+
+    def start(self, life: Life, fault: str | None, *, linger: bool) -> None:
+        """Start all ranks; `fault` is WHO:POINT:COUNT, and whoever it is stops there.
+
+        With `linger` the ranks do not end by themselves.
+        """
+        self._lives += 1
+        for rank in range(RANKS):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(RANKS),
+                "FLASHCKPT_RUNTIME_DIR": str(self.runtime_dir),
+                "FLASHCKPT_AGENT__GRACE_S": "60",
+            }
+            if fault is not None:
+                environment["FLASHCKPT_FAULT"] = f"{fault}:STOP:{self.reached}"
+            process = self._nursery.Process(
+                target=start,
+                args=(environment, str(self._log(rank)), life, self._report(rank), linger),
+                daemon=True,
+            )
+            process.start()
+            self._ranks.append(process)
+
+    @property
+    def reached(self) -> Path:
+        """The file that is made when the fault of this life happens."""
+        return self.home / f"life-{self._lives}.reached"
+
+    def _log(self, rank: int) -> Path:
+        return self.home / f"life-{self._lives}-rank-{rank}.log"
+
+    def _report(self, rank: int) -> Path:
+        return self.home / f"life-{self._lives}-rank-{rank}.jsonl"
+
+    def log(self) -> str:
+        """Return what the ranks of this life have printed."""
+        return "".join(self._log(rank).read_text(errors="replace") for rank in range(RANKS))
+
+    def reports(self, name: str) -> list[list[dict[str, Any]]]:
+        """Return, by rank, the events of this life that have `name`."""
+        found = []
+        for rank in range(RANKS):
+            with contextlib.suppress(FileNotFoundError):
+                lines = self._report(rank).read_text().splitlines()
+                found.append([event for event in map(json.loads, lines) if name in event])
+        return found + [[]] * (RANKS - len(found))
+
+    # ------------------------------------------------------------------ processes
+
+    @property
+    def trainers(self) -> list[int]:
+        return [process.pid or 0 for process in self._ranks]
+
+    @property
+    def agents(self) -> list[int]:
+        return agents_under(self.runtime_dir)
+
+    def stopped(self, who: str) -> int:
+        """Wait until the fault has happened; return the process that stands still."""
+
+        def probe() -> int | None:
+            if self.reached.exists():
+                pids = self.agents if who == "agent" else [self.trainers[int(who[4:])]]
+                return next((pid for pid in pids if state_of(pid) == "T"), None)
+            self._complain_of_the_dead()
+            return None
+
+        return eventually(f"{who} comes to its point", probe)
+
+    def everyone(self, name: str) -> None:
+        """Wait until all ranks have reported `name`."""
+
+        def probe() -> bool:
+            if all(self.reports(name)):
+                return True
+            self._complain_of_the_dead()
+            return False
+
+        eventually(f"all ranks report '{name}'", probe)
+
+    def _complain_of_the_dead(self) -> None:
+        if any(not is_alive(pid) for pid in self.trainers):
+            raise CellError(f"a rank ended by itself: {self.log()[-3000:]}")
+
+    def join(self) -> None:
+        """Wait until the ranks have ended as planned, and the agent after them."""
+        for process in self._ranks:
+            process.join(PATIENCE_S)
+        codes = [process.exitcode for process in self._ranks]
+        if codes != [0] * RANKS:
+            raise CellError(f"exit codes {codes}: {self.log()[-3000:]}")
+        self._ranks = []
+        eventually("the agent leaves", lambda: not self.agents)
+
+    def kill_trainers(self) -> None:
+        """As torchrun or a scheduler would, but at once."""
+        for pid in self.trainers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self._ranks:
+            process.join(PATIENCE_S)
+        self._ranks = []
+
+    def kill_agents(self) -> None:
+        pids = self.agents
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def agent_at_rest(self) -> Iterator[None]:
+        """Let the agent do nothing meanwhile."""
+        woken = []
+        for pid in self.agents:
+            if state_of(pid) != "T":
+                os.kill(pid, signal.SIGSTOP)
+                woken.append(pid)
+                eventually("the agent rests", lambda pid=pid: state_of(pid) in "TXZ")  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            for pid in woken:
+                wake(pid)
+
+    def close(self) -> None:
+        """Leave no process behind."""
+        self.kill_trainers()
+        self.kill_agents()
+
+
+def wake(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)

@@ -1,0 +1,108 @@
+"""Runs the cells and prints what became of them."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tests.crash.cells import all_cells
+from tests.crash.story import KILLED, Cell, Found, tell
+
+_RANDOM = "random"
+
+
+class Matrix:
+    """Counts by row and column."""
+
+    def __init__(self) -> None:
+        self._done: dict[tuple[str, str], dict[str, list[bool]]] = {}
+        self.failures: list[tuple[Cell, BaseException]] = []
+        self.restored: collections.Counter[str] = collections.Counter()
+
+    def note(self, cell: Cell, outcome: list[Found] | BaseException) -> None:
+        failed = isinstance(outcome, BaseException)
+        if isinstance(outcome, BaseException):
+            self.failures.append((cell, outcome))
+        else:
+            self.restored.update(found.source for found in outcome)
+        row, column = _place(cell)
+        self._done.setdefault(row, {}).setdefault(column, []).append(not failed)
+
+    def print(self, out: Console) -> None:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for name in ("process", "stopped at", *(f"{killed} killed" for killed in KILLED), _RANDOM):
+            table.add_column(name)
+        for row in sorted(self._done):
+            cells = [self._done[row].get(column, []) for column in (*KILLED, _RANDOM)]
+            table.add_row(*row, *(f"{sum(it)}/{len(it)}" if it else "" for it in cells))
+        out.print(table)
+
+
+def _place(cell: Cell) -> tuple[tuple[str, str], str]:
+    if cell.hurried:
+        return ("any", f"{len(cell.crashes)} crashes, one after the other"), _RANDOM
+    last = cell.crashes[-1]
+    where = last.point
+    if last.point.startswith("load."):
+        where += ", from memory" if cell.crashes[0].killed == "trainers" else ", from storage"
+    elif cell.broken >= 0:
+        where += ", of a save that failed"
+    return (last.who, where), last.killed
+
+
+def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> int:
+    """Run the cells whose description contains `only`; return the exit status."""
+    out = Console(soft_wrap=True, highlight=False)
+    cells = [cell for cell in all_cells(seeds) if only in str(cell)]
+    if list:
+        for cell in cells:
+            out.print(str(cell), markup=False)
+        return 0
+    started = time.monotonic()
+    matrix = Matrix()
+    home = Path(tempfile.mkdtemp(prefix="flashckpt-crash-"))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(*columns, TimeElapsedColumn(), console=out, disable=not out.is_terminal)
+    with bar, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        task = bar.add_task("crashing", total=len(cells))
+        running = {
+            pool.submit(_tell, cell, home / str(n), keep): cell for n, cell in enumerate(cells)
+        }
+        try:
+            for future in concurrent.futures.as_completed(running):
+                cell = running[future]
+                matrix.note(cell, future.exception() or future.result())
+                if future.exception():
+                    out.print(f"FAILED {cell}: {str(future.exception())[:1000]}", markup=False)
+                bar.advance(task)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    shutil.rmtree(home)
+    matrix.print(out)
+    sources = ", ".join(f"{count} from {name}" for name, count in matrix.restored.most_common())
+    passed = len(cells) - len(matrix.failures)
+    out.print(
+        f"{passed}/{len(cells)} cells; {matrix.restored.total()} restarts: {sources}; "
+        f"{time.monotonic() - started:.0f} s"
+    )
+    return 1 if matrix.failures else 0
+
+
+def _tell(cell: Cell, home: Path, keep: Path | None) -> list[Found]:
+    home.mkdir()
+    try:
+        return tell(cell, home)
+    except BaseException:
+        if keep is not None:
+            shutil.copytree(home, keep / home.name, ignore=shutil.ignore_patterns("*.sock"))
+        raise
+    finally:
+        shutil.rmtree(home)

@@ -1,0 +1,153 @@
+"""One rank of a crash test: real Megatron, whose tensors hold what no other iteration has.
+
+Run in a process of its own, in which nothing of megatron_flashckpt was imported before. What it
+came to is appended to its report, line by line, so that it is known whatever ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pretrain_gpt_tiny as tiny
+import torch
+import torch.distributed as dist
+import xxhash
+from megatron.training import get_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import setup_model_and_optimizer
+
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.stock import unwrap
+from megatron_flashckpt.session import session
+from tests.crash.start import Life
+from tests.megatron.jobs import TINY
+
+#: Two ranks, each with a slab of several chunks. Every rank needs the other's slot after a restart.
+MODEL = (
+    "--num-layers 2 --bf16 --use-distributed-optimizer --hidden-size 128 --vocab-size 8000 "
+    "--train-iters 1000 --save-interval 1 --seed 7"
+).split()
+
+
+class Rank:
+    """Model and optimizer of a rank, and what it says of itself."""
+
+    def __init__(self, life: Life, report: Path) -> None:
+        self.life, self.rank = life, int(os.environ["RANK"])
+        self._report = report
+        self._kept: dict[tuple[str, str], torch.Tensor] = {}
+        # Not by a port, which somebody else might take in the meantime.
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{report.parent}/{report.name.partition('-rank')[0]}.store",
+            rank=self.rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+        )
+        sys.argv = ["pretrain", *TINY, *MODEL, "--save", life.save]
+        initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+        logging.getLogger().setLevel(logging.INFO)
+        self.args = get_args()
+        self.args.save_retain_interval = life.retain_interval
+        self.job = setup_model_and_optimizer(tiny.model_provider, tiny.ModelType.encoder_or_decoder)
+        self.args.load = life.save
+
+    def say(self, **event: Any) -> None:
+        with open(self._report, "a") as file:
+            print(json.dumps({"at": time.time(), **event}), file=file)
+
+    def content(self, piece: Piece, iteration: int) -> torch.Tensor:
+        """Return what the elements of a piece are at an iteration: alike on all ranks."""
+        key = f"{self.life.seed}/{iteration}/{piece.kind}/{piece.key}"
+        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
+        whole = torch.rand(piece.global_shape, generator=generator)
+        box = tuple(
+            slice(start, start + extent)
+            for start, extent in zip(piece.offset, piece.shape, strict=True)
+        )
+        return whole[box].reshape(-1)[piece.start : piece.end]
+
+    def random_state(self, iteration: int) -> torch.Tensor:
+        seed = 1000 * self.life.seed + 10 * iteration + self.rank
+        return torch.Generator().manual_seed(seed).get_state()
+
+    def pieces(self) -> list[Any]:
+        """Return all that this rank holds, the optimizer's moments included."""
+        dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        state = ModelState(session.config.replicated)
+        return state.wanted(unwrap(self.job[0]), self.job[1], dtypes)
+
+    def train(self, iteration: int) -> None:
+        """Let everything be what it is at `iteration`, once the optimizer may step."""
+        session.checkpointer(self.life.save).link.stager.wait()
+        for local in self.pieces():
+            local.tensor.copy_(self.content(local.piece, iteration))
+        torch.set_rng_state(self.random_state(iteration))
+
+    def wrong(self, iteration: int, operations: int) -> list[str]:
+        """Return what is not as it was at `iteration`."""
+        found = [
+            f"{local.piece.kind}/{local.piece.key}"
+            for local in self.pieces()
+            if not torch.equal(
+                local.tensor, self.content(local.piece, iteration).to(local.tensor.dtype)
+            )
+        ]
+        if operations != 7 * iteration:
+            found.append("common state")
+        if not torch.equal(torch.get_rng_state(), self.random_state(iteration)):
+            found.append("random state")
+        return found
+
+    def load(self) -> int:
+        iteration, operations = load_checkpoint(*self.job)
+        wrong = self.wrong(iteration, operations) if iteration else []
+        self.say(loaded=iteration, wrong=wrong)
+        return int(iteration)
+
+    def save(self, iteration: int) -> None:
+        self.train(iteration)
+        dist.barrier()
+        self.say(began=iteration)
+        save_checkpoint(iteration, *self.job, 7 * iteration)
+        checkpointer = session.checkpointer(self.life.save)
+        if self.life.hurried:
+            outcomes = checkpointer.poll()
+        else:
+            checkpointer.link.stager.wait()
+            self.say(staged=iteration)
+            outcomes = checkpointer.wait()
+        for outcome in outcomes:
+            self.say(told=outcome.iteration, error=outcome.error)
+
+    def live(self) -> None:
+        ring = AgentClient.staged
+        first = self.load()
+        for number in range(self.life.saves):
+            broken = number == self.life.broken and self.rank == 1
+            AgentClient.staged = _not_rung if broken else ring  # type: ignore[method-assign]
+            self.save(first + (number + 1) * self.life.step)
+        for outcome in session.checkpointer(self.life.save).wait():
+            self.say(told=outcome.iteration, error=outcome.error)
+        self.say(ended=True)
+
+
+def _not_rung(self: AgentClient, slot: int) -> None:
+    raise ValueError("this doorbell is broken")
+
+
+def main(life: Life, report: Path, linger: bool) -> None:
+    """Live; then end as Megatron does, or (`linger`) wait to be killed."""
+    Rank(life, report).live()
+    while linger:
+        time.sleep(60)
+    atexit._run_exitfuncs()

@@ -1,0 +1,58 @@
+"""The first thing that a forked rank does: become a process as torchrun would have started it.
+
+Imports nothing of megatron_flashckpt before the environment is set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """What the ranks do from one start to the next."""
+
+    save: str
+    seed: int
+    """Of the contents."""
+    saves: int
+    """How many iterations are saved after the load, one after the other."""
+    step: int = 1
+    """How far these iterations lie apart."""
+    hurried: bool = False
+    """Go on after a save without waiting for what becomes of it."""
+    broken: int = -1
+    """Which of the saves rank 1 has no part in, for its doorbell is broken."""
+    retain_interval: int | None = None
+
+
+def start(environment: dict[str, str], log: str, *arguments: Any) -> None:
+    """Set the environment, then import what reads it. Returns when the rank has ended."""
+    # No rank outlives the tests, whatever ends those.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)
+    early = [name for name in sys.modules if name.startswith("megatron_flashckpt")]
+    assert not early, f"imported before the environment was set: {early}"
+    os.environ.update(environment)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    from tests.crash.rank import main
+
+    try:
+        main(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # As after an unhandled exception in a script, but the exit hooks have to see it too.
+        os._exit(1)
+    sys.stdout.flush()

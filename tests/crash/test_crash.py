@@ -1,0 +1,77 @@
+"""A sample of the crash matrix; `scripts/crash` runs all of it.
+
+Every cell is a job of two real Megatron ranks and their agent, stopped at a named point, killed in
+whole or in part, and started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.faults import POINTS
+from tests.crash.cells import all_cells, sample
+from tests.crash.job import CellError, Job
+from tests.crash.start import Life
+from tests.crash.story import KILLED, Cell, tell
+from tests.crash.truth import check_storage, check_tidy
+
+
+@pytest.mark.parametrize("cell", sample(), ids=str)
+def test_nothing_is_lost_and_nothing_stays_behind(cell: Cell, tmp_path: Path) -> None:
+    assert len(tell(cell, tmp_path)) == len(cell.crashes)
+
+
+def test_the_long_version_kills_everybody_at_every_point_in_every_way() -> None:
+    cells = all_cells(60)
+    assert len(set(cells)) == len(cells) >= 200
+    crashes = {(crash.point, crash.killed) for cell in cells for crash in cell.crashes}
+    assert crashes == {(point, killed) for point in POINTS for killed in KILLED}
+    for rank in ("rank0", "rank1"):
+        at = {crash.point for cell in cells for crash in cell.crashes if crash.who == rank}
+        assert at == {point for point in POINTS if point.split(".")[0] in ("stage", "load")} | {
+            "save.granted",
+            "save.staging",
+            "save.told",
+        }
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.close()
+
+
+def test_the_checks_see_what_is_wrong(job: Job) -> None:
+    """Damage, a tracker that is ahead, a stray file, contents of another seed: all are noticed."""
+    life = Life(save=str(job.save), seed=1, saves=2)
+    job.start(life, None, linger=False)
+    job.join()
+    check_storage(job.save)
+    check_tidy(job.save, 2)
+    tracker = job.save / "latest_checkpointed_iteration.txt"
+    tracker.write_text("3")
+    with pytest.raises(CellError, match="tracker says '3'"):
+        check_storage(job.save)
+    tracker.write_text("2")
+    stray = job.save / "iter_0000002/.manifest.json.01234567.tmp"
+    stray.touch()
+    with pytest.raises(CellError, match=stray.name):
+        check_tidy(job.save, 2)
+    stray.unlink()
+    job.start(Life(save=str(job.save), seed=2, saves=0), None, linger=False)
+    job.join()
+    for (event,) in job.reports("loaded"):
+        assert event["loaded"] == 2
+        assert {name.split("/")[0] for name in event["wrong"]} == {
+            *("weight", "master", "exp_avg", "exp_avg_sq", "random state")
+        }
+    shard = next((job.save / "iter_0000001").glob("rank_00001*"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CellError, match="iteration 1 has a manifest, but"):
+        check_storage(job.save)

@@ -1,0 +1,84 @@
+"""What a crash has left, read from memory and storage directly, to compare with what is said."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir, parse_iteration_dir
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.verification import verify
+from tests.crash.job import CellError
+
+_OF_A_CHECKPOINT = re.compile(
+    r"manifest\.json|common-[0-9a-f]+\.pt|rank_\d{5,}-[0-9a-f]+\.safetensors"
+)
+
+
+def in_memory(agents: list[int], ranks: int) -> int | None:
+    """Return the newest iteration that all ranks' slots hold completely, of one save."""
+    held: list[dict[str, int]] = [{} for _ in range(ranks)]
+    for agent in agents:
+        for entry in Path(f"/proc/{agent}/fd").iterdir():
+            match = re.match(r"/memfd:flashckpt-(\d+)", os.readlink(entry))
+            if match is None:
+                continue
+            slab = Slab.attach(os.open(entry, os.O_RDWR))
+            for slot in slab.slots:
+                header = slot.header
+                if header.state in COMPLETE:
+                    held[int(match[1])][header.save_id] = header.iteration
+            slab.close()
+    common = set(held[0]).intersection(*held[1:])
+    return max((held[0][save_id] for save_id in common), default=None)
+
+
+def committed(save: Path) -> list[int]:
+    """Return all iterations that have a manifest, oldest first."""
+    if not save.exists():
+        return []
+    found = [parse_iteration_dir(path.name) for path in save.iterdir()]
+    return sorted(
+        n for n in found if n is not None and (save / iteration_dir(n) / MANIFEST).exists()
+    )
+
+
+def check_storage(save: Path) -> None:
+    """Refuse half a checkpoint that looks like a whole one, and a tracker that is ahead."""
+    storage = PosixStorage(save)
+    whole = committed(save)
+    for iteration in whole:
+        stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+        damages = verify(stored)
+        if damages:
+            raise CellError(f"iteration {iteration} has a manifest, but: {damages}")
+    if (save / TRACKER).exists():
+        said = (save / TRACKER).read_text()
+        if not said.isdecimal() or int(said) not in whole:
+            raise CellError(f"the tracker says '{said}'; there are {whole}")
+
+
+def check_tidy(save: Path, newest: int) -> None:
+    """Refuse whatever later commits should have cleaned up."""
+    storage = PosixStorage(save)
+    if committed(save)[-1:] != [newest] or (save / TRACKER).read_text() != str(newest):
+        raise CellError(f"iteration {newest} is not the newest of {committed(save)}")
+    left = [path.name for path in save.iterdir() if path.is_file() and path.name != TRACKER]
+    for directory in filter(Path.is_dir, save.iterdir()):
+        files = {path.name for path in directory.iterdir()}
+        iteration = parse_iteration_dir(directory.name)
+        expected: set[str] = set()
+        if iteration is not None and MANIFEST in files:
+            manifest = StoredCheckpoint(
+                storage, iteration, read_manifest(storage, iteration)
+            ).manifest
+            expected = {MANIFEST, f"common-{manifest.save_id}.pt"}
+            expected |= {shard.file for shard in manifest.shards}
+        left += [f"{directory.name}/{name}" for name in files - expected]
+        left += [directory.name] if not expected else []
+    if left:
+        raise CellError(f"left behind: {sorted(left)}")
