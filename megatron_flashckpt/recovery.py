@@ -177,9 +177,17 @@ class Candidates:
     @property
     def current(self) -> InMemory | int | None:
         """What to load now: a checkpoint in memory, an iteration in storage, or nothing."""
-        if self._memory and _is_wanted(self._memory[0], self._stored):
-            return self._memory[0]
+        tried = self._tried_in_storage()
+        # Older ones count only once something newer turned out to be damaged.
+        for found in self._memory if tried else self._memory[:1]:
+            iteration = found.offer.iteration
+            newer = self._stored is None or iteration > self._stored
+            if _is_wanted(found, self._stored) or (tried and newer and iteration < min(tried)):
+                return found
         return self._stored
+
+    def _tried_in_storage(self) -> set[int]:
+        return {refused.iteration for refused in self._refused if refused.source == "storage"}
 
     def refuse(self, error: FlashCkptError) -> None:
         """Move on from `current`, which could not be loaded. Collective.
@@ -196,7 +204,7 @@ class Candidates:
             iteration = current.offer.iteration
             self._note(_Refused(iteration, "memory", str(error), damage, False))
             # What is wrong with the job is wrong with all that is in memory.
-            self._memory = self._memory[1:] if damage else []
+            self._memory = [found for found in self._memory if damage and found is not current]
             if damage and not self._fall_back and self._iteration_of(self.current) != iteration:
                 raise error
         elif current is not None:
@@ -227,7 +235,7 @@ class Candidates:
 
         def find() -> int | None:
             assert self._storage is not None
-            tried = {refused.iteration for refused in self._refused if refused.source == "storage"}
+            tried = self._tried_in_storage()
             left = [
                 iteration
                 for iteration in inspection.committed_iterations(self._storage)

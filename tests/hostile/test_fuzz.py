@@ -25,6 +25,8 @@ import xxhash
 
 from megatron_flashckpt.agent.commit import forget, outcome_of
 from megatron_flashckpt.cli import main
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.ours import open_ours
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.inspection import open_checkpoint
 from megatron_flashckpt.layout.manifest import common_name, failure_name, record_name
@@ -32,6 +34,7 @@ from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.recovery import Candidates, named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify
+from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
 from tests.hostile.lies import FORGED, PLAIN, Scene, Tell
 from tests.restore.made import Made, expected, make, pieces_of_rank, read, snapshot, stage
@@ -68,7 +71,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Copies:
     """A fresh copy of the good save directory for every seed; what lies beside it stays."""
 
-    def __init__(self, good: Path, home: Path) -> None:
+    def __init__(self, good: Path, home: Path, iterations: tuple[int, int] = (10, 20)) -> None:
+        self._iterations = iterations
         self._good = good
         self._home = home
         shutil.copytree(good, home)
@@ -79,7 +83,8 @@ class Copies:
         shutil.rmtree(outside / "moved", ignore_errors=True)
         shutil.copytree(self._good / "save", save)
         older, newest = (
-            Made(save, iteration, "0123456789ab", RANKS, iteration) for iteration in (10, 20)
+            Made(save, iteration, "0123456789ab", RANKS, iteration)
+            for iteration in self._iterations
         )
         other = Made(self._home / "other", 20, lies.OTHER_SAVE, RANKS, 21)
         return Scene(older, newest, other, outside)
@@ -247,6 +252,34 @@ def test_the_command_line_says_what_is_wrong(
         assert snapshot(scene.root) == save
 
     run_seeds(copies, PLAIN + FORGED, range(10_000, 10_000 + SEEDS // 5), check)
+
+
+def test_converting_refuses_or_is_exact(tmp_path: Path) -> None:
+    made = contents()
+    for name in ("outside", "other"):
+        (tmp_path / "good" / name).mkdir(parents=True)
+    (tmp_path / "good/outside/precious").write_bytes(b"precious")
+    save_as_ranks(made, tmp_path / "good/save", 4)
+    copies = Copies(tmp_path / "good", tmp_path / "copy", (ITERATION, ITERATION))
+    converted = 0
+
+    def check(scene: Scene, tell: Tell, dice: random.Random) -> None:
+        nonlocal converted
+        save, result = snapshot(scene.root), tmp_path / "result"
+        status = main(["convert", str(scene.root), str(result), "--to", "flashckpt"])
+        assert status == 1 or (status == 0 and tell not in PLAIN)
+        if status == 0:
+            converted += 1
+            found = open_ours(PosixStorage(result), ITERATION, Options())
+            assert differing(made.tensors, found.tensors) == []
+        assert status == 0 or not any(result.glob("*/*.safetensors"))
+        assert snapshot(scene.root) == save
+        shutil.rmtree(result, ignore_errors=True)
+
+    beside = (lies.of_another_iteration, lies.of_another_save, lies.no_directory)
+    tells = [tell for tell in PLAIN + FORGED if tell not in beside]
+    run_seeds(copies, tells, range(20_000, 20_000 + SEEDS // 12), check)
+    assert converted < SEEDS // 24
 
 
 # ---------------------------------------------------------------- the agent's commit

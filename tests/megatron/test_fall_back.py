@@ -17,6 +17,8 @@ import pytest
 
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.layout.manifest import TRACKER
+from megatron_flashckpt.memory.slab import Slab
+from tests.agent.trainer import agents_under
 from tests.megatron.jobs import (
     REPO,
     Result,
@@ -264,3 +266,34 @@ def test_training_on_from_a_damaged_directory_is_training_on_from_the_older_one(
     assert (damaged / TRACKER).read_text() == "6"
     assert main(["verify", "--all", str(damaged)]) == 0
     assert len(list((damaged / NEWEST).iterdir())) == RANKS + 2
+
+
+def change_in_memory(runtime_dir: Path, iteration: int) -> None:
+    """Flip a bit of the slot that the agent holds of `iteration`."""
+    (agent,) = agents_under(runtime_dir)
+    # An agent has several descriptors of one slab.
+    links = [fd for fd in Path(f"/proc/{agent}/fd").iterdir() if "memfd:" in os.readlink(fd)]
+    slab = Slab.attach(os.open(links[0], os.O_RDWR))
+    (slot,) = (slot for slot in slab.slots if slot.header.iteration == iteration)
+    with slot.data() as data:
+        data[len(data) // 2] ^= 4
+    slab.close()
+
+
+def test_a_slot_that_has_changed_in_memory_is_not_trusted(tmp_path: Path) -> None:
+    def train(name: str, save: Path, **env: str) -> Result:
+        arguments = [*MODEL, "--save", str(save), "--load", str(save)]
+        patient = {"FLASHCKPT_AGENT__GRACE_S": "240"}
+        return run_job(tmp_path, name, arguments, ranks=1, env={**patient, **env})
+
+    assert train("crash", tmp_path / "A", KILL="0:6").returncode != 0
+    truncated_copy(tmp_path / "A", tmp_path / "C", 4)
+    change_in_memory(tmp_path / "run", 4)
+    found = succeeded(train("again", tmp_path / "A"))
+    expected = succeeded(train("storage", tmp_path / "C"))
+    assert "iteration 4 was not restored from memory: slot" in found.log
+    assert "host memory changed after it was written" in found.log
+    assert "TRAINING GOES ON FROM ITERATION 4 in storage: nothing is lost" in found.log
+    assert "iteration 4 was restored from storage" in found.log
+    assert found.losses() == expected.losses()
+    assert differing(tensors(tmp_path / "A", 6), tensors(tmp_path / "C", 6)) == []

@@ -163,6 +163,34 @@ def test_a_description_that_cannot_be_decoded_is_named_by_slot() -> None:
     slab.close()
 
 
+def test_a_description_with_any_byte_changed_is_refused() -> None:
+    slab = Slab.create(1, 100, 100, "0")
+    (slot,) = slab.slots
+    slot.set_header(SlotHeader(SlotState.STAGED, 1, "ab", 100, 100))
+    slot.set_meta(msgspec.msgpack.encode("x" * 98))
+    start = slab.geometry.meta_offset(0)
+    for position in range(100):
+        slab.memory[start + position] ^= 1
+        with pytest.raises(CorruptCheckpointError, match="slot 0: its description has changed"):
+            _ = slot.meta
+        slab.memory[start + position] ^= 1
+    slab.close()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        SlotHeader(SlotState.STAGED, 1, "ab", 2**60, 1),
+        SlotHeader(SlotState.STAGED, 1, "ab", 1, 2**60),
+    ],
+)
+def test_a_header_that_claims_more_than_there_is_reads_as_empty(header: SlotHeader) -> None:
+    slab = Slab.create(1, 100, 100, "0")
+    slab.slots[0].set_header(header)
+    assert slab.slots[0].header == EMPTY_HEADER
+    slab.close()
+
+
 def test_a_change_of_state_leaves_the_rest_of_the_header() -> None:
     slab = Slab.create(1, 1, 100, "0")
     (slot,) = slab.slots

@@ -1,0 +1,153 @@
+"""What the agent leaves where others look is closed to them; nothing that it reads can run code."""
+
+from __future__ import annotations
+
+import ast
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_flashckpt
+from megatron_flashckpt.layout.manifest import iteration_dir
+from megatron_flashckpt.layout.plan import Layout
+from tests.agent.conftest import Node
+from tests.agent.trainer import FakeTrainer, eventually
+
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+#: Tries everything on the paths that it is given; prints what it could do.
+INTRUDER = """
+import os, socket, sys
+os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})
+directory, pid = sys.argv[1:]
+def attempt(what, action):
+    try:
+        action()
+    except OSError:
+        return
+    print(what)
+def connect():
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(10)
+        sock.connect(directory + "/agent.sock")
+        if not sock.recv(1):
+            raise OSError("hung up")
+attempt("list", lambda: os.listdir(directory))
+attempt("socket", connect)
+for name in ("agent.log", "lock", "agent.sock"):
+    attempt(name, lambda: open(directory + "/" + name).close())
+    attempt("remove " + name, lambda: os.unlink(directory + "/" + name))
+attempt("plant", lambda: open(directory + "/x", "w").close())
+attempt("memory", lambda: open("/proc/%s/mem" % pid, "rb").close())
+for fd in range(64):  # the slabs are among them
+    attempt("descriptor %d" % fd, lambda: open("/proc/%s/fd/%d" % (pid, fd), "rb").close())
+print("done")
+"""
+
+
+def intrude(directory: Path, pid: int) -> list[str]:
+    script = INTRUDER.format(nobody=NOBODY)
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(directory), str(pid)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    *could, last = done.stdout.split("\n")[:-1] or [""]
+    assert last == "done", done.stderr
+    return could
+
+
+@pytest.fixture
+def trainer(node: Node, root: Path) -> FakeTrainer:
+    made = node.trainer(root)
+    assert made.save(1).error is None
+    return made
+
+
+def open_up(path: Path) -> None:
+    """Let others come as far as `path`."""
+    while path != Path("/tmp"):
+        path.chmod(path.stat().st_mode | 0o055)
+        path = path.parent
+
+
+@needs_root
+def test_another_user_reaches_neither_socket_nor_slab_nor_log(
+    node: Node, root: Path, trainer: FakeTrainer
+) -> None:
+    # Only what the agent made itself is in the way.
+    open_up(node.runtime_dir.parent)
+    assert intrude(node.directory(root), trainer.client.agent_pid) == []
+
+
+@needs_root
+def test_an_agent_whose_socket_somebody_opened_refuses_other_users_all_the_same(
+    node: Node, root: Path, trainer: FakeTrainer
+) -> None:
+    directory = node.directory(root)
+    open_up(directory)
+    (directory / "agent.sock").chmod(0o777)
+    assert intrude(directory, trainer.client.agent_pid) == ["list"]
+    eventually(
+        "the refusal in the log",
+        lambda: f"refused a connection of user {NOBODY}" in (directory / "agent.log").read_text(),
+    )
+    directory.chmod(0o700)
+    node.runtime_dir.chmod(0o700)
+    assert trainer.save(2).error is None
+
+
+@pytest.mark.parametrize(
+    ("umask", "file", "directory"), [(0o077, 0o600, 0o700), (0o027, 0o640, 0o750)]
+)
+def test_what_is_written_has_the_modes_that_the_umask_leaves(
+    node: Node, root: Path, umask: int, file: int, directory: int
+) -> None:
+    former = os.umask(umask)
+    try:
+        assert node.trainer(root).save(1).error is None
+    finally:
+        os.umask(former)
+    modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in [root, *root.rglob("*")]}
+    for path, mode in modes.items():
+        assert mode == (directory if path.is_dir() else file), path
+    assert len(modes) == 6
+    private = node.directory(root)
+    for path in (private, *private.iterdir()):
+        assert stat.S_IMODE(path.lstat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert stat.S_IMODE((root / iteration_dir(1)).stat().st_mode) == directory
+
+
+def test_nothing_that_talks_or_stores_knows_pickle() -> None:
+    """Messages, records and manifests are typed data; only converters read pickles, restricted."""
+    home = Path(megatron_flashckpt.__file__).parent
+    runs_code = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+    found = set()
+    for path in home.rglob("*.py"):
+        for at in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(at, ast.Import):
+                names = [alias.name for alias in at.names]
+            elif isinstance(at, ast.ImportFrom):
+                names = [at.module or ""]
+            if runs_code & {name.split(".")[0] for name in names}:
+                found.add(str(path.relative_to(home)))
+    assert all(name.startswith("convert/") for name in found), found
+    assert found, "the test looks in the wrong place"
+
+
+def test_a_template_from_the_agent_that_is_none_is_a_miss(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    fingerprint = trainer.layout.template_fingerprint
+    trainer.client.publish_template(fingerprint, b"\x80\x04cos\nsystem\n.")
+    other = node.trainer(root, 1, 1)
+    found: Layout = other.plans.layout(trainer.pieces)
+    assert found == trainer.layout
+    assert other.plans.counters.misses == 1
