@@ -17,6 +17,8 @@ from tests.crash.cells import all_cells
 from tests.crash.story import KILLED, Cell, Found, tell
 
 _RANDOM = "random"
+#: Of the table in a file, where no terminal says.
+_WIDTH = 100
 
 
 class Matrix:
@@ -61,6 +63,8 @@ def _place(cell: Cell) -> tuple[tuple[str, str], str]:
 def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> int:
     """Run the cells whose description contains `only`; return the exit status."""
     out = Console(soft_wrap=True, highlight=False)
+    if not out.is_terminal:
+        out.width = _WIDTH
     cells = [cell for cell in all_cells(seeds) if only in str(cell)]
     if list:
         for cell in cells:
@@ -81,7 +85,8 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
                 cell = running[future]
                 matrix.note(cell, future.exception() or future.result())
                 if future.exception():
-                    out.print(f"FAILED {cell}: {str(future.exception())[:1000]}", markup=False)
+                    said = str(future.exception()).partition("\n")[0]
+                    out.print(f"FAILED {cell}: {said[:500]}", markup=False)
                 bar.advance(task)
         finally:
             pool.shutdown(cancel_futures=True)
