@@ -1,0 +1,64 @@
+"""A commit that was cut short between the manifest and the tracker is a commit; no other is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.recovery import named_in
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.trainer import eventually, is_alive, new_save_id
+
+
+@pytest.fixture
+def cut_short(
+    node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> PosixStorage:
+    """Iteration 10 is committed; of 20 there is everything but the tracker, then the agent died."""
+    fault = f"agent:commit.manifest:2:KILL:{tmp_path / 'reached'}"
+    monkeypatch.setenv("FLASHCKPT_FAULT", fault)
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    assert trainer.save(10).error is None
+    trainer.stage(20, new_save_id())
+    eventually("the death of the agent", lambda: not is_alive(agent))
+    assert (root / names.TRACKER).read_text() == "10"
+    return PosixStorage(root)
+
+
+def records(storage: PosixStorage, iteration: int) -> list[Path]:
+    return sorted((Path(storage.place) / names.iteration_dir(iteration)).glob("*.commit"))
+
+
+def test_it_is_what_a_job_goes_on_from(cut_short: PosixStorage) -> None:
+    assert named_in(cut_short, None).iteration == 20
+    (Path(cut_short.place) / names.TRACKER).unlink()
+    assert named_in(cut_short, None).iteration == 20, "the first commit of all, too"
+
+
+def test_who_names_an_iteration_gets_that_one(cut_short: PosixStorage) -> None:
+    assert named_in(cut_short, 10).iteration == 10
+
+
+def test_a_tracker_that_was_set_back_by_hand_is_obeyed(cut_short: PosixStorage) -> None:
+    for record in records(cut_short, 20):  # as a commit that was not cut short does
+        record.unlink()
+    assert named_in(cut_short, None).iteration == 10
+
+
+def test_records_of_a_later_attempt_do_not_count(cut_short: PosixStorage) -> None:
+    (record,) = records(cut_short, 20)
+    record.rename(record.with_name(names.record_name(0, new_save_id())))
+    assert named_in(cut_short, None).iteration == 10
+
+
+def test_neither_does_a_damaged_manifest_nor_anything_older(cut_short: PosixStorage) -> None:
+    root = Path(cut_short.place)
+    (root / names.TRACKER).write_text("30")
+    assert named_in(cut_short, None).iteration == 30
+    (root / names.TRACKER).write_text("10")
+    (root / names.iteration_dir(20) / names.MANIFEST).write_text("{}")
+    assert named_in(cut_short, None).iteration == 10
