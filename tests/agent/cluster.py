@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_flashckpt.agent import protocol as p
@@ -33,6 +33,10 @@ class Cluster:
         self.nodes = [self._node() for _ in self.ranks]
         self.trainers: dict[int, FakeTrainer] = {}
         self.peers: list[p.PeersOpened] = []
+        self.plans: list[p.JoinPeers] = []
+        #: Address of each node, and what its agent is started in.
+        self.hosts = ["127.0.0.1"] * len(self.ranks)
+        self.inside: Callable[[int], AbstractContextManager[None]] = lambda node: nullcontext()
 
     def _node(self) -> Node:
         self._made += 1
@@ -44,14 +48,15 @@ class Cluster:
         """Start (or restart) all trainers and introduce their agents to each other."""
         for trainer in self.trainers.values():
             trainer.hang_up()
-        for node, ranks in zip(self.nodes, self.ranks, strict=True):
+        for number, (node, ranks) in enumerate(zip(self.nodes, self.ranks, strict=True)):
             for rank in ranks:
-                self.trainers[rank] = node.trainer(
-                    self.root, rank, self.world_size, **{**self._job, **numel}
-                )
+                with self.inside(number):
+                    self.trainers[rank] = node.trainer(
+                        self.root, rank, self.world_size, **{**self._job, **numel}
+                    )
         self.peers = [
-            self.trainers[ranks[0]].client.open_peers(p.OpenPeers("127.0.0.1", 2))
-            for ranks in self.ranks
+            self.trainers[ranks[0]].client.open_peers(p.OpenPeers(host, 2))
+            for host, ranks in zip(self.hosts, self.ranks, strict=True)
         ]
         self.introduce(scheme, group, timeout_s)
 
@@ -60,9 +65,9 @@ class Cluster:
             p.PeerNode(each.host, each.port, each.identity.public, ranks)
             for each, ranks in zip(self.peers, self.ranks, strict=True)
         )
-        for me, ranks in enumerate(self.ranks):
+        self.plans = [p.JoinPeers(scheme, group, timeout_s, me, nodes) for me in range(len(nodes))]
+        for plan, ranks in zip(self.plans, self.ranks, strict=True):
             for rank in ranks:
-                plan = p.JoinPeers(scheme, group, timeout_s, me, nodes)
                 self.trainers[rank].client.join_peers(plan)
 
     def stage(self, iteration: int, save_id: str | None = None) -> str:
@@ -114,7 +119,7 @@ class Cluster:
             node.close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def cluster(tmp_path: Path, sizes: Iterable[int], **job: object) -> Iterator[Cluster]:
     made = Cluster(tmp_path, tmp_path / "save", sizes, **job)
     try:

@@ -31,6 +31,15 @@ class _OvertakenError(Exception):
     """The slot was needed for a newer checkpoint before all was sent."""
 
 
+class _DeclinedError(Exception):
+    """The holder does not take it; asking again would not help."""
+
+
+_TAKEN = "a newer save took its slot before all was sent; save less often, or raise 'slots'"
+#: Seconds until a holder that did not answer is tried again: at first, and at most.
+_PAUSE_S = (1.0, 30.0)
+
+
 class Link:
     """Sends to one holder, in a thread. Keeps at most one waiting parcel per rank: the newest.
 
@@ -45,6 +54,7 @@ class Link:
         self._waiting: dict[int, Parcel] = {}
         self._changed = threading.Condition()
         self._closing = False
+        self._pause_s = _PAUSE_S[0]
         self._warned: set[type[Exception]] = set()
         self._thread = threading.Thread(target=self._run, name=f"link-{place}", daemon=True)
         self._thread.start()
@@ -78,14 +88,19 @@ class Link:
             label = parcel.label
             try:
                 self._send(parcel)
-            except (_OvertakenError, PeerError) as error:
+            except (_OvertakenError, _DeclinedError) as error:
                 self._hang_up()
                 self._warn(label, error)
+            except PeerError as error:
+                self._hang_up()
+                self._warn(label, error)
+                self._put_back(parcel)
             except Exception:
                 self._hang_up()
                 logger.exception("iteration %d was not sent to %s", label.iteration, self._place)
             else:
                 self._warned.clear()
+                self._pause_s = _PAUSE_S[0]
                 where = (label.rank, label.iteration, self._place)
                 logger.info("rank %d: iteration %d is held by %s", *where)
         self._hang_up()
@@ -102,6 +117,14 @@ class Link:
             *which,
         )
 
+    def _put_back(self, parcel: Parcel) -> None:
+        """Try again later, unless there is something newer by then."""
+        with self._changed:
+            self._waiting.setdefault(parcel.label.rank, parcel)
+            if not self._closing:
+                self._changed.wait(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])
+
     def _hang_up(self) -> None:
         with self._changed:
             if self._connection is not None:
@@ -113,6 +136,8 @@ class Link:
             if self._connection is None:
                 self._connection = self._connect()
         label, part = parcel.label, parcel.part
+        if not streams.holds(parcel.slab, parcel.index, label.save_id):
+            raise _OvertakenError(_TAKEN)
         reply, _ = self._connection.ask(m.Begin(part, label))
         if isinstance(reply, m.Taken) and reply.already:
             return
@@ -129,13 +154,10 @@ class Link:
                 raise _OvertakenError("the agent leaves, or its peers changed")
             data = streams.read(parcel.slab, parcel.index, label, start, nbytes)
             if data is None:
-                raise _OvertakenError(
-                    "a newer save took its slot before all was sent; save less often, or raise "
-                    "'slots'"
-                )
+                raise _OvertakenError(_TAKEN)
             yield m.Chunk(part.lane, label.rank, label.save_id, start - begin), data
 
 
 def _check(reply: m.Reply) -> None:
     if isinstance(reply, m.Declined):
-        raise PeerError(f"it declined: {reply.reason}")
+        raise _DeclinedError(f"it declined: {reply.reason}")

@@ -1,0 +1,210 @@
+"""Nodes that are gone, hung, slow, replaced or lie: training and saving go on, garbage is unused.
+
+Each trainer's save must be committed as if there were no other node; what is held is second to it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.peers.topology import Topology
+from megatron_flashckpt.layout import manifest as names
+from tests.agent.cluster import Cluster, cluster
+from tests.agent.peers.test_recovery import assert_recovered, recover_lost
+from tests.agent.test_resources import MIB, open_files, rss_nbytes, thread_count
+from tests.agent.trainer import FakeTrainer, eventually, is_alive
+
+
+def save_all(made: Cluster, iteration: int) -> str:
+    save_id = made.stage(iteration)
+    for trainer in made.trainers.values():
+        assert trainer.outcome().error is None
+    assert (made.root / names.TRACKER).read_text() == str(iteration)
+    return save_id
+
+
+def warnings(made: Cluster, node: int) -> list[str]:
+    return re.findall(r"WARNING .*is not held by .*", made.log(node))
+
+
+def test_a_hung_partner_costs_one_warning_and_no_save(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy", timeout_s=0.5)
+        save_all(made, 1)
+        made.await_held(1, 1)
+        (hung,) = made.nodes[1].agents()
+        made.trainers[1].hang_up()
+        os.kill(hung, signal.SIGSTOP)
+        alone = made.trainers[0]
+        for iteration in range(2, 7):
+            alone.stage(iteration, f"{iteration:012x}")
+            eventually("persisted", lambda i=iteration: f"persisted iteration {i}" in made.log(0))
+        eventually("the warning", lambda: warnings(made, 0))
+        assert "no answer within" in warnings(made, 0)[0]
+        os.kill(hung, signal.SIGCONT)
+        # Without another save: what is in the slot is tried again.
+        eventually("the newest is held", lambda: "rank 0: iteration 6 is held by" in made.log(0))
+        assert len(warnings(made, 0)) == 1
+
+
+def test_a_partner_that_is_gone_costs_one_warning_and_no_save(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy", timeout_s=0.3)
+        made.kill_agent(1)
+        for iteration in range(1, 4):
+            made.trainers[0].stage(iteration, f"{iteration:012x}")
+            persisted = f"rank 0: persisted iteration {iteration}"
+            eventually("the shard", lambda it=persisted: it in made.log(0))
+        eventually("the warning", lambda: warnings(made, 0))
+        assert "if this node is lost meanwhile the job goes on from storage" in made.log(0)
+        assert len(warnings(made, 0)) == 1
+
+
+def test_a_slot_that_is_needed_again_is_not_waited_for(tmp_path: Path) -> None:
+    """The partner is slow; what it did not get in time is given up, the newest is sent."""
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy", timeout_s=30)
+        (slow,) = made.nodes[1].agents()
+        made.trainers[1].hang_up()
+        os.kill(slow, signal.SIGSTOP)
+        alone = made.trainers[0]
+        for iteration in range(1, 6):
+            alone.stage(iteration, f"{iteration:012x}")
+        os.kill(slow, signal.SIGCONT)
+        eventually("the newest is held", lambda: "rank 0: iteration 5 is held by" in made.log(0))
+        (warning,) = warnings(made, 0)
+        assert "iteration 1 is not held by" in warning
+        assert "save less often, or raise 'slots'" in warning
+        assert "iteration 3 is held" not in made.log(0), "only the newest waits"
+
+
+@pytest.mark.parametrize("scheme", ["copy", "xor"])
+def test_a_copy_whose_bytes_have_changed_is_not_used_and_it_is_said(
+    tmp_path: Path, scheme: str
+) -> None:
+    sizes = (1, 1) if scheme == "copy" else (1, 1, 1)
+    with cluster(tmp_path, sizes, numel=500_000) as made:
+        made.start(scheme, 3)
+        older, newer = save_all(made, 10), save_all(made, 20)
+        made.await_held(20, len(sizes) - 1)
+        damage_what_is_held(made, 1, 20)
+        recover_lost(made, scheme, 3, 0, [older, newer])
+        assert_recovered(made, 0, [10])
+        said = made.log(0)
+        assert re.search(
+            r"rank 0: iteration 20 not recovered from nodes .*: chunk \d: digest", said
+        )
+
+
+def damage_what_is_held(made: Cluster, holder: int, iteration: int) -> None:
+    """Flip a byte in the memory of an agent, in the middle of what it holds for others."""
+    scheme, group = made.plans[0].scheme, made.plans[0].group
+    topology = Topology(scheme, group, made.ranks)
+    held = np.zeros(0, np.uint8)
+    for node in topology.contributors(holder):
+        for rank, shares in topology.shares(node).items():
+            whole = np.frombuffer(stream(made.trainers[rank], iteration), np.uint8)
+            (part,) = [share.part for share in shares if share.holder == holder]
+            start, end = part.bounds(len(whole))
+            one, held = sorted((whole[start:end], held), key=len)
+            held = held ^ np.pad(one, (0, len(held) - len(one)))
+    middle = held[len(held) // 2 :][:4096].tobytes()
+    (pid,) = made.nodes[holder].agents()
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for line in maps:
+            start, end = (int(edge, 16) for edge in line.split()[0].split("-"))
+            if "memfd" in line or line.split()[1][:2] != "rw":
+                continue
+            memory.seek(start)
+            at = memory.read(end - start).find(middle)
+            if at >= 0:
+                memory.seek(start + at)
+                memory.write(bytes([middle[0] ^ 1]))
+                return
+    raise AssertionError("it does not hold that")
+
+
+def stream(trainer: FakeTrainer, iteration: int) -> bytes:
+    """Return the description and the data of a checkpoint in a trainer's slot."""
+    (index,) = [offer.slot for offer in trainer.take() if offer.iteration == iteration]
+    assert trainer.slab is not None
+    meta_at = trainer.slab.geometry.meta_offset(index)
+    nbytes = trainer.slab.slots[index].header.meta_nbytes
+    return trainer.slab.memory[meta_at : meta_at + nbytes] + trainer.bytes_in(index)
+
+
+def test_an_agent_that_takes_the_place_of_a_killed_one_is_known_to_the_others(
+    tmp_path: Path,
+) -> None:
+    """It gets the keys and the port of the first; what it held for others it gets at their next
+    save, and what its own ranks had staged is sent anew."""
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy", timeout_s=0.5)
+        save_all(made, 10)
+        made.await_held(10, 1)
+        plan, opened = made.plans[1], made.peers[1]
+        old = made.trainers[1]
+        made.kill_agent(1)
+        again = FakeTrainer(made.root, made.nodes[1].config(), 1, 2)
+        made.trainers[1] = again
+        request = p.OpenPeers(opened.host, 2, opened.identity, opened.port)
+        assert again.client.open_peers(request) == opened
+        again.client.join_peers(plan)
+        assert old.slab is not None
+        again.slab = old.slab
+        again.client.attach(again.slab)
+        old.client.close()
+        save = save_all(made, 20)
+        made.await_held(20, 1)
+        recover_lost(made, "copy", 2, 0, [save])
+        assert_recovered(made, 0, [20])
+
+
+def test_25_saves_leave_no_descriptor_no_thread_and_no_memory(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1, 1), numel=100_000) as made:
+        made.start("xor", 3)
+        for iteration in range(1, 11):
+            save_all(made, iteration)
+        made.await_held(10, 2)
+        (agent,) = made.nodes[0].agents()
+        files, memory, threads = len(open_files(agent)), rss_nbytes(agent), thread_count(agent)
+        for iteration in range(11, 36):
+            save_all(made, iteration)
+        made.await_held(35, 2)
+        eventually("as many threads", lambda: thread_count(agent) == threads)
+        eventually("as many descriptors", lambda: len(open_files(agent)) == files)
+        growth = rss_nbytes(agent) - memory
+        print(f"agent: {growth // 1024} KiB more after 25 saves with parity")
+        assert growth < 8 * MIB
+
+
+def test_agents_with_peers_leave_nothing_behind(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        save_all(made, 1)
+        agents = [pid for node in made.nodes for pid in node.agents()]
+        for trainer in made.trainers.values():
+            trainer.hang_up(leave=True)
+        for pid in agents:
+            eventually("the end of the agent", lambda pid=pid: not is_alive(pid))
+        assert [list(node.runtime_dir.iterdir()) for node in made.nodes] == [[], []]
+
+
+def test_an_agent_without_peers_does_not_load_zeromq_nor_numpy(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        trainer = made.nodes[0].trainer(tmp_path / "other")
+        assert trainer.save(1).error is None
+        with_peers = Path(f"/proc/{made.trainers[0].client.agent_pid}/maps").read_text()
+        without = Path(f"/proc/{trainer.client.agent_pid}/maps").read_text()
+        assert "zmq" in with_peers
+        assert "zmq" not in without
+        assert "numpy" not in without + with_peers

@@ -1,0 +1,248 @@
+"""Agents of other nodes: encrypted, only with a key of the job's list, and only on time."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from megatron_flashckpt.agent.peers import messages as m
+from megatron_flashckpt.agent.peers.transport import (
+    Connection,
+    PeerError,
+    PeerServer,
+    new_context,
+    new_identity,
+)
+from megatron_flashckpt.agent.protocol import Identity, PeerNode
+from megatron_flashckpt.errors import AgentError
+
+SECRET = bytes(range(256)) * 64
+#: Long enough for an answer that comes; what must not come is awaited for as long.
+PATIENCE_S = 1.0
+
+
+class Served:
+    """A server that gives `SECRET` to whoever is let in, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.identity, self.friend = new_identity(), new_identity()
+        self.context = new_context(1)
+        self.asked: list[m.Request] = []
+        self.received: list[bytes] = []
+        self.server = PeerServer(self.context, "127.0.0.1", None, self.identity, self._answer)
+        self.server.allowed = frozenset([self.friend.public])
+
+    def _answer(self, request: m.Request, payload: memoryview) -> tuple[m.Reply, bytes]:
+        self.asked.append(request)
+        self.received.append(bytes(payload))
+        return m.Taken(), SECRET
+
+    def node(self, port: int | None = None, public: str | None = None) -> PeerNode:
+        port, public = port or self.server.port, public or self.identity.public
+        return PeerNode("127.0.0.1", port, public, (0,))
+
+    @contextlib.contextmanager
+    def connection(
+        self, identity: Identity | None = None, node: PeerNode | None = None
+    ) -> Iterator[Connection]:
+        context = new_context(1)
+        made = Connection(context, identity or self.friend, node or self.node(), PATIENCE_S)
+        try:
+            yield made
+        finally:
+            made.close()
+            context.term()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.server.close()
+    made.context.term()
+
+
+def assert_answers_friends(served: Served) -> None:
+    with served.connection() as connection:
+        reply, payload = connection.ask(m.Find(0))
+        assert (reply, bytes(payload)) == (m.Taken(), SECRET)
+
+
+def test_an_unknown_key_gets_nothing(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with served.connection(new_identity()) as connection, pytest.raises(PeerError, match="answer"):
+        connection.ask(m.Find(7))
+    assert served.asked == []
+    assert "refused a connection from 127.0.0.1: its key is not of this job" in caplog.text
+    assert_answers_friends(served)
+
+
+@pytest.mark.parametrize("mechanism", ["null", "plain"])
+def test_who_does_not_encrypt_gets_nothing(served: Served, mechanism: str) -> None:
+    context = zmq.Context()
+    sock = context.socket(zmq.DEALER)
+    sock.linger = 0
+    if mechanism == "plain":
+        sock.plain_username, sock.plain_password = b"agent", b"agent"
+    sock.connect(f"tcp://127.0.0.1:{served.server.port}")
+    sock.send_multipart([b"12345678", m.encode(m.Find(7)), b""])
+    assert sock.poll(1000 * PATIENCE_S) == 0
+    assert served.asked == []
+    sock.close()
+    context.term()
+    assert_answers_friends(served)
+
+
+def test_who_pretends_to_be_a_node_of_the_list_is_told_nothing(served: Served) -> None:
+    """The address is right, the key is not: a stolen address does not get checkpoints."""
+    node = served.node(public=new_identity().public)
+    with served.connection(node=node) as connection, pytest.raises(PeerError, match="answer"):
+        connection.ask(m.Find(7), SECRET)
+    assert served.received == []
+
+
+def test_a_node_that_is_taken_off_the_list_gets_nothing_more(served: Served) -> None:
+    """Also through a connection that it had before."""
+    with served.connection() as connection:
+        connection.ask(m.Find(0))
+        served.server.allowed = frozenset()
+        with pytest.raises(PeerError, match="answer"):
+            connection.ask(m.Find(7))
+    assert served.asked == [m.Find(0)]
+
+
+def test_garbage_on_the_port_disturbs_nobody(served: Served) -> None:
+    for garbage in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(65536), b"\xff" + b"\0" * 100, b""):
+        with socket.create_connection(("127.0.0.1", served.server.port)) as sock:
+            sock.sendall(garbage)
+    assert_answers_friends(served)
+
+
+def test_a_request_that_is_none_is_declined_and_the_next_one_answered(served: Served) -> None:
+    with served.connection() as connection:
+        sock = connection._socket
+        for frames in ([b"x"], [b"1", b"2", b"3", b"4"], [b"12345678", b"\xc1", b""]):
+            sock.send_multipart(frames)
+        reply, _ = connection.ask(m.Find(0))
+        assert reply == m.Taken()
+    assert served.asked == [m.Find(0)]
+
+
+def test_a_handler_that_fails_answers_with_its_error(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    served.server._handler = lambda request, payload: 1 // 0
+    with served.connection() as connection:
+        reply, _ = connection.ask(m.Find(0))
+    assert reply == m.Declined("ZeroDivisionError: integer division or modulo by zero")
+    assert caplog.records[-1].levelno == logging.ERROR
+
+
+def test_many_requests_are_answered_in_order(served: Served) -> None:
+    with served.connection() as connection:
+        requests = [(m.Find(rank), rank.to_bytes(4, "little")) for rank in range(100)]
+        assert len(list(connection.pipeline(requests))) == 100
+    assert served.asked == [request for request, _ in requests]
+    assert served.received == [payload for _, payload in requests]
+
+
+def test_an_address_of_another_machine_is_refused_with_the_setting_to_change() -> None:
+    context = new_context(1)
+    with pytest.raises(AgentError, match=r"cannot listen on 192\.0\.2\.1 .*set 'agent\.address'"):
+        PeerServer(context, "192.0.2.1", None, new_identity(), lambda *_: (m.Taken(), b""))
+    context.term()
+
+
+class Tap:
+    """A man in the middle who writes down all that passes between two TCP ports."""
+
+    def __init__(self, port: int) -> None:
+        self.seen = bytearray()
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                inner, _ = self._listener.accept()
+                outer = socket.create_connection(("127.0.0.1", self._target))
+                for pair in ((inner, outer), (outer, inner)):
+                    threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.seen += data
+                target.sendall(data)
+        for sock in (source, target):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_what_passes_over_the_wire_is_not_the_plain_text(served: Served) -> None:
+    tap = Tap(served.server.port)
+    with served.connection(node=served.node(tap.port)) as connection:
+        _, payload = connection.ask(m.Find(0), SECRET)
+        assert bytes(payload) == SECRET
+    assert len(tap.seen) > 2 * len(SECRET), "both ways"
+    assert not any(SECRET[i : i + 16] in tap.seen for i in range(0, 256, 16))
+    for key in (served.identity.secret, served.friend.secret):
+        assert key.encode() not in tap.seen
+    tap.close()
+
+
+def test_the_tap_would_see_plain_text() -> None:
+    context = zmq.Context()
+    server, client = context.socket(zmq.REP), context.socket(zmq.REQ)
+    tap = Tap(server.bind_to_random_port("tcp://127.0.0.1"))
+    client.connect(f"tcp://127.0.0.1:{tap.port}")
+    client.send(SECRET)
+    server.recv()
+    assert SECRET[:16] in tap.seen
+    for sock in (server, client):
+        sock.close(linger=0)
+    tap.close()
+    context.term()
+
+
+def test_bytes_that_were_changed_on_the_way_are_not_taken(served: Served) -> None:
+    """The connection ends instead: what is encrypted is authenticated, too."""
+
+    class Flipping(Tap):
+        def _pump(self, source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    self.seen += data
+                    changed = bytearray(data)
+                    if len(self.seen) > 10_000:  # past the handshake
+                        changed[-1] ^= 1
+                    target.sendall(changed)
+
+    tap = Flipping(served.server.port)
+    with served.connection(node=served.node(tap.port)) as connection, pytest.raises(PeerError):
+        connection.ask(m.Find(0), SECRET)
+    assert served.received == []
+    tap.close()
+
+
+def test_a_wait_for_an_answer_can_be_given_up(served: Served) -> None:
+    with served.connection(node=PeerNode("127.0.0.1", 1, served.identity.public, ())) as asking:
+        asking._timeout_s = 60.0
+        threading.Timer(0.2, asking.give_up).start()
+        started = time.monotonic()
+        with pytest.raises(PeerError, match="given up"):
+            asking.ask(m.Find(0))
+        assert time.monotonic() - started < 30.0
