@@ -11,6 +11,7 @@ megatron_flashckpt.checkpointing import checkpoint_exists` and the like work too
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from megatron_flashckpt import resume
@@ -97,7 +98,11 @@ def _rerun_state(call: SaveCall) -> Any:
     get_machine = getattr(checkpointing(), "get_rerun_state_machine", None)
     if get_machine is None:
         return None
-    state = get_machine().state_dict(data_iterator=call.data_iterator, ckpt_format="torch_dist")
+    machine = get_machine()
+    # Until core 0.11: `use_dist_ckpt`, which wraps all of it.
+    early = "use_dist_ckpt" in inspect.signature(machine.state_dict).parameters
+    form = {"use_dist_ckpt": False} if early else {"ckpt_format": "torch_dist"}
+    state = machine.state_dict(data_iterator=call.data_iterator, **form)
     if state is not None and hasattr(state.get("sharded"), "data"):
         state["sharded"] = state["sharded"].data
     return state

@@ -225,8 +225,14 @@ def _finish_rank(margs: Any, saved: Any, state: dict[str, Any] | None) -> None:
     if not same_world:
         checkpointing().print_rank_0("job sharding has changed: rerun state is ignored")
     get_machine = getattr(checkpointing(), "get_rerun_state_machine", None)
-    if get_machine is not None and same_world and get_machine().validate_state_dict(state["rerun"]):
+    if get_machine is not None and same_world and _is_rerun(get_machine(), state["rerun"]):
         get_machine().load_state_dict(state["rerun"])
     # Random state last: nothing after it may draw from the generators.
     if not margs.no_load_rng and state["rng"] is not None:
         side_state.load_rng_state(state["rng"])
+
+
+def _is_rerun(machine: Any, state: Any) -> bool:
+    """Return whether `state` is of a machine that ran; releases before core 0.11 do not ask."""
+    validate = getattr(machine, "validate_state_dict", None)
+    return state is not None if validate is None else bool(validate(state))

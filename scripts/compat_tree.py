@@ -1,0 +1,130 @@
+"""A Megatron-LM tree of some release, and runs of its own `pretrain_gpt.py` on CPU ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+RANKS = 4
+#: The vocabulary is padded to 1024 under TP1 as under TP2, or losses would differ.
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --bf16 --lr 1e-3 "
+    "--min-lr 1e-4 --lr-decay-iters 100 --lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --split 99,1,0 --num-workers 0 "
+    "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --log-interval 1 "
+    "--eval-interval 1000 --eval-iters 0 --swiglu --no-bias-swiglu-fusion "
+    "--untie-embeddings-and-output-weights"
+).split()
+_FIGURES = re.compile(
+    r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one job printed."""
+
+    log: str
+    place: Path
+
+    @property
+    def figures(self) -> dict[int, tuple[float, float]]:
+        """Loss and gradient norm by iteration, as printed; after a restart the later ones."""
+        return {int(n): (float(loss), float(norm)) for n, loss, norm in _FIGURES.findall(self.log)}
+
+    def reason(self, what: str) -> str:
+        """Return `what`, with the last error that the job printed."""
+        errors = re.findall(
+            r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception): .*)$", self.log, re.M
+        )
+        return f"{what}{f' ({errors[0]})' if errors else ''}; log: {self.place}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The files of one release."""
+
+    tag: str
+    root: Path
+
+    @classmethod
+    def extract(cls, clone: Path, tag: str, revision: str, root: Path) -> Tree:
+        """Put a release's Python files of `clone` into `root`."""
+        archive = subprocess.run(
+            ["git", "archive", revision], cwd=clone, check=True, capture_output=True
+        ).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(root, filter="data")
+        return cls(tag, root)
+
+    def copy(self, root: Path) -> Tree:
+        """Return the same release in another directory."""
+        shutil.copytree(self.root, root)
+        return Tree(self.tag, root)
+
+    def run(
+        self, arguments: list[str], log: Path, door: str, env: dict[str, str], restarts: int
+    ) -> Run:
+        """Run one torchrun job to its end.
+
+        Args:
+            door: `stock` (the tree as it is) or `launch` (through our launcher).
+        """
+        modern = "attention-backend" in self._text("megatron/training/arguments.py")
+        early = not (self.root / "megatron/training").is_dir()
+        stubs = ["triton", "apex", *([] if modern else ["pkg_resources", "torchvision"])]
+        environment = {
+            **os.environ,
+            "PATH": os.pathsep.join(
+                [str(self._tools()), str(Path(sys.executable).parent), os.environ["PATH"]]
+            ),
+            "PYTHONPATH": f"{REPO / 'tests/cpu_megatron'}{os.pathsep}{REPO}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "CPU_CUDA_STUBS": " ".join([*stubs, *(["transformer_engine"] if early else [])]),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "TMPDIR": str(log.parent),
+            **env,
+        }
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(RANKS), "--max-restarts", str(restarts)),
+            *(["-m", "megatron_flashckpt.launch"] if door == "launch" else []),
+            *("pretrain_gpt.py", *MODEL, *arguments),
+            *(["--no-rope-fusion", "--attention-backend", "unfused"] if modern else []),
+        ]
+        with open(log, "w") as output:
+            subprocess.run(
+                command,
+                cwd=self.root,
+                env=environment,
+                stdout=output,
+                stderr=output,
+                timeout=600,
+                check=False,
+            )
+        return Run(log.read_text(errors="replace"), log)
+
+    def _tools(self) -> Path:
+        """Return a directory with a `python3-config` of this Python, for the dataset helper."""
+        tools = self.root / ".tools"
+        tools.mkdir(exist_ok=True)
+        config = tools / "python3-config"
+        config.write_text(f"#!/bin/sh\necho {sysconfig.get_config_var('EXT_SUFFIX')}\n")
+        config.chmod(0o755)
+        return tools
+
+    def _text(self, path: str) -> str:
+        file = self.root / path
+        return file.read_text() if file.is_file() else ""
