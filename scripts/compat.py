@@ -70,11 +70,8 @@ class Release:
     def restarts(self) -> None:
         """A rank is killed while it saves, torchrun restarts all: memory, bit for bit."""
         save = self._where / "C"
-        fault = {
-            "FLASHCKPT_FAULT": f"rank1:save.granted:2:KILL:{self._where / 'killed'}",
-            "FLASHCKPT_AGENT__GRACE_S": "120",
-        }
-        run = self._run("C", TP2, save=save, env=fault, restarts=1)
+        fault = f"rank1:save.granted:2:KILL:{self._where / 'killed'}"
+        run = self._run("C", TP2, save=save, env={"FLASHCKPT_FAULT": fault}, restarts=1)
         if f"iteration {HALF} was restored from memory" not in run.log:
             raise CellError(run.reason("was not restored from memory"))
         self._same_end(run, save)
@@ -141,7 +138,11 @@ class Release:
         if save is not None:
             arguments += ["--save", str(save), "--load", str(save), "--save-interval", str(HALF)]
         log = self._where / f"{name}.log"
-        environment = {"FLASHCKPT_RUNTIME_DIR": str(self._where / "run"), **(env or {})}
+        environment = {
+            "FLASHCKPT_RUNTIME_DIR": str(self._where / "run"),
+            "FLASHCKPT_AGENT__GRACE_S": "120",
+            **(env or {}),
+        }
         return (tree or self._tree).run(arguments, log, door, environment, restarts)
 
 
