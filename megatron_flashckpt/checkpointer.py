@@ -60,6 +60,8 @@ class SaveRequest:
     """What is alike on all ranks; called on rank 0."""
     description: dict[str, Any]
     retain_interval: int | None = None
+    memory_only: bool = False
+    """Stage it and leave it there: it is not written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Checkpointer:
         self._broken: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
         #: Agents that the copy thread found gone.
         self._silent: queue.SimpleQueue[tuple[AgentClient, AgentError]] = queue.SimpleQueue()
-        self._last: tuple[int, int] | None = None
+        #: Those among the open saves that are meant for memory only: nobody waits for them.
+        self._memory_only: set[str] = set()
+        self._last: tuple[int, int, bool] | None = None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -158,8 +162,8 @@ class Checkpointer:
             UnsupportedError: the job holds state that cannot be saved; nothing was staged.
         """
         started = time.perf_counter()
-        mark = (request.iteration, self.hook.steps)
-        if mark == self._last:
+        mark = (request.iteration, self.hook.steps, request.memory_only)
+        if self._last in (mark, (*mark[:2], False)):
             # Megatron may save the same iteration twice (at the interval and at the end).
             return SaveReport(request.iteration, 0.0, 0, skipped=True)
         self.link.stager.wait()
@@ -172,12 +176,15 @@ class Checkpointer:
         if self._run_id is None:
             self._run_id = _run_id_from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
+        self._memory_only &= self._open.keys()
+        if request.memory_only:
+            self._memory_only.add(save_id)
         slot: Slot | None = None
         try:
             # 2. The plan. 3. A free slot.
             layout, slot = self._place(request, ordered, save_id)
         except FlashCkptError as error:
-            self._fail(request.iteration, save_id, error)
+            self._fail(request.iteration, save_id, str(error))
         self._last = mark
         # A rank that failed takes part too, or the others would wait for it.
         if self.config.busy == "skip" and _any_rank(slot is None):
@@ -185,10 +192,11 @@ class Checkpointer:
             slot = None
         if slot is None:
             return SaveReport(request.iteration, time.perf_counter() - started, 0, skipped=True)
-        reported.clear()
+        if not request.memory_only:
+            reported.clear()
         self._open[save_id] = request.iteration
         # 4. Stage.
-        self._stage(ordered, layout, slot, request.iteration)
+        self._stage(ordered, layout, slot, request)
         if self.config.staging == "blocking":
             self.link.stager.wait()
         return SaveReport(request.iteration, time.perf_counter() - started, layout.nbytes)
@@ -254,7 +262,9 @@ class Checkpointer:
             iteration,
         )
 
-    def _stage(self, ordered: list[LocalPiece], layout: Layout, slot: Slot, iteration: int) -> None:
+    def _stage(
+        self, ordered: list[LocalPiece], layout: Layout, slot: Slot, request: SaveRequest
+    ) -> None:
         client = self.link.client()
         save_id = slot.header.save_id
         copies = [
@@ -268,14 +278,14 @@ class Checkpointer:
                 if error is not None:
                     raise SaveFailedError(f"copying to host memory failed: {error}") from error
                 reach("stage.copied")
-                slot.set_state(SlotState.STAGED)
+                slot.set_state(SlotState.KEPT if request.memory_only else SlotState.STAGED)
                 reach("stage.staged")
                 client.staged(slot.index)
                 reach("stage.rung")
                 logger.info(
                     "rank %d: staged iteration %d, %d bytes in %.3f s",
                     self.rank,
-                    iteration,
+                    request.iteration,
                     layout.nbytes,
                     seconds,
                 )
@@ -353,7 +363,7 @@ class Checkpointer:
         """Take note of what the copy thread and the search for another agent came to."""
         while not self._broken.empty():
             save_id, failure = self._broken.get()
-            self._fail(self._open.pop(save_id), save_id, failure)
+            self._fail(self._open.pop(save_id), save_id, str(failure))
         while not self._silent.empty():
             self._lose_agent(*self._silent.get())
         if not self._orphaned and not self._lost:
@@ -365,10 +375,10 @@ class Checkpointer:
         for save_id in orphaned.keys() & self._open.keys() - set(taken):
             # It may have been committed in the moment before the agent went.
             iteration = self._open.pop(save_id)
-            said = None if self._is_committed(iteration, save_id) else self._loss
-            if said is not None:
-                self._lost.append((iteration, save_id, said))
-            self._untold.append(Outcome(iteration, save_id, said, 0.0))
+            if self._is_committed(iteration, save_id):
+                self._untold.append(Outcome(iteration, save_id, None, 0.0))
+            else:
+                self._fail(iteration, save_id, self._loss)
         client = self.link.current
         while self._lost and client is not None:
             try:
@@ -379,10 +389,11 @@ class Checkpointer:
                 return
             self._lost.popleft()
 
-    def _fail(self, iteration: int, save_id: str, error: FlashCkptError) -> None:
+    def _fail(self, iteration: int, save_id: str, reason: str) -> None:
         """Conclude a save that this rank has no part in, here and for the other ranks."""
-        self._untold.append(Outcome(iteration, save_id, str(error), 0.0))
-        self._lost.append((iteration, save_id, str(error)))
+        self._untold.append(Outcome(iteration, save_id, reason, 0.0))
+        if save_id not in self._memory_only:
+            self._lost.append((iteration, save_id, reason))
 
     def _lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
         """Find another agent, in the background; it gets the slab and all that is staged there."""

@@ -16,7 +16,6 @@ from typing import Any
 
 from megatron_flashckpt import resume
 from megatron_flashckpt.checkpointer import SaveRequest
-from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
@@ -33,7 +32,8 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
     """Stage a checkpoint of this rank; takes what Megatron's own `save_checkpoint` takes.
 
     All ranks call it; none waits for another, and nothing is communicated. The agent makes the
-    checkpoint durable; `maybe_finalize_async_save` reports that.
+    checkpoint durable; `maybe_finalize_async_save` reports that. A non-persistent one stays in host
+    memory, whatever `--non-persistent-ckpt-type` says.
 
     Raises:
         UnsupportedError: the job uses something that this release does not save.
@@ -49,13 +49,10 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         # A release checkpoint is made once, by hand: Megatron's own format serves it best.
         original("checkpointing", "save_checkpoint")(*args, **kwargs)
         return
-    if call.non_persistent:
-        raise UnsupportedError(
-            "non-persistent checkpoints are not saved by this release: start without "
-            "--non-persistent-save-interval (every save is kept in host memory anyway)"
-        )
     with around.save_hooks():
-        announced = around.announce_save(margs, call.iteration, margs.save)
+        announced = None
+        if not call.non_persistent:
+            announced = around.announce_save(margs, call.iteration, margs.save)
         checkpointer = session.checkpointer(margs.save)
         chunks = unwrap(call.model)
         optimizer = None if getattr(margs, "no_save_optim", False) else call.optimizer
@@ -82,12 +79,15 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
                 ),
                 description=describe(margs),
                 retain_interval=getattr(margs, "save_retain_interval", None),
+                memory_only=call.non_persistent,
             )
         )
         if not report.skipped:
-            session.announced(margs.save, announced)
+            if announced is not None:
+                session.announced(margs.save, announced)
             stock.print_rank_0(
-                f"  flashckpt: iteration {call.iteration} staged, "
+                f"  flashckpt: iteration {call.iteration} staged"
+                f"{' for host memory only' if call.non_persistent else ''}, "
                 f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked "
                 f"{1000 * report.blocked_s:.1f} ms"
             )

@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt import __version__, inspection
-from megatron_flashckpt.config import load_config
+from megatron_flashckpt.agent.retention import committed, why_kept
+from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import (
     add_row,
     complain,
@@ -121,14 +123,21 @@ def _ls(args: argparse.Namespace, out: Console) -> int:
     found = inspection.checkpoints(storage)
     tracker, tracked = inspection.tracker(storage), inspection.tracked_iteration(storage)
     named = tracker if tracked is None else iteration_dir(tracked)
+    kept_by = _kept_by(storage, tracked)
     if found:
-        table = new_table("", "iteration", "state", "ranks", "size", "layout", "remark")
+        columns = ["", "iteration", "state", "ranks", "size", "layout", "remark"]
+        if kept_by is not None:
+            columns.insert(-1, "kept by")
+        table = new_table(*columns)
         for one in found:
             marker = "*" if one.directory == named else ""
             number = one.directory if one.iteration is None else str(one.iteration)
             ranks = "" if one.ranks is None else str(one.ranks)
             size = "" if one.nbytes is None else human_size(one.nbytes)
-            add_row(table, out, marker, number, one.state, ranks, size, one.layout, one.remark)
+            cells = [marker, number, one.state, ranks, size, one.layout, one.remark]
+            if kept_by is not None:
+                cells.insert(-1, kept_by.get(one.directory, ""))
+            add_row(table, out, *cells)
         out.print(table)
     else:
         say(out, f"{args.directory}: holds no checkpoints")
@@ -140,6 +149,22 @@ def _ls(args: argparse.Namespace, out: Console) -> int:
     else:
         say(out, f"{TRACKER} names {tracker!r}, which is not here")
     return 0
+
+
+def _kept_by(storage: PosixStorage, tracked: int | None) -> dict[str, str] | None:
+    """Return by directory which of the configured rules keep a checkpoint; None without rules."""
+    rules = load_config().retention
+    if rules == Retention() or tracked is None:
+        return None
+    reasons = why_kept(
+        committed(storage, storage.list("")),
+        rules,
+        retain_interval=None,
+        tracked=tracked,
+        previous=None,
+        now=time.time(),
+    )
+    return {iteration_dir(it): ", ".join(why) or "nothing" for it, why in reasons.items()}
 
 
 def _inspect(args: argparse.Namespace, out: Console) -> int:

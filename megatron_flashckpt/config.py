@@ -78,6 +78,10 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds that an agent told to end (SIGTERM) has for what is staged, and for trainers to make
     their last save. A second SIGTERM ends it at once."""
 
+    persist_on_leave: bool = True
+    """Write the newest checkpoint if it is only in memory when the agent leaves: nobody came back
+    within the grace time, or the job ended right after a memory-only save."""
+
 
 class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints ranked by what `megatron_flashckpt.report_metric` was told of them."""
@@ -144,6 +148,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drain_timeout_s: float = 1800.0
     """Longest wait at exit for the last save to be committed."""
 
+    memory_interval: int | None = None
+    """Iterations between saves to host memory only, between those to storage: sets Megatron's
+    `--non-persistent-save-interval`. They cost no I/O and are restored from after a crash."""
+
     restore_from_memory: bool = True
     """Use the slots of a living agent when all ranks still have the newest checkpoint there."""
 
@@ -178,6 +186,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _require_at_least(
             ("slots", self.slots, 2),
             ("redundancy_group", self.redundancy_group, 2),
+            ("memory_interval", self.memory_interval, 1),
             ("read_threads", self.read_threads, 1),
             ("read_memory_mib", self.read_memory_mib, 64),
             ("agent.persist_threads", self.agent.persist_threads, 1),

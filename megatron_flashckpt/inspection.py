@@ -149,6 +149,8 @@ def loadable_iterations(storage: Storage) -> list[int]:
 def checkpoints(storage: Storage) -> list[Found]:
     """Return all iteration directories in order, whatever state they are in."""
     found = []
+    removals = {names.parse_removal_name(name) for name in storage.list("")}
+    removed = {names.iteration_dir(it[0]) for it in removals if it is not None}
     for iteration, directory in _directories(storage):
         try:
             present = set(storage.list(directory))
@@ -156,6 +158,9 @@ def checkpoints(storage: Storage) -> list[Found]:
                 found.append(_committed(open_checkpoint(storage, iteration)))
             elif megatron := megatron_format(storage, directory):
                 found.append(Found(directory, iteration, MEGATRON, megatron))
+            elif directory in removed:
+                remark = "its removal was cut short; the next commit ends it"
+                found.append(Found(directory, iteration, NOT_COMMITTED, remark))
             else:
                 found.append(_uncommitted(storage, directory, iteration, present))
         except (FlashCkptError, OSError) as error:

@@ -66,8 +66,8 @@ class InMemory:
 
     slab: Slab
     offer: Offer
-    committed: bool
-    """Whether every rank's agent saw it committed, but for ranks that got it from other nodes."""
+    committed: int
+    """Iteration of the newest checkpoint that was committed, as far as agents know; -1: of none."""
 
 
 def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
@@ -101,13 +101,19 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
     # Newest iteration; among saves of the same iteration the id decides, alike on all ranks.
     order = sorted(common, key=lambda save_id: (held[0][save_id]["iteration"], save_id))
     return [
-        InMemory(
-            slab,
-            mine[save_id],
-            all(theirs[save_id]["durable"] or theirs[save_id]["recovered"] for theirs in held),
-        )
+        InMemory(slab, mine[save_id], _committed([theirs[save_id] for theirs in held]))
         for save_id in reversed(order)
     ]
+
+
+def _committed(offers: list[dict[str, Any]]) -> int:
+    """Return the newest iteration known to be committed, by the offers of one save of all ranks.
+
+    The agent of rank 0 knows, because it moves the tracker. If it is gone, the others know of this
+    very save; but not ranks that got it from other nodes.
+    """
+    durable = all(offer["durable"] or offer["recovered"] for offer in offers)
+    return int(max(offers[0]["committed"], offers[0]["iteration"] if durable else -1))
 
 
 def _gather_offers(offers: tuple[Offer, ...]) -> list[list[dict[str, Any]]]:
@@ -258,7 +264,7 @@ class _Summary(msgspec.Struct, array_like=True):
 def _verified(found_there: InMemory, rank: int) -> tuple[SlotMeta, torch.Tensor]:
     """Return the description and the data (flat uint8) of this rank's slot.
 
-    The digests were taken when the slot was persisted; a slot that was not has none.
+    The digests were taken when the agent read the slot; one that has not come to that has none.
 
     Raises:
         CorruptCheckpointError: it is not what the agent offered, or its bytes have changed.
@@ -286,6 +292,6 @@ def _verified(found_there: InMemory, rank: int) -> tuple[SlotMeta, torch.Tensor]
         if found != expected:
             raise CorruptCheckpointError(
                 f"{place}, chunk {chunk}: digest {found}, expected {expected}; host memory changed "
-                "after it was written to storage"
+                "after it was staged"
             )
     return meta, own

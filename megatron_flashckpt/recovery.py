@@ -162,7 +162,7 @@ class Candidates:
         fall_back: bool,
     ) -> None:
         self._storage = storage
-        self._memory = list(memory)
+        self._memory = [] if _is_set_back(named, memory) else list(memory)
         self._rank = rank
         self._fall_back = fall_back
         self._stored = named.iteration
@@ -286,12 +286,17 @@ class Candidates:
 
 
 def _is_wanted(found: InMemory, stored: int | None) -> bool:
-    """Return whether to go on from memory, given what storage says is the newest.
+    """Return whether to go on from memory, given the newest that may be loaded from storage.
 
-    Memory is ahead of storage when the job crashed before a commit. But if it was committed and
-    storage does not say so, somebody removed the checkpoint or set the tracker back, and means it.
+    Memory is ahead of storage when the job crashed before a commit, or between two of them.
     """
-    iteration = found.offer.iteration
-    if stored == iteration:
-        return True
-    return not found.committed and (stored is None or iteration > stored)
+    return stored is None or found.offer.iteration >= stored
+
+
+def _is_set_back(named: Named, memory: list[InMemory]) -> bool:
+    """Return whether storage names an older checkpoint than the newest that was committed.
+
+    Then somebody removed that, or set the tracker back, and means it.
+    """
+    newest = max((found.committed for found in memory), default=-1)
+    return newest > (-1 if named.iteration is None else named.iteration)

@@ -40,6 +40,7 @@ class Session:
         """Return the checkpointer for save directory `root`, made on first use."""
         root = os.path.abspath(root)
         if root not in self._open:
+            around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
             self._open[root] = _Open(Checkpointer(root, self.config))
         return self._open[root].checkpointer
 
@@ -62,8 +63,16 @@ class Session:
 
     def _report(self, each: _Open, outcome: Outcome) -> bool:
         """Log one outcome; return whether it is a success."""
-        save = each.announced.pop(outcome.iteration, None)
         rank = each.checkpointer.rank
+        if outcome.kept:
+            if rank == 0:
+                print(
+                    f"  flashckpt: iteration {outcome.iteration} kept in host memory, not in "
+                    f"storage, after {outcome.seconds:.3f} s",
+                    flush=True,
+                )
+            return True
+        save = each.announced.pop(outcome.iteration, None)
         if outcome.error is None:
             if save is not None:
                 around.announce_committed(checkpointing().get_args(), save)

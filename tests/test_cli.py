@@ -19,7 +19,7 @@ from megatron_flashckpt import FORMAT_VERSION, __version__, cli
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.console import printable
-from megatron_flashckpt.layout.manifest import TRACKER, failure_name
+from megatron_flashckpt.layout.manifest import TRACKER, failure_name, removal_name
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.restore.made import Made, make, persist, pieces_of_rank, snapshot
@@ -82,6 +82,28 @@ def test_ls_shows_every_checkpoint_and_marks_the_tracked_one(run: Run, save: Pat
     size = f"{nbytes / 1024:.1f} KiB"
     assert ran.row("*", "20") == ["*", "20", "committed", "4", size, "tp2 pp1 dp2"]
     assert ran.lines[-1] == f"* named by {TRACKER}"
+
+
+def test_ls_says_which_rule_keeps_what_if_there_are_rules(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 15, 20):
+        make(save, iteration)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "10")
+    ran = run("ls", save)
+    assert ran.row("iteration")[-2:] == ["kept by", "remark"]
+    kept = [ran.row(*start)[-1] for start in (("10",), ("15",), ("*", "20"))]
+    assert kept == ["every 10", "nothing", "tracker, every 10"]
+
+
+def test_ls_says_that_a_removal_was_cut_short(run: Run, save: Path) -> None:
+    made = make(save, 10)
+    make(save, 20)
+    manifest = save / "iter_0000010/manifest.json"
+    manifest.rename(save / removal_name(10, made.save_id))
+    assert run("ls", save).row("10", "not committed")[-1] == (
+        "its removal was cut short; the next commit ends it"
+    )
 
 
 def test_ls_says_how_far_an_uncommitted_save_came(run: Run, save: Path) -> None:

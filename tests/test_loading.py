@@ -1,10 +1,14 @@
-"""Whose side state a rank takes when the number of replicas has changed."""
+"""Whose side state a rank takes when the number of replicas has changed; memory or storage."""
 
 from __future__ import annotations
 
 import pytest
 
+from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.layout.manifest import Coordinates
+from megatron_flashckpt.loading import InMemory
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.recovery import Candidates, Named
 from megatron_flashckpt.saved_job import SavedJob
 
 #: TP1 PP2 DP2 EP2: expert ranks lie along the replicas.
@@ -30,3 +34,30 @@ def test_the_side_state_comes_from_the_same_place_or_the_first_with_the_same_par
     mine: Coordinates, twin: int | None
 ) -> None:
     assert SavedJob("the checkpoint", [], SAVED).twin(mine, (1, 2, 2)) == twin
+
+
+@pytest.mark.parametrize(
+    ("stored", "held", "committed", "source"),
+    [
+        (None, [2], -1, "memory"),  # storage holds nothing at all
+        (4, [6, 4], 4, "memory"),
+        (4, [6, 5], 4, "memory"),
+        (4, [6, 5], -1, "memory"),  # by an agent that has just taken over
+        (8, [6, 4], 4, "storage"),  # somebody brought a newer one
+        (8, [8, 6], 8, "memory"),
+        (2, [6, 4], 4, "storage"),  # the tracker was set back
+        (2, [6, 5], 4, "storage"),  # and what it named is not in memory any more
+        (None, [6, 4], 4, "storage"),  # or all was removed
+    ],
+)
+def test_memory_goes_before_storage_unless_it_is_older_or_storage_was_set_back(
+    stored: int | None, held: list[int], committed: int, source: str
+) -> None:
+    slab = Slab.create(2, 0, 4096, "0")
+    memory = [
+        InMemory(slab, Offer(n, iteration, "a" * 8, False, None), committed)
+        for n, iteration in enumerate(held)
+    ]
+    current = Candidates(None, Named(stored), memory, rank=0, fall_back=True).current
+    assert current == (memory[0] if source == "memory" else stored)
+    slab.close()

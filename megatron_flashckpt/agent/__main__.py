@@ -34,6 +34,7 @@ def main() -> int:
     parser.add_argument("--commit-timeout-s", type=float, required=True)
     parser.add_argument("--slow-save-s", type=float, required=True)
     parser.add_argument("--sigterm-timeout-s", type=float, required=True)
+    parser.add_argument("--persist-on-leave", action=argparse.BooleanOptionalAction, required=True)
     arguments = parser.parse_args()
 
     try:
@@ -71,6 +72,7 @@ def main() -> int:
         commit_timeout_s=arguments.commit_timeout_s,
         slow_save_s=arguments.slow_save_s,
         sigterm_timeout_s=arguments.sigterm_timeout_s,
+        persist_on_leave=arguments.persist_on_leave,
     )
     logging.info("agent %d serves %s", os.getpid(), arguments.root)
     agent = Agent(listener, options)

@@ -241,6 +241,7 @@ def _start(directory: Path, root: str, config: Config) -> None:
         *("--commit-timeout-s", str(config.agent.commit_timeout_s)),
         *("--slow-save-s", str(config.agent.slow_save_s)),
         *("--sigterm-timeout-s", str(config.agent.sigterm_timeout_s)),
+        "--persist-on-leave" if config.agent.persist_on_leave else "--no-persist-on-leave",
     ]
     try:
         fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

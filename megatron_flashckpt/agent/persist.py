@@ -38,14 +38,8 @@ def persist_slot(
         StorageError: nothing of the attempt is left behind.
     """
 
-    def chunks() -> Generator[memoryview, None, None]:
-        with slot.data() as data:
-            for start in range(0, header.data_nbytes, CHUNK_NBYTES):
-                with data[start : start + CHUNK_NBYTES] as chunk:
-                    yield chunk
-
     # Closed at once, whatever happens: a slab with views of it in use cannot be given back.
-    with contextlib.closing(chunks()) as data_section:
+    with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
         return write_shard(storage, header.iteration, header.save_id, meta, data_section)
 
 
@@ -55,6 +49,22 @@ def stored_digests(storage: Storage, header: SlotHeader, rank: int) -> tuple[str
     place = f"{storage.place}/{name}"
     nbytes = header_nbytes(storage.read(name, 0, 8), place)
     return decode_header(storage.read(name, 0, nbytes), place).digests
+
+
+def digest_slot(slot: Slot, header: SlotHeader) -> tuple[str, ...]:
+    """Return the chunk digests of a slot that is not written anywhere.
+
+    Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
+    """
+    with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
+        return tuple(chunk_digest(chunk) for chunk in data_section)
+
+
+def _chunks(slot: Slot, nbytes: int) -> Generator[memoryview, None, None]:
+    with slot.data() as data:
+        for start in range(0, nbytes, CHUNK_NBYTES):
+            with data[start : start + CHUNK_NBYTES] as chunk:
+                yield chunk
 
 
 def write_shard(

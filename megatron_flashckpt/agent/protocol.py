@@ -32,9 +32,11 @@ class Offer(msgspec.Struct, frozen=True):
     save_id: str
     durable: bool
     digests: tuple[str, ...] | None
-    """Chunk digests, once the slot has been persisted."""
+    """Chunk digests, once the agent has read the slot: to persist it, or to vouch for it."""
     recovered: bool = False
     """It came from other nodes: nobody here knows whether it was ever durable."""
+    committed: int = -1
+    """Iteration of the newest checkpoint that the agent knows to be in storage; -1: of none."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -46,6 +48,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """None: committed. Else why not, with place and remedy."""
     seconds: float
     """From staged on this node to committed (or given up)."""
+    kept: bool = False
+    """It was for host memory only, and is there."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +112,7 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """The slot is complete: persist it. Reply: Done."""
+    """The slot is complete: persist it, or (KEPT) take care of it as it is. Reply: Done."""
 
     slot: int
 

@@ -30,13 +30,13 @@ from megatron_flashckpt.agent.commit import (
     outcome_of,
 )
 from megatron_flashckpt.agent.leftovers import Sweeper
-from megatron_flashckpt.agent.persist import persist_slot, stored_digests
-from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
+from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.agent.templates import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import Slot, SlotState
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class AgentOptions:
     commit_timeout_s: float
     slow_save_s: float
     sigterm_timeout_s: float
+    persist_on_leave: bool
 
 
 class _Rank:
@@ -105,7 +106,12 @@ class Agent:
         self._sweeper = Sweeper(self._storage)
         self._connections = 0
         self._last_seen = time.monotonic()
+        #: Iteration of the newest checkpoint that is known to be in storage.
+        self._committed = -1
+        self._parting = False
         self._pool = concurrent.futures.ThreadPoolExecutor(options.persist_threads, "persist")
+        # Of its own: what takes a second must not wait for what takes minutes.
+        self._digest_pool = concurrent.futures.ThreadPoolExecutor(1, "digest")
         self._closing = False
         #: Saves that were concluded while storage did not answer; their files are still there.
         self._given_up: list[PendingSave] = []
@@ -131,6 +137,7 @@ class Agent:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._digest_pool.shutdown()
         if not self._pending and not self._is_stuck():
             committer.join(_TIDY_S)
             self._pool.shutdown()
@@ -155,15 +162,35 @@ class Agent:
                 for save in self._pending.values():
                     logger.error("told to end: iteration %d is not durable", save.iteration)
                 return True
-            if self._connections or self._pending:
+            if self._connections or (self._pending and not self._parting):
                 self._last_seen = time.monotonic()
+            if self._connections or self._pending:
                 return False
-            if self._deadline is not None:
-                return True
-            if self._ranks and all(rank.left for rank in self._ranks.values()):
-                return True
             patience = self._options.grace_s if self._ranks else _UNCLAIMED_S
-            return time.monotonic() - self._last_seen > patience
+            if (
+                self._parting
+                or self._deadline is not None
+                or (self._ranks and all(rank.left for rank in self._ranks.values()))
+                or time.monotonic() - self._last_seen > patience
+            ):
+                self._parting = self._persist_kept()
+                return not self._parting
+            return False
+
+    def _persist_kept(self) -> bool:
+        """Write what is in memory only and would be lost; return whether there is any."""
+        slots = {number: rank.slots for number, rank in self._ranks.items() if rank.slots}
+        if not self._options.persist_on_leave or len(slots) < len(self._ranks):
+            return False
+        saves = only_in_memory(list(slots.values()), self._committed)
+        for save_id in saves:
+            logger.info("save %s is in memory only: writing it before leaving", save_id)
+            for number, theirs in slots.items():
+                slot = theirs.kept()[save_id]
+                slot.set_state(SlotState.STAGED)
+                theirs.infos[slot.index].claimed = False
+                self._take_over(number, slot.index)
+        return bool(saves)
 
     def _is_stuck(self) -> bool:
         """Return whether a shard of a save that was given up is still being written."""
@@ -234,6 +261,7 @@ class Agent:
             rank = self._ranks.setdefault(hello.rank, _Rank())
             rank.left = False
             rank.connection = connection
+            self._parting = False
             self._inherit(hello.rank)
             rank.forget_saves()
         p.send(connection, p.Welcome(os.getpid(), self._options.root))
@@ -275,7 +303,7 @@ class Agent:
                 case p.TakeSlab():
                     if rank.slots is None:
                         return (p.SlabOffer(False, ()),)
-                    offers = tuple(rank.slots.offers())
+                    offers = tuple(rank.slots.offers(self._committed))
                     return p.SlabOffer(True, offers), rank.slots.slab.fd
                 case p.Adopt():
                     self._adopt(number, request)
@@ -283,7 +311,7 @@ class Agent:
                 case p.Acquire():
                     return (self._acquire(rank, request.wait_s),)
                 case p.Staged():
-                    self._enqueue(number, request.slot)
+                    self._take_over(number, request.slot)
                     return (p.Done(),)
                 case p.Abandon():
                     self._abandon(number, request)
@@ -337,14 +365,15 @@ class Agent:
             return ()
         slots.discard_torn()
         taken: list[str] = []
-        for index in slots.staged():
+        for index in slots.open():
             try:
-                save = self._enqueue(number, index)
+                taken.append(self._take_over(number, index))
             except FlashCkptError as error:
                 logger.error("rank %d: what is staged in slot %d is lost: %s", number, index, error)
                 continue
-            taken.append(save.save_id)
-            save.later |= slots.saves_after(index)
+            save = self._pending.get(taken[-1])
+            if save is not None:
+                save.later |= slots.saves_after(index)
         return tuple(taken)
 
     def _open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
@@ -369,6 +398,7 @@ class Agent:
         if rank.slots is not None:
             rank.retired.append(rank.slots)
         rank.slots = slots
+        self._committed = max(self._committed, slots.committed)
         self._drop_retired(rank)
 
     def _drop_retired(self, rank: _Rank) -> None:
@@ -385,6 +415,9 @@ class Agent:
             hung_s = rank.slots.busy_for()
             if hung_s > self._options.commit_timeout_s:
                 # Nothing that could be waited for: these saves have been given up.
+                index = rank.slots.acquire(newest_too=True)
+                if index >= 0:
+                    break
                 return p.Granted(-1, hung_s)
             if not self._changed.wait(deadline - time.monotonic()):
                 return p.Granted(-1)
@@ -395,6 +428,7 @@ class Agent:
         rank = self._ranks[number]
         if rank.slots is not None:
             rank.slots.adopt(request.save_id, request.iteration)
+        self._committed = min(self._committed, request.iteration)
         awaited = set().union(*(each.awaited for each in self._ranks.values()))
         for save in self._pending.values():
             # Of an older save everything is staged, or will never be: all ranks have started anew.
@@ -405,7 +439,7 @@ class Agent:
             self._peers.adopt(number, request.save_id, request.iteration)
         for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
             # Its own node may have been lost before this was durable, and others wait for it.
-            self._enqueue(number, index)
+            self._take_over(number, index)
             rank.awaited.discard(request.save_id or "")
         self._changed.notify_all()
 
@@ -420,15 +454,33 @@ class Agent:
 
     # ------------------------------------------------------------------ persist and commit
 
-    def _enqueue(self, number: int, index: int) -> PendingSave:
-        rank_slots = self._ranks[number].slots
-        if rank_slots is None or not 0 <= index < len(rank_slots.infos):
+    def _take_over(self, number: int, index: int) -> str:
+        """Do with a complete slot what it is meant for; return the save that is in it."""
+        slots = self._ranks[number].slots
+        if slots is None or not 0 <= index < len(slots.infos):
             raise AgentError(f"rank {number} has no slot {index}")
-        slot = rank_slots.slab.slots[index]
+        slot, info = slots.slab.slots[index], slots.infos[index]
         header = slot.header
-        if header.state != SlotState.STAGED:
+        if header.state not in (SlotState.STAGED, SlotState.KEPT):
             raise AgentError(f"slot {index} of rank {number} is {header.state.name}, not STAGED")
-        meta, info = slot.meta, rank_slots.infos[index]
+        save = None if header.state == SlotState.KEPT else self._join(number, slot, info)
+        self._ranks[number].awaited.add(header.save_id)
+        if not info.claimed:
+            info.claimed, info.persisting = True, save is not None
+            info.persisting_since = time.monotonic()
+            reach("agent.enqueued")
+            if save is None:
+                self._digest_pool.submit(self._vouch, number, slots, slot, header, time.monotonic())
+            else:
+                self._pool.submit(self._persist, number, slots, slot, save)
+            if self._peers is not None:
+                self._peers.staged(number, slots, index)
+        self._changed.notify_all()
+        return header.save_id
+
+    def _join(self, number: int, slot: Slot, info: SlotInfo) -> PendingSave:
+        """Return the pending save that a rank has its part in a slot of."""
+        header, meta = slot.header, slot.meta
         save = self._pending.setdefault(
             header.save_id,
             PendingSave(
@@ -440,16 +492,25 @@ class Agent:
             ),
         )
         save.metas[number] = meta
-        self._ranks[number].awaited.add(header.save_id)
-        if not info.claimed:
-            info.claimed = info.persisting = True
-            info.persisting_since = time.monotonic()
-            reach("agent.enqueued")
-            self._pool.submit(self._persist, number, rank_slots, slot, save)
-            if self._peers is not None:
-                self._peers.staged(number, rank_slots, index)
-        self._changed.notify_all()
         return save
+
+    def _vouch(
+        self, number: int, slots: RankSlots, slot: Slot, header: SlotHeader, started: float
+    ) -> None:
+        """Take the digests of a slot that is meant for memory only; then it counts as kept."""
+        info = slots.infos[slot.index]
+        with self._changed:
+            still_there = self._ranks[number].slots is slots and slot.header == header
+            info.persisting = info.persisting or still_there
+        digests = digest_slot(slot, header) if still_there else None
+        with self._changed:
+            if still_there:
+                info.persisting, info.digests = False, digests
+            seconds = time.monotonic() - started
+            outcome = p.Outcome(header.iteration, header.save_id, None, seconds, kept=True)
+            self._tell(self._ranks[number], outcome)
+            self._drop_retired(self._ranks[number])
+            self._changed.notify_all()
 
     def _abandon(self, number: int, request: p.Abandon) -> None:
         reason = f"rank {number}: {request.reason}"
@@ -549,6 +610,8 @@ class Agent:
         """Mark the slots and tell the outcome, once. The lock is held."""
         if error is None:
             self._supersede(save)
+            if save.superseded_by is None and 0 in save.metas:  # this agent moved the tracker
+                self._committed = save.iteration
         if self._pending.get(save.save_id) is not save:
             return  # given up while storage did not answer
         seconds = time.monotonic() - save.staged_at
@@ -561,9 +624,7 @@ class Agent:
             state = SlotState.EMPTY
         for number in save.metas:
             rank = self._ranks[number]
-            if save.save_id in rank.awaited:
-                rank.awaited.remove(save.save_id)
-                rank.untold.append(outcome)
+            self._tell(rank, outcome)
             if rank.slots is not None:
                 rank.slots.mark(save.save_id, state)
         reach("save.marked")
@@ -572,6 +633,12 @@ class Agent:
     def _is_pending(self, iteration: int) -> bool:
         with self._changed:
             return any(save.iteration == iteration for save in self._pending.values())
+
+    def _tell(self, rank: _Rank, outcome: p.Outcome) -> None:
+        """Have the rank's trainer told at its next poll, if it is the one that staged the save."""
+        if outcome.save_id in rank.awaited:
+            rank.awaited.remove(outcome.save_id)
+            rank.untold.append(outcome)
 
     def _supersede(self, save: PendingSave) -> None:
         """Keep saves staged before `save`, and still pending, from moving the tracker back."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, SlotState
+from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotState
 
 
 @dataclasses.dataclass
@@ -21,7 +22,7 @@ class SlotInfo:
     sequence: int = -1
     """Order of acquisition; higher is newer."""
     persisting: bool = False
-    """Its bytes are being read: must not be overwritten."""
+    """Its bytes are being read (or about to be): must not be overwritten."""
     persisting_since: float = 0.0
     claimed: bool = False
     """Handed over: its trainer has rung the doorbell, or the slot was taken over without that."""
@@ -44,7 +45,7 @@ class RankSlots:
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
             info = self.infos[slot.index]
             info.sequence = next(self._sequence)
-            info.inherited = slot.header.state == SlotState.STAGED
+            info.inherited = slot.header.state in (SlotState.STAGED, SlotState.KEPT)
 
     @property
     def busy(self) -> bool:
@@ -56,16 +57,23 @@ class RankSlots:
         started = [info.persisting_since for info in self.infos if info.persisting]
         return time.monotonic() - min(started) if started else 0.0
 
-    def acquire(self) -> int:
+    def acquire(self, *, newest_too: bool = False) -> int:
         """Return the slot to overwrite: one that holds no complete checkpoint, else the oldest.
 
-        -1 if all are busy. With two slots the newest complete checkpoint is never the one handed
-        out, unless it is the only one that is not being read.
+        -1 if there is none. The newest complete checkpoint is not handed out, even if all others
+        are being read: ranks that are ahead with writing and ranks that are behind would overwrite
+        different ones, and a crash would find none that all have.
+
+        Args:
+            newest_too: hand it out all the same; nobody can wait for the others.
         """
+        slots = self.slab.slots
+        complete = [i for i, slot in enumerate(slots) if slot.header.state in COMPLETE]
+        newest = max(complete, key=lambda i: self.infos[i].sequence, default=-1)
         free = [i for i, info in enumerate(self.infos) if not info.persisting]
+        free = [i for i in free if newest_too or i != newest]
         if not free:
             return -1
-        slots = self.slab.slots
         index = min(
             free,
             # Not "empty": a copy that failed leaves its slot STAGING, newer than the complete one.
@@ -75,29 +83,34 @@ class RankSlots:
         self.infos[index] = SlotInfo(sequence=next(self._sequence))
         return index
 
-    def offers(self) -> list[Offer]:
-        """Return every complete checkpoint, newest first."""
+    def offers(self, committed: int = -1) -> list[Offer]:
+        """Return every complete checkpoint, newest first.
+
+        Args:
+            committed: iteration of the newest checkpoint that is known to be in storage.
+        """
         found = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             header = slot.header
             if header.state in COMPLETE:
                 durable = header.state == SlotState.DURABLE
                 which = (slot.index, header.iteration, header.save_id)
-                offer = Offer(*which, durable, info.digests, info.recovered)
+                offer = Offer(*which, durable, info.digests, info.recovered, committed)
                 found.append((info.sequence, offer))
         return [offer for _, offer in sorted(found, key=lambda pair: -pair[0])]
 
-    def staged(self) -> list[int]:
+    def open(self) -> list[int]:
         """Return the slots whose save has no outcome yet, oldest first.
 
         Not those that came from other nodes: they may be of any age, and some of them durable.
         """
-        staged = [
-            slot.index
-            for slot, info in zip(self.slab.slots, self.infos, strict=True)
-            if slot.header.state == SlotState.STAGED and not info.recovered
-        ]
-        return sorted(staged, key=lambda index: self.infos[index].sequence)
+        found = []
+        for slot, info in zip(self.slab.slots, self.infos, strict=True):
+            state = slot.header.state
+            without = state == SlotState.KEPT and info.digests is None
+            if not info.recovered and (state == SlotState.STAGED or without):
+                found.append(slot.index)
+        return sorted(found, key=lambda index: self.infos[index].sequence)
 
     def recovered(self, save_id: str | None) -> list[int]:
         """Return the slots with this save that came from other nodes and were not persisted yet."""
@@ -115,6 +128,18 @@ class RankSlots:
             if slot.header.state in COMPLETE
             and self.infos[slot.index].sequence > self.infos[index].sequence
         }
+
+    def kept(self) -> dict[str, Slot]:
+        """Return the slots of checkpoints that are meant for memory only, by save."""
+        slots = [slot for slot in self.slab.slots if slot.header.state == SlotState.KEPT]
+        return {slot.header.save_id: slot for slot in slots}
+
+    @property
+    def committed(self) -> int:
+        """Iteration of the newest checkpoint here that is in storage; -1 if there is none."""
+        headers = [slot.header for slot in self.slab.slots]
+        durable = [it.iteration for it in headers if it.state == SlotState.DURABLE]
+        return max(durable, default=-1)
 
     def discard_torn(self) -> None:
         """Empty what a dead trainer was still copying."""
@@ -136,3 +161,20 @@ class RankSlots:
             header = slot.header
             if header.save_id == save_id and header.state in COMPLETE:
                 slot.set_state(state)
+
+
+def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[str]:
+    """Return the saves to write if memory is to be given up and no trainer comes back.
+
+    Those meant for memory only that all of this node's ranks have and that are newer than what is
+    in storage. Ranks of other nodes may lack the newest, so all are returned, newest first; where
+    there are no other nodes, just the newest.
+    """
+    held = [slots.kept() for slots in ranks]
+    common = set(held[0]).intersection(*held[1:]) if held else set()
+    newer = [held[0][save_id] for save_id in common]
+    newer = [slot for slot in newer if slot.header.iteration > committed]
+    newer.sort(key=lambda slot: -slot.header.iteration)
+    if newer and newer[0].meta.world_size == len(ranks):
+        del newer[1:]
+    return [slot.header.save_id for slot in newer]

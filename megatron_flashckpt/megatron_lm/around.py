@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
-from megatron_flashckpt.megatron_lm.stock import checkpointing
+from megatron_flashckpt.megatron_lm.stock import checkpointing, original
+from megatron_flashckpt.metrics import report_metric
 
 FORMAT = "flashckpt"
 
@@ -46,6 +48,32 @@ class AnnouncedSave:
     last_rank: bool
     tensor: tuple[int, int]
     pipeline: tuple[int, int]
+
+
+def ask_for_memory_saves(args: Any, interval: int | None) -> None:
+    """Have Megatron's training loop save to memory only every `interval` iterations.
+
+    The loop reads the argument anew in every iteration, and calls `save_checkpoint` with
+    `non_persistent_ckpt` where no ordinary save is due.
+
+    Raises:
+        UnsupportedError: the loop of this release has no such saves.
+    """
+    if interval is None:
+        return
+    if not hasattr(args, "non_persistent_save_interval"):
+        raise UnsupportedError(
+            f"memory_interval: {interval} is set, but this Megatron-LM has no "
+            "--non-persistent-save-interval (core 0.10 was the first): unset memory_interval, or "
+            "train with a newer release"
+        )
+    given = args.non_persistent_save_interval
+    if given:
+        said = f"--non-persistent-save-interval {given} overrides memory_interval {interval}"
+    else:
+        args.non_persistent_save_interval = interval
+        said = f"memory_interval {interval}: as with --non-persistent-save-interval {interval}"
+    checkpointing().print_rank_0(f"  flashckpt: {said}; these saves stay in host memory")
 
 
 @contextlib.contextmanager
@@ -122,6 +150,21 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
             save.root,
             save.iteration,
         )
+
+
+def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
+    """Do what Megatron's own `evaluate` does; the next checkpoint says what came of it.
+
+    A loss is called as in TensorBoard, e.g. `lm loss validation`. Only the last pipeline stage
+    knows it, which is enough. With several validation sets there is no telling which this one is.
+    """
+    result = original("training", "evaluate")(*args, **kwargs)
+    # Without the third part in releases before core 0.5; None if the time was up.
+    losses = result[0]
+    if losses and not getattr(checkpointing().get_args(), "multiple_validation_sets", False):
+        for name, loss in losses.items():
+            report_metric(f"{name} validation", loss)
+    return result
 
 
 def announce_loaded(root: str, iteration: int, source: str, cost: str) -> None:

@@ -5,7 +5,7 @@ the digest of the encoded `SlotMeta`, `meta_capacity` bytes for the latter, and 
 bytes for the pieces. All offsets are multiples of the page size.
 
 The slot header is the truth about the slot's state. Exactly one process writes it at a time: the
-trainer up to STAGED, the agent from then on.
+trainer up to STAGED or KEPT, the agent from then on.
 """
 
 from __future__ import annotations
@@ -47,10 +47,12 @@ class SlotState(enum.IntEnum):
     """Complete, and its save is committed in storage."""
     FAILED = 4
     """Complete, but could not be persisted; can still be restored from."""
+    KEPT = 5
+    """Complete, and not meant for storage; can be restored from."""
 
 
 #: States in which the bytes are complete.
-COMPLETE = (SlotState.STAGED, SlotState.DURABLE, SlotState.FAILED)
+COMPLETE = (SlotState.STAGED, SlotState.DURABLE, SlotState.FAILED, SlotState.KEPT)
 
 
 class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,7 +32,7 @@ class Node:
         self._trainers: list[FakeTrainer] = []
         self._processes: list[TrainerProcess] = []
 
-    def config(self, **agent: float) -> Config:
+    def config(self, **agent: Any) -> Config:
         return config_of(self.runtime_dir, **agent)
 
     def trainer(

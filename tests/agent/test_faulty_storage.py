@@ -80,10 +80,9 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     """Serve trainers of `root` from a thread of this process."""
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
+    values |= {"sigterm_timeout_s": 0.0, "persist_on_leave": True}
     listener = listen(node.directory(root), SOCKET)
-    agent = Agent(
-        listener, AgentOptions(root=str(root), persist_threads=2, sigterm_timeout_s=0.0, **values)
-    )
+    agent = Agent(listener, AgentOptions(root=str(root), persist_threads=2, **values))
     server = threading.Thread(target=agent.serve)
     server.start()
     try:

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -74,7 +74,7 @@ def pieces_of(rank: int, world_size: int, key: str, numel: int) -> list[Piece]:
     return [pieces[i] for i in order(pieces)]
 
 
-def config_of(runtime_dir: Path, **agent: float) -> Config:
+def config_of(runtime_dir: Path, **agent: Any) -> Config:
     """Return settings for an agent under `runtime_dir`."""
     return Config(runtime_dir=str(runtime_dir), agent=AgentConfig(**{"grace_s": 60.0, **agent}))
 
@@ -172,13 +172,20 @@ class FakeTrainer:
         with slot.data() as target:
             target[:] = data
 
-    def stage(self, iteration: int, save_id: str, wait_s: float = PATIENCE_S) -> bytes:
-        """Hand a whole checkpoint over; return its bytes."""
+    def stage(
+        self,
+        iteration: int,
+        save_id: str,
+        wait_s: float = PATIENCE_S,
+        *,
+        state: SlotState = SlotState.STAGED,
+    ) -> bytes:
+        """Hand a whole checkpoint over (KEPT: for memory only); return its bytes."""
         slot = self.begin(iteration, save_id, wait_s)
         assert slot is not None, "no slot became free"
         data = content(self.rank, iteration, self.layout.nbytes)
         self.fill(slot, data)
-        slot.set_state(SlotState.STAGED)
+        slot.set_state(state)
         self.client.staged(slot.index)
         return data
 
@@ -195,6 +202,11 @@ class FakeTrainer:
     def save(self, iteration: int, save_id: str | None = None) -> Outcome:
         """Stage and wait for what becomes of it."""
         self.stage(iteration, save_id or new_save_id())
+        return self.outcome()
+
+    def keep(self, iteration: int, save_id: str | None = None) -> Outcome:
+        """Stage for memory only and wait for what becomes of it."""
+        self.stage(iteration, save_id or new_save_id(), state=SlotState.KEPT)
         return self.outcome()
 
     def hang_up(self, *, leave: bool = False) -> None:

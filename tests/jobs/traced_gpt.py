@@ -2,8 +2,8 @@
 
 Environment:
     TRACE_DIR     where each rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
-    KILL          `rank:iteration`: that rank ends itself with SIGKILL in that iteration's forward,
-                  in the first incarnation only
+    KILL          `rank:iteration ...`: that rank ends itself with SIGKILL in that iteration's
+                  forward; one for each incarnation, the first ones of the job
     KILL_ONCE     `glob:text:count`: KILL waits until the files hold the text so many times in all
     SIGNALS       `NAME:WHOM:ITERATION ...`: signals sent in the forward of that iteration, in the
                   first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
@@ -127,14 +127,15 @@ def traced_loss(loss_func: Any) -> Any:
 
 
 def killing_step(forward_step: Any) -> Any:
-    rank, _, when = os.environ.get("KILL", "").partition(":")
+    kills = dict(enumerate(os.environ.get("KILL", "").split()))
+    rank, _, when = kills.get(ATTEMPT, "").partition(":")
     signals = [one.split(":") for one in os.environ.get("SIGNALS", "").split()]
 
     def wrapper(batches: Any, model: Any) -> Any:
         # Taken off the list: a forward runs once per micro-batch.
         while ATTEMPT == 0 and signals and iteration() == int(signals[0][2]):
             send(*signals.pop(0)[:2])
-        if rank and ATTEMPT == 0 and int(rank) == RANK and iteration() == int(when):
+        if rank and int(rank) == RANK and iteration() == int(when):
             await_kill_once()
             os.kill(os.getpid(), signal.SIGKILL)
         return forward_step(batches, model)

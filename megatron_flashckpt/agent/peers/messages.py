@@ -28,6 +28,8 @@ class Label(msgspec.Struct, frozen=True, kw_only=True):
     meta_digest: str
     digests: tuple[str, ...]
     """Of the data, one per 4 MiB, as in a shard file."""
+    memory_only: bool
+    """It is not meant for storage."""
 
     @property
     def nbytes(self) -> int:

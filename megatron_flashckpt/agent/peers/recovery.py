@@ -141,7 +141,7 @@ def recover(
         slot.set_meta(streams.description(slab, index, label))
         slot.set_header(
             SlotHeader(
-                SlotState.STAGED,
+                SlotState.KEPT if label.memory_only else SlotState.STAGED,
                 label.iteration,
                 label.save_id,
                 label.meta_nbytes,

@@ -15,7 +15,7 @@ from megatron_flashckpt.agent.peers.messages import CHUNK_NBYTES, Label
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES as DIGEST_NBYTES
 from megatron_flashckpt.layout.shard_file import chunk_digest
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 
 
 def steps(start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -47,6 +47,7 @@ def label_of(rank: int, slab: Slab, index: int) -> Label | None:
         data_nbytes=header.data_nbytes,
         meta_digest=xxhash.xxh3_64_hexdigest(meta),
         digests=tuple(digests),
+        memory_only=header.state == SlotState.KEPT,
     )
 
 

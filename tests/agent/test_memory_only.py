@@ -1,0 +1,300 @@
+"""Saves to host memory only: never written, restored like others, and not lost with the agent."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
+from tests.agent.cluster import cluster
+from tests.agent.conftest import Node
+from tests.agent.test_commit import iterations_in
+from tests.agent.test_failures import assert_intact
+from tests.agent.test_peers import recover_lost
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import (
+    FakeTrainer,
+    content,
+    eventually,
+    held_back,
+    is_alive,
+    new_save_id,
+)
+
+KEPT = SlotState.KEPT
+
+
+def offered(trainer: FakeTrainer) -> list[tuple[int, bool]]:
+    return [(offer.iteration, offer.durable) for offer in trainer.take()]
+
+
+def test_a_checkpoint_for_memory_only_is_kept_with_digests_and_never_written(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root, numel=CHUNK_NBYTES // 4)
+    data = trainer.stage(6, new_save_id(), state=KEPT)
+    outcome = trainer.outcome()
+    assert (outcome.iteration, outcome.error, outcome.kept) == (6, None, True)
+    (offer,) = trainer.take()
+    assert (offer.iteration, offer.durable) == (6, False)
+    assert trainer.bytes_in(offer.slot) == data
+    chunks = [data[at : at + CHUNK_NBYTES] for at in range(0, len(data), CHUNK_NBYTES)]
+    assert len(chunks) > 1
+    assert offer.digests == tuple(map(chunk_digest, chunks))
+    assert not root.exists()
+
+
+def test_an_ordinary_outcome_does_not_say_kept(node: Node, root: Path) -> None:
+    assert not node.trainer(root).save(1).kept
+
+
+def test_a_restarted_rank_is_offered_what_was_in_memory_only_also_with_an_empty_storage(
+    node: Node, root: Path
+) -> None:
+    first = node.trainer(root)
+    data = first.stage(6, new_save_id(), state=KEPT)
+    assert first.outcome().kept
+    first.hang_up()
+    again = node.trainer(root)
+    (offer,) = again.take()
+    assert (offer.iteration, again.bytes_in(offer.slot)) == (6, data)
+    assert offer.digests is not None
+    # Training goes on: to memory, to storage, from one slab.
+    again.client.adopt(offer.save_id, 6)
+    assert again.keep(7).kept
+    assert again.save(8).error is None
+    assert offered(again) == [(8, True), (7, False)]
+    assert iterations_in(root) == [8]
+
+
+def test_a_rank_is_told_what_its_agent_has_committed_and_has_gone_back_from(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(4).error is None
+    assert trainer.keep(5).kept
+    assert trainer.keep(6).kept
+    assert [offer.committed for offer in trainer.take()] == [4, 4]
+    trainer.client.adopt(None, 2)
+    assert trainer.keep(3).kept
+    assert [(offer.iteration, offer.committed) for offer in trainer.take()] == [(3, 2)]
+
+
+def test_durable_saves_go_on_between_those_to_memory_while_one_is_being_written(
+    node: Node, root: Path
+) -> None:
+    """Storage hangs over two memory intervals: memory holds the newest all the time."""
+    trainer = node.trainer(root)
+    slow = new_save_id()
+    with held_back(root / names.iteration_dir(4) / names.shard_name(0, slow)) as let_go:
+        trainer.stage(4, slow)
+        assert trainer.keep(6).kept
+        assert [it for it, _ in offered(trainer)] == [6, 4]
+        # The one slot is being written, the other is the newest: this one waits, or is skipped.
+        assert trainer.client.acquire(8, new_save_id(), 0.2) == -1
+        assert [it for it, _ in offered(trainer)] == [6, 4]
+        let_go()
+        assert trainer.outcome().error is None
+    assert trainer.save(8).error is None
+    assert offered(trainer) == [(8, True), (6, False)]
+    assert iterations_in(root) == [4, 8]
+    assert_intact(root, 8, [trainer])
+
+
+def test_the_digests_of_what_is_in_memory_do_not_wait_for_storage(node: Node, root: Path) -> None:
+    config = node.config(persist_threads=1)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    slow = new_save_id()
+    with held_back(root / names.iteration_dir(4) / names.shard_name(0, slow)) as let_go:
+        for trainer in trainers:
+            trainer.stage(4, slow)
+        for trainer in trainers:
+            assert trainer.keep(6).kept
+            assert trainer.take()[0].digests is not None
+        let_go()
+        assert [trainer.outcome().error for trainer in trainers] == [None, None]
+
+
+def test_a_slot_that_is_overwritten_before_its_digests_were_taken_is_none_the_worse(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    for iteration in range(1, 40):
+        trainer.stage(iteration, new_save_id(), state=KEPT)
+    for iteration in range(1, 40):
+        outcome = trainer.outcome()
+        assert (outcome.iteration, outcome.kept) == (iteration, True)
+    offers = trainer.take()
+    assert [offer.iteration for offer in offers] == [39, 38]
+    for offer in offers:
+        assert trainer.bytes_in(offer.slot) == content(0, offer.iteration, trainer.layout.nbytes)
+        assert offer.digests == (chunk_digest(trainer.bytes_in(offer.slot)),)
+
+
+@settings(max_examples=100, deadline=None)
+@given(slots=st.integers(2, 3), data=st.data())
+def test_ranks_of_unequal_storage_always_share_the_checkpoint_before_the_one_being_staged(
+    slots: int, data: st.DataObject
+) -> None:
+    """Two ranks take slots for the same saves while their writes end at any time each."""
+    slabs = [Slab.create(slots, 0, 4096, "0") for _ in range(2)]
+    books = [RankSlots(slab) for slab in slabs]
+    try:
+        for iteration in range(1, 12):
+            durable = data.draw(st.booleans())
+            taken = []
+            for book in books:
+                while (index := book.acquire()) < 0:
+                    book.infos[data.draw(st.sampled_from(reading(book)))].persisting = False
+                taken.append(index)
+            held = [{slot.header.iteration for slot in complete(book)} for book in books]
+            assert iteration == 1 or iteration - 1 in held[0] & held[1]
+            for book, index in zip(books, taken, strict=True):
+                state = SlotState.STAGED if durable else KEPT
+                header = SlotHeader(state, iteration, f"{iteration:x}", 0, 0)
+                book.slab.slots[index].set_header(header)
+                book.infos[index].persisting = durable
+                for other in reading(book):
+                    book.infos[other].persisting = data.draw(st.booleans())
+    finally:
+        for slab in slabs:
+            slab.close()
+
+
+def reading(book: RankSlots) -> list[int]:
+    return [index for index, info in enumerate(book.infos) if info.persisting]
+
+
+def complete(book: RankSlots) -> list:
+    return [slot for slot in book.slab.slots if slot.header.state in COMPLETE]
+
+
+def test_what_is_in_memory_only_is_held_by_other_nodes_too(tmp_path: Path) -> None:
+    with cluster(tmp_path, (1, 1)) as made:
+        made.start("copy")
+        save_id = new_save_id()
+        for trainer in made.trainers.values():
+            trainer.stage(10, save_id, state=KEPT)
+        made.await_held(10, 1)
+        recover_lost(made, "copy", 2, 0, [save_id])
+        trainer = made.trainers[0]
+        (offer,) = trainer.take()
+        assert trainer.bytes_in(offer.slot) == content(0, 10, trainer.layout.nbytes)
+        assert trainer.slab is not None
+        assert trainer.slab.slots[offer.slot].header.state == KEPT
+        assert not made.root.exists()
+
+
+# ---------------------------------------------------------------------- when the agent leaves
+
+
+def assert_the_agent_leaves(agent: int) -> None:
+    eventually("the end of the agent", lambda: not is_alive(agent))
+
+
+def test_what_is_newest_and_only_in_memory_is_written_when_nobody_comes_back(
+    node: Node, root: Path
+) -> None:
+    config = node.config(grace_s=0.5)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    agent = trainers[0].client.agent_pid
+    for iteration, state in ((4, SlotState.STAGED), (5, KEPT), (6, KEPT)):
+        save_id = new_save_id()
+        for trainer in trainers:
+            trainer.stage(iteration, save_id, state=state)
+        assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    started = time.monotonic()
+    for trainer in trainers:
+        trainer.hang_up()
+    assert iterations_in(root) == [4]
+    assert_the_agent_leaves(agent)
+    assert time.monotonic() - started >= 0.5
+    assert iterations_in(root) == [4, 6]
+    assert_intact(root, 6, trainers)
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_a_job_that_ends_right_after_a_save_to_memory_finds_it_in_storage(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)  # the grace time is a minute
+    agent = trainer.client.agent_pid
+    assert trainer.keep(6).kept
+    trainer.hang_up(leave=True)
+    assert_the_agent_leaves(agent)
+    assert_intact(root, 6, [trainer])
+
+
+@pytest.mark.parametrize("newest", ["committed", "unwanted"])
+def test_nothing_is_written_that_is_older_than_storage_or_not_wanted(
+    node: Node, root: Path, newest: str
+) -> None:
+    config = node.config(grace_s=0.3, persist_on_leave=newest == "committed")
+    trainer = node.trainer(root, config=config)
+    agent = trainer.client.agent_pid
+    assert trainer.save(2).error is None
+    assert trainer.keep(3).kept
+    if newest == "committed":
+        assert trainer.save(4).error is None
+    trainer.hang_up()
+    assert_the_agent_leaves(agent)
+    assert iterations_in(root) == ([2, 4] if newest == "committed" else [2])
+
+
+def test_a_trainer_that_comes_back_in_the_last_moment_finds_its_memory(
+    node: Node, root: Path
+) -> None:
+    config = node.config(grace_s=0.2)
+    trainer = node.trainer(root, config=config)
+    agent, save_id = trainer.client.agent_pid, new_save_id()
+    with held_back(root / names.iteration_dir(6) / names.shard_name(0, save_id)) as let_go:
+        data = trainer.stage(6, save_id, state=KEPT)
+        assert trainer.outcome().kept
+        assert trainer.slab is not None
+        (slot,) = (slot for slot in trainer.slab.slots if slot.header.state == KEPT)
+        trainer.client.close()
+        eventually("the write", lambda: slot.header.state == SlotState.STAGED)
+        again = node.trainer(root, config=config)
+        assert again.client.agent_pid == agent
+        (offer,) = again.take()
+        assert again.bytes_in(offer.slot) == data
+        again.client.adopt(offer.save_id, 6)
+        let_go()
+        eventually("the commit", (root / names.TRACKER).exists)
+    assert again.keep(7).kept
+    again.hang_up()
+    assert_the_agent_leaves(agent)
+    assert read_rank(stored(root, 7), again) == content(0, 7, again.layout.nbytes)
+
+
+def test_agents_of_two_nodes_write_what_all_ranks_have_though_one_has_more(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    """Rank 1 died while it copied iteration 7: its node cannot know that 6 is what is left."""
+    nodes = (node, other_node)
+    trainers = [
+        each.trainer(root, rank, 2, config=each.config(grace_s=0.5, commit_timeout_s=2.0))
+        for rank, each in enumerate(nodes)
+    ]
+    six, seven = new_save_id(), new_save_id()
+    for trainer in trainers:
+        trainer.stage(6, six, state=KEPT)
+        assert trainer.outcome().kept
+    trainers[0].stage(7, seven, state=KEPT)
+    assert trainers[0].outcome().kept
+    assert trainers[1].begin(7, seven) is not None
+    agents = [trainer.client.agent_pid for trainer in trainers]
+    for trainer in trainers:
+        trainer.hang_up()
+    for agent in agents:
+        assert_the_agent_leaves(agent)
+    assert_intact(root, 6, trainers)
+    assert not list((root / names.iteration_dir(7)).glob("*.safetensors"))

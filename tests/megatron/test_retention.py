@@ -1,0 +1,38 @@
+"""Retention on real Megatron: the best checkpoint by the validation loss that Megatron computes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.retention import committed
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.megatron.jobs import run_job, succeeded
+
+
+def test_the_best_by_megatrons_validation_loss_stays_beside_the_newest(tmp_path: Path) -> None:
+    """The loss is known to the last pipeline stage alone, and rank 0 is not on it."""
+    save = tmp_path / "save"
+    result = succeeded(
+        run_job(
+            tmp_path,
+            "best",
+            [
+                *("--num-layers", "2", "--bf16", "--pipeline-model-parallel-size", "2"),
+                *("--train-iters", "8", "--save", str(save), "--save-interval", "2"),
+                *("--eval-interval", "2", "--eval-iters", "1", "--lr", "1.0"),
+            ],
+            ranks=2,
+            env={"FLASHCKPT_RETENTION__BEST": "{metric: lm loss validation, keep: 2}"},
+        )
+    )
+    said = re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", result.log)
+    losses = {int(iteration): float(loss) for iteration, loss in said}
+    assert sorted(losses) == [2, 4, 6, 8]
+    best = sorted(losses, key=lambda iteration: losses[iteration])[:2]
+    found = committed(PosixStorage(save), [path.name for path in save.iterdir()])
+    assert sorted(it.iteration for it in found) == sorted({*best, 8})
+    for it in found:
+        assert it.metrics == {"lm loss validation": pytest.approx(losses[it.iteration], rel=1e-5)}
