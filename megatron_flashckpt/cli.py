@@ -1,8 +1,8 @@
-"""The command line: look at a save directory, verify it, convert it, check the configuration.
+"""The command line: look at a save directory, verify, prune, convert it, check the configuration.
 
-Needs no GPU, and nothing but `convert` needs torch or writes anything. Results go to stdout, errors
-as one line to stderr. Exit status: 0 all is well; 1 damage was found, or what was asked for is not
-there; 2 wrong usage or configuration.
+Needs no GPU; `convert` alone needs torch, and `convert` and `prune` alone change anything. Results
+go to stdout, errors as one line to stderr. Exit status: 0 all is well; 1 damage was found, or what
+was asked for is not there or could not be done; 2 wrong usage or configuration.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt import __version__, inspection
-from megatron_flashckpt.agent.retention import committed, why_kept
+from megatron_flashckpt.agent.retention import committed, retire, superfluous, why_kept
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import (
     add_row,
@@ -83,6 +83,14 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--iteration", type=_iteration, metavar="N", help=chosen)
     which.add_argument("--all", action="store_true", help="all committed checkpoints of DIR")
     check.set_defaults(run=_verify)
+
+    prune = commands.add_parser(
+        "prune",
+        parents=[directory],
+        help="remove the checkpoints that no rule of the setting 'retention' keeps",
+    )
+    prune.add_argument("--dry-run", action="store_true", help="say which, and remove nothing")
+    prune.set_defaults(run=_prune)
 
     convert.add_parser(commands, _iteration)
 
@@ -238,6 +246,31 @@ def _verify(args: argparse.Namespace, out: Console) -> int:
         say(out, f"{name}: {verdict}{read}")
         intact = intact and not damages
     return 0 if intact else 1
+
+
+def _prune(args: argparse.Namespace, out: Console) -> int:
+    storage, rules = _storage(args.directory), load_config().retention
+    if rules == Retention():
+        raise ConfigError(
+            "'retention' has no rule, so every checkpoint is kept; set one in the file that "
+            "FLASHCKPT_CONFIG names, or e.g. FLASHCKPT_RETENTION__LATEST=3"
+        )
+    which = {
+        "retain_interval": None,
+        "tracked": inspection.tracked_iteration(storage),
+        "previous": None,
+    }
+    doomed = [commit.iteration for commit in superfluous(storage, rules, **which)]
+    if not args.dry_run:
+        retire(storage, rules, **which)
+    left = [commit.iteration for commit in superfluous(storage, rules, **which)]
+    for iteration in doomed:
+        removed = "would be removed" if args.dry_run else "removed"
+        stays = iteration in left and not args.dry_run
+        say(out, f"{iteration_dir(iteration)}: {'cannot be removed' if stays else removed}")
+    if not doomed:
+        say(out, f"{args.directory}: every checkpoint is kept by a rule")
+    return 1 if left and not args.dry_run else 0
 
 
 def _config_check(args: argparse.Namespace, out: Console) -> int:

@@ -210,6 +210,41 @@ def test_ls_of_an_empty_directory_is_no_error(run: Run, save: Path) -> None:
     assert (ran.status, ran.lines) == (0, [f"{save}: holds no checkpoints"])
 
 
+# ---------------------------------------------------------------------- prune
+
+
+def test_prune_removes_what_no_rule_keeps_and_a_dry_run_only_says_so(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 15, 20):
+        make(save, iteration)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "10")
+    before = snapshot(save)
+    dry = run("prune", save, "--dry-run")
+    assert (dry.status, dry.out) == (0, "iter_0000015: would be removed\n")
+    assert snapshot(save) == before
+    ran = run("prune", save)
+    assert (ran.status, ran.out) == (0, "iter_0000015: removed\n")
+    assert sorted(path.name for path in save.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+    assert run("prune", save).out == f"{save}: every checkpoint is kept by a rule\n"
+
+
+def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:
+    make(save, 10)
+    only_line(run("prune", save), r"'retention' has no rule, .*FLASHCKPT_RETENTION__LATEST=3", 2)
+
+
+def test_prune_without_a_tracker_removes_nothing(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    (save / TRACKER).unlink()
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    assert run("prune", save).status == 0
+    assert (save / "iter_0000010/manifest.json").exists()
+
+
 # ---------------------------------------------------------------------- inspect
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt.config import FILE_VARIABLE, Config, Replicated, load_config
+from megatron_flashckpt.config import (
+    FILE_VARIABLE,
+    Best,
+    Config,
+    Replicated,
+    Retention,
+    load_config,
+)
 from megatron_flashckpt.errors import ConfigError, FlashCkptError
 
 
@@ -248,3 +255,32 @@ def test_a_config_error_is_a_value_error_of_ours():
     with pytest.raises(ValueError, match="unknown setting") as caught:
         load_config(environ={"FLASHCKPT_X": "1"})
     assert isinstance(caught.value, FlashCkptError)
+
+
+def test_rules_of_retention_come_from_a_file_or_from_variables(write):
+    rules = Retention(latest=3, best=Best(metric="lm loss validation", keep=2, mode="max"))
+    text = "retention: {latest: 3, best: {metric: lm loss validation, keep: 2, mode: max}}"
+    assert load_config(write(text), {}).retention == rules
+    environ = {
+        "FLASHCKPT_RETENTION__LATEST": "3",
+        "FLASHCKPT_RETENTION__BEST": "{metric: lm loss validation, keep: 2, mode: max}",
+    }
+    assert load_config(environ=environ).retention == rules
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{latest: 0}", "latest must be at least 1, got 0"),
+        ("{every: 0}", "every must be at least 1, got 0"),
+        ("{max_age_hours: -1}", "max_age_hours must be at least 0, got -1"),
+        ("{best: {metric: x, keep: 0}}", "keep must be at least 1, got 0"),
+        ("{best: {keep: 1}}", "missing required field `metric`"),
+        ("{best: {metric: x, mode: lowest}}", "Invalid enum value 'lowest'"),
+        ("{best: {metric: x, kep: 1}}", "unknown field `kep`"),
+        ("{newest: 1}", "unknown setting retention.newest"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(write, text, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(write(f"retention: {text}"), {})

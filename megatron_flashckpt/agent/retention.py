@@ -102,8 +102,23 @@ def retire(
     for name in storage.list(""):
         if (removed := names.parse_removal_name(name)) and storage.kind(name) == "file":
             _attempt(storage, "finish removing", *removed, _clear)
+    for commit in superfluous(
+        storage, rules, retain_interval=retain_interval, tracked=tracked, previous=previous
+    ):
+        _attempt(storage, "remove", commit.iteration, commit.save_id, _remove)
+
+
+def superfluous(
+    storage: Storage,
+    rules: Retention,
+    *,
+    retain_interval: int | None,
+    tracked: int | None,
+    previous: int | None,
+) -> list[CommitFacts]:
+    """Return the checkpoints that no rule keeps; none if there are no rules, or no tracker."""
     if tracked is None or (rules == Retention() and retain_interval is None):
-        return
+        return []
     if rules == Retention():
         # The one that Megatron looks at; no need to read the others.
         commits = committed(storage, [] if previous is None else [names.iteration_dir(previous)])
@@ -123,9 +138,7 @@ def retire(
             "removed; report it with megatron_flashckpt.report_metric",
             rules.best.metric,
         )
-    for commit in commits:
-        if not reasons[commit.iteration]:
-            _attempt(storage, "remove", commit.iteration, commit.save_id, _remove)
+    return [commit for commit in commits if not reasons[commit.iteration]]
 
 
 def committed(storage: Storage, directories: Iterable[str]) -> list[CommitFacts]:
