@@ -11,6 +11,7 @@ checkpoint may look like a whole one, the next saves must work, and nothing may 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,8 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep what failed cells left, in this directory")
     parser.add_argument("--list", action="store_true", help="only list the cells")
     arguments = parser.parse_args()
+    # Like Ctrl-C: the cells that are running come to their end, and leave no process behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return run(**vars(arguments))
 
 
