@@ -145,6 +145,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on_failure: Literal["warn", "raise"] = "warn"
     """A save that failed in the background: log an error on every rank, or stop training."""
 
+    failures_in_a_row: int | None = None
+    """With `on_failure: warn`: stop training all the same when so many saves have failed one after
+    the other; `None`: never."""
+
     drain_timeout_s: float = 1800.0
     """Longest wait at exit for the last save to be committed."""
 
@@ -185,6 +189,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         _require_at_least(
             ("slots", self.slots, 2),
+            ("failures_in_a_row", self.failures_in_a_row or 1, 1),
             ("redundancy_group", self.redundancy_group, 2),
             ("memory_interval", self.memory_interval, 1),
             ("read_threads", self.read_threads, 1),

@@ -27,6 +27,19 @@ logger = logging.getLogger(__name__)
 class _Open:
     checkpointer: Checkpointer
     announced: dict[int, around.AnnouncedSave] = dataclasses.field(default_factory=dict)
+    failures_in_a_row: int = 0
+
+    def why_stop(self, failed: Outcome, config: Config) -> str | None:
+        """Return why training must stop after a failed save; None: it goes on."""
+        if config.on_failure == "raise":
+            return failed.error
+        allowed = config.failures_in_a_row
+        if allowed is None or self.failures_in_a_row < allowed:
+            return None
+        return (
+            f"{self.failures_in_a_row} saves in a row have failed, and 'failures_in_a_row' is "
+            f"{allowed}; the last one, iteration {failed.iteration}: {failed.error}"
+        )
 
 
 class Session:
@@ -52,14 +65,19 @@ class Session:
         """Report what became of the saves; with `blocking`, of all of them.
 
         Raises:
-            SaveFailedError: a save failed and `on_failure` is `raise`.
+            SaveFailedError: a save failed and `on_failure` is `raise`, or `failures_in_a_row` did.
         """
         failures = []
         for each in self._open.values():
             outcomes = each.checkpointer.wait() if blocking else each.checkpointer.poll()
-            failures += [o for o in outcomes if not self._report(each, o)]
-        if failures and self.config.on_failure == "raise":
-            raise SaveFailedError("; ".join(str(outcome.error) for outcome in failures))
+            for outcome in outcomes:
+                if self._report(each, outcome):
+                    each.failures_in_a_row = 0
+                else:
+                    each.failures_in_a_row += 1
+                    failures.append(each.why_stop(outcome, self.config))
+        if reasons := [reason for reason in failures if reason]:
+            raise SaveFailedError("; ".join(reasons))
 
     def _report(self, each: _Open, outcome: Outcome) -> bool:
         """Log one outcome; return whether it is a success."""

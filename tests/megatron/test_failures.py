@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,18 @@ MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 RANKS = 2
 
 
-def failing_save(tmp_path: Path, **kwargs: object) -> Result:
-    """Train while a file stands where the directory of iteration 2 should be."""
+def failing_save(
+    tmp_path: Path, *, iterations: tuple[int, ...] = (2,), train_iters: int = 6, **kwargs: Any
+) -> Result:
+    """Train while files stand where the directories of these iterations should be."""
     save = tmp_path / "save"
     save.mkdir()
-    (save / "iter_0000002").write_text("in the way")
+    for iteration in iterations:
+        (save / f"iter_{iteration:07d}").write_text("in the way")
     return run_job(
         tmp_path,
         "failing",
-        [*MODEL, "--train-iters", "6", "--save", str(save), "--save-interval", "2"],
+        [*MODEL, "--train-iters", str(train_iters), "--save", str(save), "--save-interval", "2"],
         ranks=RANKS,
         **kwargs,
     )
@@ -44,6 +48,19 @@ def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "SaveFailedError" in result.log
     assert max(result.losses()) < 6
+
+
+def test_training_stops_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
+    """Saves at 2, 6 and 8 fail and that at 4 does not: only at 8 there are two in a row."""
+    env = {"FLASHCKPT_FAILURES_IN_A_ROW": "2"}
+    result = failing_save(tmp_path, iterations=(2, 6, 8), train_iters=12, env=env)
+    assert result.returncode != 0
+    assert (
+        "SaveFailedError: 2 saves in a row have failed, and 'failures_in_a_row' is 2; the last"
+        in (result.log)
+    )
+    assert 8 <= max(result.losses()) < 12
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "4"
 
 
 @pytest.fixture(scope="module")
