@@ -8,6 +8,8 @@ Environment:
     SIGNALS       `NAME:WHOM:ITERATION ...`: signals sent in the forward of that iteration, in the
                   first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
                   to the `job` (torchrun and all ranks)
+    MEASURE       trace what this process and the agent use, once per iteration
+    LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
@@ -17,6 +19,7 @@ storage; the plan counters at the end.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -152,6 +155,40 @@ def await_kill_once() -> None:
         time.sleep(0.02)
 
 
+def measuring_step(forward_step: Any) -> Any:
+    nbytes, _, start = os.environ.get("LEAK", "").partition(":")
+    leaked: list[bytes] = []
+
+    def wrapper(batches: Any, model: Any) -> Any:
+        from megatron_flashckpt.session import session
+
+        for each in session._open.values():
+            client = each.checkpointer.link.current
+            if client is not None:
+                used = {"trainer": resources(os.getpid()), "agent": resources(client.agent_pid)}
+                trace(event="resources", iteration=iteration(), **used)
+        if nbytes and iteration() >= int(start):
+            leaked.append(os.urandom(int(nbytes)))
+        return forward_step(batches, model)
+
+    return wrapper
+
+
+def resources(pid: int) -> dict[str, int]:
+    """Return what a process uses: bytes of its own, descriptors, memfds and threads."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    files = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            files.append(os.readlink(path))
+    return {
+        "nbytes": 1024 * int(status.partition("RssAnon:")[2].split()[0]),
+        "files": len(files),
+        "memfds": sum("memfd:" in name for name in files),
+        "threads": len(os.listdir(f"/proc/{pid}/task")),
+    }
+
+
 def send(name: str, whom: str) -> None:
     """Send a signal; rank 0 does it, but for those that each rank sends itself."""
     number = signal.Signals[f"SIG{name}"]
@@ -223,10 +260,11 @@ if __name__ == "__main__":
         return finalize(*args, **kwargs)
 
     training.maybe_finalize_async_save = finalize_and_count
+    step = killing_step(tiny.forward_step)
     training.pretrain(
         tiny.datasets_provider,
         tiny.model_provider,
         tiny.ModelType.encoder_or_decoder,
-        killing_step(tiny.forward_step),
+        measuring_step(step) if os.environ.get("MEASURE") else step,
         args_defaults={"tokenizer_type": "NullTokenizer"},
     )

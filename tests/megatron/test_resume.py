@@ -112,6 +112,14 @@ def test_restart_from_memory_is_bit_exact(jobs: Jobs) -> None:
     assert differing(whole, resumed) == []
 
 
+def test_a_restart_from_memory_reads_nothing_from_storage(jobs: Jobs) -> None:
+    def read(result: Result, attempt: int) -> list[int]:
+        return [event["read_nbytes"] for event in result.named("load", attempt)]
+
+    assert read(jobs.b, attempt=1) == [0] * 4
+    assert all(read(jobs.c, attempt=0)), "from storage all ranks read"
+
+
 def test_no_save_communicates(jobs: Jobs) -> None:
     saves = jobs.a.named("save") + jobs.b.named("save") + jobs.c.named("save")
     assert len(saves) == 4 * (2 + 2 + 1)

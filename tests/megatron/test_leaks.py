@@ -1,0 +1,56 @@
+"""200 saves of a real Megatron rank: it and the agent use as much as before them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.megatron.jobs import run_job, succeeded
+
+#: The first saves allocate what is kept for good.
+WARM, SAVES, LEAKY = 30, 230, 300
+#: Bytes per save that count as a leak, and the leak that is made to see one.
+TOLERATED, MADE = 2048, 16384
+Used = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
+    """What trainer and agent used, by iteration; from `SAVES` on, the trainer leaks on purpose."""
+    where = tmp_path_factory.mktemp("leaks")
+    arguments = [
+        *("--num-layers", "1", "--bf16", "--use-distributed-optimizer", "--log-interval", "100"),
+        *("--global-batch-size", "2", "--save-interval", "1", "--save-retain-interval", "1000"),
+        *("--train-iters", str(LEAKY), "--save", str(where / "save")),
+    ]
+    env = {"MEASURE": "1", "LEAK": f"{MADE}:{SAVES}"}
+    job = succeeded(run_job(where, "leaks", arguments, ranks=1, env=env))
+    events = sorted(job.named("resources"), key=lambda event: event["iteration"])
+    assert [event["iteration"] for event in events] == list(range(2, LEAKY + 1))
+    return {
+        who: {what: np.array([event[who][what] for event in events]) for what in events[0][who]}
+        for who in ("trainer", "agent")
+    }
+
+
+def slope(values: np.ndarray) -> float:
+    """Return the growth per save, as most pairs of the samples have it (Theil and Sen)."""
+    first, second = np.triu_indices(len(values), len(values) // 4)
+    return float(np.median((values[second] - values[first]) / (second - first)))
+
+
+@pytest.mark.parametrize("who", ["trainer", "agent"])
+def test_200_saves_leave_no_memory_descriptor_memfd_or_thread(
+    used: dict[str, Used], who: str
+) -> None:
+    flat = {what: values[WARM:SAVES] for what, values in used[who].items()}
+    growth = slope(flat["nbytes"])
+    print(f"{who}: {growth:.0f} bytes per save, {flat['nbytes'][-1] / 2**20:.0f} MiB of its own")
+    assert growth < TOLERATED
+    for what in ("files", "memfds", "threads"):
+        assert flat[what].max() <= used[who][what][:WARM].max(), what
+        print(f"{who}: {flat[what][-1]} {what}")
+
+
+def test_a_leak_would_be_seen(used: dict[str, Used]) -> None:
+    assert slope(used["trainer"]["nbytes"][SAVES:]) > MADE / 2 > 2 * TOLERATED
