@@ -48,6 +48,9 @@ _TICK_S = 0.2
 #: Longest wait of an agent that leaves for the removal of what earlier crashes left.
 _TIDY_S = 10.0
 _BACKLOG = 128
+#: Saves of a rank that may wait for their commit at a time: more would pile up without end where
+#: storage commits more slowly than the saves come.
+_UNCOMMITTED = 8
 #: Seconds beyond the commit timeout after which a save is given up without a word from storage.
 _HUNG_S = 3.0
 _COMMIT_POLL_S = (0.02, 1.0)
@@ -411,7 +414,7 @@ class Agent:
         if rank.slots is None:
             raise AgentError("a slot was asked for before a slab was attached")
         deadline = time.monotonic() + wait_s
-        while (index := rank.slots.acquire()) < 0:
+        while len(rank.awaited) >= _UNCOMMITTED or (index := rank.slots.acquire()) < 0:
             hung_s = rank.slots.busy_for()
             if hung_s > self._options.commit_timeout_s:
                 # Nothing that could be waited for: these saves have been given up.

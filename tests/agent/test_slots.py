@@ -15,7 +15,7 @@ from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
-from tests.agent.trainer import content, held_back, new_save_id
+from tests.agent.trainer import PATIENCE_S, content, held_back, new_save_id
 
 
 def test_the_newest_complete_checkpoint_is_never_overwritten_while_the_other_slot_is_free(
@@ -212,3 +212,17 @@ def test_a_slab_that_outlived_its_agent_keeps_its_newest_checkpoint_longest(newe
         assert slots.acquire() == 1 - newest
     finally:
         slab.close()
+
+
+def test_saves_that_wait_for_their_commit_do_not_pile_up(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    """Their slots are free when they are persisted: without a limit there is no end to them."""
+    here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
+    save_ids = [new_save_id() for _ in range(8)]
+    for iteration, save_id in enumerate(save_ids, 1):
+        here.stage(iteration, save_id)
+    assert here.begin(9, new_save_id(), 0.2) is None
+    there.stage(1, save_ids[0])
+    assert here.outcome().save_id == save_ids[0]
+    assert here.begin(9, new_save_id(), PATIENCE_S) is not None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import signal
@@ -158,10 +159,17 @@ def await_kill_once() -> None:
 def measuring_step(forward_step: Any) -> Any:
     nbytes, _, start = os.environ.get("LEAK", "").partition(":")
     leaked: list[bytes] = []
+    frozen = False
 
     def wrapper(batches: Any, model: Any) -> Any:
         from megatron_flashckpt.session import session
 
+        # What is garbage must not look like growth; what was there before need not be looked at.
+        nonlocal frozen
+        if not frozen:
+            gc.freeze()
+            frozen = True
+        gc.collect()
         for each in session._open.values():
             client = each.checkpointer.link.current
             if client is not None:

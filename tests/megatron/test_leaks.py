@@ -7,10 +7,10 @@ import pytest
 
 from tests.megatron.jobs import run_job, succeeded
 
-#: The first saves allocate what is kept for good.
-WARM, SAVES, LEAKY = 30, 230, 300
+#: By the first what is kept for good is there; after the second the trainer leaks on purpose.
+WARM, SAVES, LEAKY = 150, 350, 400
 #: Bytes per save that count as a leak, and the leak that is made to see one.
-TOLERATED, MADE = 2048, 16384
+TOLERATED, MADE = 4096, 16384
 Used = dict[str, np.ndarray]
 
 
@@ -48,9 +48,9 @@ def test_200_saves_leave_no_memory_descriptor_memfd_or_thread(
     print(f"{who}: {growth:.0f} bytes per save, {flat['nbytes'][-1] / 2**20:.0f} MiB of its own")
     assert growth < TOLERATED
     for what in ("files", "memfds", "threads"):
-        assert flat[what].max() <= used[who][what][:WARM].max(), what
-        print(f"{who}: {flat[what][-1]} {what}")
+        print(f"{who}: {flat[what][-1]} {what}, {slope(flat[what])} more per save")
+        assert slope(flat[what]) < 0.01, what
 
 
 def test_a_leak_would_be_seen(used: dict[str, Used]) -> None:
-    assert slope(used["trainer"]["nbytes"][SAVES:]) > MADE / 2 > 2 * TOLERATED
+    assert slope(used["trainer"]["nbytes"][SAVES:]) > MADE / 2 > TOLERATED
