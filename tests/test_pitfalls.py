@@ -1,0 +1,62 @@
+"""`PITFALLS.md` names tests that exist; and the lines of it that are held here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import megatron_flashckpt
+
+TESTS = Path(__file__).parent
+TABLE = TESTS / "PITFALLS.md"
+PACKAGE = Path(megatron_flashckpt.__file__).parent
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if row[1] not in ("held by", "---")]
+
+
+def functions(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_the_table_names_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", TABLE.read_text())
+    assert len(named) > 80
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not (TESTS / file).exists() or name not in functions(TESTS / file)
+    ]
+    assert missing == []
+
+
+def test_every_line_of_the_table_has_an_answer() -> None:
+    assert len(rows()) > 50
+    unanswered = [
+        report
+        for report, held in rows()
+        if not ("::" in held or "By design:" in held or "Open" in held or held == "the same")
+    ]
+    assert unanswered == []
+
+
+def test_nothing_forks_but_the_agent_before_its_first_thread() -> None:
+    """No process is forked from a trainer, with its threads and its CUDA context."""
+    forking = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if isinstance(node, ast.Attribute) and node.attr in ("fork", "forkpty", "preexec_fn"):
+                names = ["os.fork"]
+            if isinstance(node, ast.keyword) and node.arg == "preexec_fn":
+                names = ["os.fork"]
+            if any(name.split(".")[0] == "multiprocessing" or name == "os.fork" for name in names):
+                forking.append(str(path.relative_to(PACKAGE)))
+    assert forking == ["agent/__main__.py"]
