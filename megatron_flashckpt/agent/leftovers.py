@@ -1,12 +1,12 @@
 """What crashes leave in a save directory: files of saves that nobody will complete any more.
 
 An agent cleans up after itself. What it could not, because it was killed, the agent that holds rank
-0 removes, which alone commits: when a job goes on from a checkpoint, and after every commit.
+0 removes, which alone commits: when a job goes on from a checkpoint, and after commits.
 
 A directory without a manifest is half a save, and no load looks at it. It is dead if the committing
 agent does not know of that save: always when a job goes on, for then no rank is saving; later only
-if it is not newer than what was just committed. Names carry the id of their save, so whatever is
-saved meanwhile cannot be hit.
+if it is not newer than the last but one that was committed. Names carry the id of their save, so
+whatever is saved meanwhile cannot be hit.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Sweeper:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._clean: set[int] = set()
+        self._committed: int | None = None
         self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
 
     @property
@@ -86,13 +87,17 @@ class Sweeper:
         except queue.Empty:
             logger.warning("storage is slow: what crashes left is removed after the next commit")
 
-    def look(self, is_pending: Callable[[int], bool], until: int) -> None:
-        """Note what is left of dead saves up to iteration `until`.
+    def look(self, is_pending: Callable[[int], bool], committed: int) -> None:
+        """Note, once `committed` is, what is left of dead saves up to the one committed before.
+
+        Not of later ones: agents of other nodes may not have read yet why those failed.
 
         Args:
             is_pending: whether a save of an iteration is under way here.
         """
-        self._found.put(self._find(is_pending, until))
+        until, self._committed = self._committed, committed
+        if until is not None:
+            self._found.put(self._find(is_pending, until))
 
     def _find(self, is_pending: Callable[[int], bool], until: int | None) -> Leftovers:
         found = Leftovers()
