@@ -112,8 +112,9 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     """Fill model, optimizer and side state; takes what Megatron's own `load_checkpoint` takes.
 
     All ranks call it together. The newest checkpoint that all ranks still have in host memory is
-    used, else the one in storage that Megatron's tracker (or `--ckpt-step`) names. A directory in
-    one of Megatron's own formats goes to Megatron's own loader.
+    used, else the one in storage that Megatron's tracker (or `--ckpt-step`) names, else (if that is
+    damaged and `damaged` is `fall_back`) the newest older one that is not. A directory in one of
+    Megatron's own formats goes to Megatron's own loader.
 
     Returns:
         `(iteration, floating point operations so far)`; `(0, 0)` if there is nothing to load.

@@ -41,8 +41,9 @@ _SIZES = {
 #: Ranks named in a message.
 _SHOWN = 8
 _MAX_RANKS = 1 << 20
-#: More than a tracker has.
+#: More than a tracker has, or a note; of a file that claims to be longer this much is read.
 _TRACKER_NBYTES = 4096
+_NOTE_NBYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +198,8 @@ def megatron_format(storage: Storage, directory: str) -> str | None:
         return "torch"
     if "metadata.json" in present:
         try:
-            said = msgspec.json.decode(storage.read(f"{directory}/metadata.json"))
+            encoded = storage.read(f"{directory}/metadata.json", 0, _NOTE_NBYTES)
+            said = msgspec.json.decode(encoded)
         except (msgspec.DecodeError, RecursionError):
             said = None
         return str(said.get("sharded_backend", "?")) if isinstance(said, dict) else "?"
@@ -220,7 +222,8 @@ def _uncommitted(
         nbytes += sum(storage.size(f"{directory}/{name}") for name in shards)
         failed = [name for name in ours if name.endswith(".failed")]
         if failed:
-            said = storage.read(f"{directory}/{failed[0]}").decode(errors="replace")
+            note = storage.read(f"{directory}/{failed[0]}", 0, _NOTE_NBYTES)
+            said = note.decode(errors="replace")
             remarks.append(f"the save failed: {said}")
             continue
         ranks = _world_size(storage, directory, shards)

@@ -135,7 +135,7 @@ def load_from_memory(
         FlashCkptError: on every rank alike; nothing was overwritten.
     """
     offer = found_there.offer
-    meta, own = together(lambda: _verified(found_there, rank))
+    meta, own = together(lambda: verified_slot(found_there, rank))
     place = f"the memory of iteration {offer.iteration}"
     layouts = gather_objects(
         msgspec.msgpack.encode((meta.rank, meta.template.items, meta.placement, meta.coordinates))
@@ -233,7 +233,7 @@ def _load(
     plan = plan_load(request, state, found, rank)
     if request.fill and request.optimizer is not None:
         together(lambda: hyper_parameters.check(request.optimizer, side.optimizer))
-    together(lambda: _refuse_mixture(request, plan, found.place))
+    together(lambda: refuse_mixture(request, plan, found.place))
     request.overwritten.update(plan.names)
     reach("load.planned")
     plan.zero_padding()
@@ -242,7 +242,7 @@ def _load(
     return Loaded(origin, said, side, report)
 
 
-def _refuse_mixture(request: LoadRequest, plan: LoadPlan, place: str) -> None:
+def refuse_mixture(request: LoadRequest, plan: LoadPlan, place: str) -> None:
     """Raise if something of a damaged checkpoint, loaded in part before, would stay."""
     stay = sorted(f"{kind}/{key}" for kind, key in request.overwritten - plan.names)
     if stay:
@@ -261,7 +261,7 @@ class _Summary(msgspec.Struct, array_like=True):
     coordinates: Coordinates
 
 
-def _verified(found_there: InMemory, rank: int) -> tuple[SlotMeta, torch.Tensor]:
+def verified_slot(found_there: InMemory, rank: int) -> tuple[SlotMeta, torch.Tensor]:
     """Return the description and the data (flat uint8) of this rank's slot.
 
     The digests were taken when the agent read the slot; one that has not come to that has none.

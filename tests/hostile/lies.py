@@ -85,6 +85,20 @@ def flip_one(scene: Scene, dice: random.Random) -> None:
     rewrite(dice.choice(scene.files()), lambda content: flip_bits(content, dice, 1))
 
 
+def flip_table(scene: Scene, dice: random.Random) -> None:
+    """One bit of the manifest or of a header: where what is not read back would be overlooked."""
+    if dice.random() < 0.5:
+        rewrite(scene.newest.manifest, lambda content: flip_bits(content, dice, 1))
+        return
+
+    def change(content: bytearray) -> None:
+        header = content[: 8 + int.from_bytes(content[:8], "little")]
+        flip_bits(header, dice, 1)
+        content[: len(header)] = header
+
+    rewrite(scene.newest.shard(dice.randrange(4)), change)
+
+
 def zeros(scene: Scene, dice: random.Random) -> None:
     def change(content: bytearray) -> None:
         start = dice.randrange(len(content))
@@ -228,6 +242,7 @@ def bystanders(scene: Scene, dice: random.Random) -> None:
     ):
         if dice.random() < 0.7:
             (directory / name).write_bytes(dice.randbytes(50))
+            os.truncate(directory / name, dice.choice([50, 0, 2**40]))
         else:
             (directory / name).mkdir()
     for name in ("iter_9", "iter_0000030", "iter_00000000000000000020"):
@@ -399,6 +414,7 @@ PLAIN: list[Tell] = [
     truncate,
     flip,
     flip_one,
+    *[flip_table] * 4,
     zeros,
     append,
     garbage,

@@ -24,13 +24,18 @@ import torch
 import xxhash
 
 from megatron_flashckpt.agent.commit import forget, outcome_of
+from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.inspection import open_checkpoint
 from megatron_flashckpt.layout.manifest import common_name, failure_name, record_name
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.loading import InMemory, verified_slot
 from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
 from megatron_flashckpt.recovery import Candidates, named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify
@@ -232,6 +237,9 @@ def test_what_lies_about_is_of_no_consequence(copies: Copies) -> None:
         assert iteration == 20
         assert is_exact(found, 20)
         assert damages(scene) == []
+        assert main(["ls", str(scene.root)]) == 0
+        scene.newest.manifest.unlink()  # now it is looked at what these tell of an attempt
+        assert main(["ls", str(scene.root)]) == 0
 
     run_seeds(copies, [lies.bystanders], range(SEEDS // 20), check)
 
@@ -375,3 +383,50 @@ def test_a_lie_about_a_save_fails_it_or_is_replaced_by_it(
     run_seeds(copies, [tell], range(SEEDS // 10), check)
     assert outcomes[False]
     assert outcomes[True] or tell is record_lie
+
+
+# ---------------------------------------------------------------- host memory
+
+
+def test_a_slot_with_any_bit_flipped_is_refused(tmp_path: Path) -> None:
+    """Only what no digest covers may differ: the rest of the header's page, and of the capacity."""
+    pending = stage(tmp_path, 30, SAVE_30, RANKS)
+    meta = msgspec.msgpack.encode(pending.metas[0])
+    data = b"".join(each.numpy().tobytes() for each in expected(RANKS[0], 30))
+    digests = tuple(
+        chunk_digest(data[start : start + CHUNK_NBYTES])
+        for start in range(0, len(data), CHUNK_NBYTES)
+    )
+    slab = Slab.create(1, len(meta), len(data), "0")
+    (slot,) = slab.slots
+    slot.set_header(SlotHeader(SlotState.DURABLE, 30, SAVE_30, len(meta), len(data)))
+    slot.set_meta(meta)
+    with slot.data() as target:
+        target[:] = data
+    offer = Offer(0, 30, SAVE_30, True, digests)
+    begin = slab.geometry.slot_offset(0)
+    good = bytes(slab.memory[begin:])
+    for seed in range(SEEDS // 2):
+        dice = random.Random(seed)
+        low, high = dice.choice(
+            [
+                (0, 96),
+                (0, PAGE),
+                (slab.geometry.meta_offset(0) - begin, slab.geometry.meta_offset(0) - begin + 900),
+                (slot.data_offset - begin, slot.data_offset - begin + len(data)),
+            ]
+        )
+        changed = bytearray(good[low:high])
+        lies.flip_bits(changed, dice)
+        slab.memory[begin + low : begin + high] = bytes(changed)
+        try:
+            found, own = verified_slot(InMemory(slab, offer, True), 0)
+        except FlashCkptError:
+            pass
+        else:
+            assert found == pending.metas[0], f"seed {seed}"
+            assert own.numpy().tobytes() == data, f"seed {seed}"
+            assert low == 0, f"seed {seed}: a lie about what is covered passed"
+        slab.memory[begin + low : begin + high] = good[low:high]
+    del own
+    slab.close()

@@ -311,6 +311,19 @@ def test_a_pickle_bomb_is_corrupt_and_does_not_go_off(tmp_path, bomb, write, wra
     assert not made.exists()
 
 
+@pytest.mark.parametrize("make", [list, tuple, lambda pair: dict(enumerate(pair))])
+def test_a_few_bytes_that_unfold_to_more_than_any_memory_are_corrupt(make):
+    laughs = "ha"
+    for _ in range(60):
+        laughs = make([laughs, laughs])
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        plain.decode(saved({"args": laughs}), PLACE)
+    endless = []
+    endless.append(endless)
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        plain.decode(saved(endless), PLACE)
+
+
 @pytest.mark.parametrize("bomb", [Bomb, Shell])
 def test_the_bombs_above_are_live(tmp_path, bomb):
     torch.load(io.BytesIO(saved(bomb(tmp_path / "made"))), weights_only=False)
