@@ -41,9 +41,9 @@ _SIZES = {
 #: Ranks named in a message.
 _SHOWN = 8
 _MAX_RANKS = 1 << 20
-#: More than a tracker has, or a note; of a file that claims to be longer this much is read.
-_TRACKER_NBYTES = 4096
-_NOTE_NBYTES = 2**16
+#: No more is read of a tracker or a note, and of Megatron's metadata.json, however long they are.
+_SMALL_NBYTES = 4096
+_METADATA_NBYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
 def tracker(storage: Storage) -> str | None:
     """Return what the tracker says (an iteration or `release`); None if there is no tracker."""
     try:
-        encoded = storage.read(names.TRACKER, 0, _TRACKER_NBYTES)
+        encoded = storage.read(names.TRACKER, 0, _SMALL_NBYTES)
     except FileNotFoundError:
         return None
     return encoded.decode(errors="replace").strip()
@@ -198,7 +198,7 @@ def megatron_format(storage: Storage, directory: str) -> str | None:
         return "torch"
     if "metadata.json" in present:
         try:
-            encoded = storage.read(f"{directory}/metadata.json", 0, _NOTE_NBYTES)
+            encoded = storage.read(f"{directory}/metadata.json", 0, _METADATA_NBYTES)
             said = msgspec.json.decode(encoded)
         except (msgspec.DecodeError, RecursionError):
             said = None
@@ -222,7 +222,7 @@ def _uncommitted(
         nbytes += sum(storage.size(f"{directory}/{name}") for name in shards)
         failed = [name for name in ours if name.endswith(".failed")]
         if failed:
-            note = storage.read(f"{directory}/{failed[0]}", 0, _NOTE_NBYTES)
+            note = storage.read(f"{directory}/{failed[0]}", 0, _SMALL_NBYTES)
             said = note.decode(errors="replace")
             remarks.append(f"the save failed: {said}")
             continue
