@@ -177,13 +177,8 @@ class Candidates:
     @property
     def current(self) -> InMemory | int | None:
         """What to load now: a checkpoint in memory, an iteration in storage, or nothing."""
-        tried = self._tried_in_storage()
-        # Older ones count only once something newer turned out to be damaged.
-        for found in self._memory if tried else self._memory[:1]:
-            iteration = found.offer.iteration
-            newer = self._stored is None or iteration > self._stored
-            if _is_wanted(found, self._stored) or (tried and newer and iteration < min(tried)):
-                return found
+        if self._memory and _is_wanted(self._memory[0], self._stored):
+            return self._memory[0]
         return self._stored
 
     def _tried_in_storage(self) -> set[int]:

@@ -25,10 +25,10 @@ from megatron_flashckpt.storage.posix import PosixStorage
 DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")
 
 
-def held(iteration: int, *, committed: bool = True) -> InMemory:
+def held(iteration: int) -> InMemory:
+    """Return a checkpoint in memory; agents know that 6 was committed."""
     slab: Any = None
-    offer = Offer(0, iteration, f"{iteration:08x}", committed, None)
-    return InMemory(slab, offer, committed)
+    return InMemory(slab, Offer(0, iteration, f"{iteration:08x}", False, None), 6)
 
 
 @pytest.fixture
@@ -75,10 +75,10 @@ def tried(
         ([held(6), held(4)], ["memory 6", "6"], ["memory 6", "6", "memory 4"]),
         ([held(6), held(4)], ["memory 6", "6", "memory 4"], ["memory 6", "6", "memory 4", "4"]),
         # Staged, never committed: ahead of storage.
-        ([held(8, committed=False), held(6)], ["memory 8"], ["memory 8", "memory 6"]),
+        ([held(8), held(6)], ["memory 8"], ["memory 8", "memory 6"]),
         # Training fell back from 6 to 4 and crashed after it had staged 5: that comes first once 6
         # turns out to be damaged again.
-        ([held(5, committed=False), held(4)], ["6"], ["6", "memory 5"]),
+        ([held(5), held(4)], ["6"], ["6", "memory 5"]),
         # Retention has removed from storage what memory still has.
         ([held(5), held(3)], ["6"], ["6", "memory 5"]),
         ([held(5), held(3)], ["6", "memory 5", "4"], ["6", "memory 5", "4", "memory 3"]),
@@ -92,7 +92,7 @@ def test_the_newest_that_is_not_damaged_is_used_wherever_it_is(
 
 def test_what_somebody_has_gone_back_from_is_not_used_instead(storage: PosixStorage) -> None:
     storage.put(TRACKER, b"4")
-    assert tried(storage, [held(6), held(2)], {"4": DAMAGE}) == ["4", "memory 2"]
+    assert tried(storage, [held(6), held(2)], {"4": DAMAGE}) == ["4", "2"]
     assert tried(storage, [held(6)], {"4": DAMAGE}) == ["4", "2"]
 
 
@@ -124,7 +124,7 @@ def test_stop_loses_nothing(storage: PosixStorage) -> None:
     with pytest.raises(CorruptCheckpointError):
         tried(storage, [], {"6": DAMAGE}, fall_back=False)
     with pytest.raises(CorruptCheckpointError):
-        tried(storage, [held(8, committed=False)], {"memory 8": DAMAGE}, fall_back=False)
+        tried(storage, [held(8)], {"memory 8": DAMAGE}, fall_back=False)
     found = tried(storage, [held(6)], {"memory 6": DAMAGE}, fall_back=False)
     assert found == ["memory 6", "6"]
     storage.put(TRACKER, b"?")
