@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent.trainer import eventually
 from tests.megatron.jobs import Result, differing, run_job, succeeded, tensors
 
 MODEL = [
@@ -94,3 +95,19 @@ def test_a_save_to_memory_does_not_communicate(jobs: Jobs) -> None:
     saves = jobs.a.named("save") + jobs.b.named("save")
     assert sorted({save["iteration"] for save in saves}) == [2, 4, 6, 8]
     assert [save for save in saves if save["calls"]] == []
+
+
+def test_a_job_that_megatron_ends_right_after_a_save_to_memory_has_it_in_storage(
+    tmp_path: Path,
+) -> None:
+    """Megatron takes it for a save like any other, and makes none when it exits."""
+    save = tmp_path / "save"
+    arguments = [*MODEL, "--save", str(save), "--exit-interval", "6"]
+    arguments += ["--non-persistent-save-interval", "2"]
+    result = succeeded(run_job(tmp_path, "exit", arguments, ranks=1))
+    assert max(result.losses()) == 6
+    assert "successfully saved checkpoint from iteration       6" not in result.log
+    tracker = save / "latest_checkpointed_iteration.txt"
+    eventually("the checkpoint in storage", lambda: tracker.read_text() == "6")
+    assert tensors(save, 6)
+    eventually("the end of the agent", lambda: not list((tmp_path / "run").iterdir()))

@@ -1,0 +1,38 @@
+"""How the setting `memory_interval` reaches Megatron's training loop."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm.around import ask_for_memory_saves
+
+
+@pytest.mark.parametrize(
+    ("given", "interval", "then", "said"),
+    [
+        (None, None, None, ""),
+        (5, None, 5, ""),
+        (None, 2, 2, "memory_interval 2: as with --non-persistent-save-interval 2"),
+        (5, 2, 5, "--non-persistent-save-interval 5 overrides memory_interval 2"),
+    ],
+)
+def test_the_loop_is_asked_unless_it_was_by_megatrons_own_flag(
+    given: int | None,
+    interval: int | None,
+    then: int | None,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = Namespace(non_persistent_save_interval=given)
+    ask_for_memory_saves(args, interval)
+    assert args.non_persistent_save_interval == then
+    assert said in capsys.readouterr().out
+
+
+def test_a_loop_that_has_no_such_saves_is_no_silent_failure() -> None:
+    ask_for_memory_saves(Namespace(), None)
+    with pytest.raises(UnsupportedError, match=r"core 0\.10 was.*unset memory_interval"):
+        ask_for_memory_saves(Namespace(), 2)
