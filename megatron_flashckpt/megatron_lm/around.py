@@ -159,8 +159,7 @@ def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
     knows it, which is enough. With several validation sets there is no telling which this one is.
     """
     result = original("training", "evaluate")(*args, **kwargs)
-    # Without the third part in releases before core 0.5; None if the time was up.
-    losses = result[0]
+    losses = result[0]  # None if the time was up
     if losses and not getattr(checkpointing().get_args(), "multiple_validation_sets", False):
         for name, loss in losses.items():
             report_metric(f"{name} validation", loss)
