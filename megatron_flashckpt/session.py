@@ -71,11 +71,11 @@ class Session:
         for each in self._open.values():
             outcomes = each.checkpointer.wait() if blocking else each.checkpointer.poll()
             for outcome in outcomes:
-                if self._report(each, outcome):
-                    each.failures_in_a_row = 0
-                else:
+                if not self._report(each, outcome):
                     each.failures_in_a_row += 1
                     failures.append(each.why_stop(outcome, self.config))
+                elif not outcome.kept:  # what went to memory says nothing of storage
+                    each.failures_in_a_row = 0
         if reasons := [reason for reason in failures if reason]:
             raise SaveFailedError("; ".join(reasons))
 
