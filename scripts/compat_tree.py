@@ -15,12 +15,12 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
 RANKS = 4
-#: The vocabulary is padded to 1024 under TP1 as under TP2, or losses would differ.
+#: Mock data has tokens up to 4095, and 4352 is a padded size under TP1 as under TP2.
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --bf16 --lr 1e-3 "
     "--min-lr 1e-4 --lr-decay-iters 100 --lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 "
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --split 99,1,0 --num-workers 0 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 4300 --split 99,1,0 --num-workers 0 "
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --log-interval 1 "
     "--eval-interval 1000 --eval-iters 0 --swiglu --no-bias-swiglu-fusion "
