@@ -1,4 +1,4 @@
-"""Which agents make up the nodes of a job, and by which address others reach this one."""
+"""Which agents are the nodes of a job, how others reach them, and which saves ranks ask for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from megatron_flashckpt import peering
 from megatron_flashckpt.agent.protocol import PeerNode
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.loading import newest_saves
 
 
 def test_ranks_with_the_same_agent_are_a_node_in_the_order_of_their_first_ranks() -> None:
@@ -56,3 +57,14 @@ def test_a_rendezvous_without_an_address_names_the_setting(monkeypatch: pytest.M
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(AgentError, match=r"way to no-such-host .*set 'agent\.address'"):
         peering.own_address()
+
+
+def test_ranks_that_lack_all_of_the_newest_saves_ask_for_them() -> None:
+    """Rank 1 is behind by one; rank 2 is new; rank 3 was away for long."""
+    held = [[30, 20], [20, 10], [], [5]]
+    everyone = [[{"iteration": it, "save_id": f"s{it}"} for it in theirs] for theirs in held]
+    newest = newest_saves(everyone, 2)
+    assert newest == ("s30", "s20")
+    lacking = [not any(offer["save_id"] in newest for offer in theirs) for theirs in everyone]
+    assert lacking == [False, False, True, True]
+    assert newest_saves([[], []], 2) == ()

@@ -69,6 +69,7 @@ def test_a_lost_node_gets_its_ranks_memory_back_from_the_other(where: Path, whol
     once = f"{where}/run/*/*/agent.log:iteration 3 is held by:2"
     killed = job(where, "lost", nodes=2, env={**copies, "KILL": "1:5", "KILL_ONCE": once})
     assert killed.returncode != 0
+    assert [save["calls"] for save in killed.named("save")] == [[], []], "no save communicates"
     (agent,) = agents_under(where / "run/1")
     os.kill(agent, signal.SIGKILL)
     eventually("the end of the agent", lambda: not is_alive(agent))

@@ -137,11 +137,11 @@ class Redundancy:
     def _labelled(self, rank: int, slots: RankSlots, index: int) -> Label | None:
         """Return the label of a slot, made once; None if it was overwritten meanwhile."""
         in_slots = {
-            (other, slot.header.save_id)
+            (other, streams.header_of(theirs.slab, each).save_id)
             for other, theirs in self._own().items()
-            for slot in theirs.slab.slots
+            for each in range(len(theirs.infos))
         }
-        key = (rank, slots.slab.slots[index].header.save_id)
+        key = (rank, streams.header_of(slots.slab, index).save_id)
         with self._lock:
             self._labels = {each: label for each, label in self._labels.items() if each in in_slots}
             if key in self._labels:
@@ -163,9 +163,9 @@ class Redundancy:
         self._holdings.adopt(save_id, iteration, lanes)
         slots = self._own().get(rank)
         if slots is not None and save_id is not None:
-            for slot in slots.slab.slots:
-                if streams.holds(slots.slab, slot.index, save_id):
-                    self.staged(rank, slots, slot.index)
+            for index in range(len(slots.infos)):
+                if streams.holds(slots.slab, index, save_id):
+                    self.staged(rank, slots, index)
 
     # ------------------------------------------------------------------ answering
 
@@ -200,13 +200,14 @@ class Redundancy:
     def _in_slots(self, rank: int) -> Iterator[tuple[RankSlots, int, Label]]:
         """Yield the complete and labelled slots of a rank of this node."""
         slots = self._own().get(rank)
-        for slot in slots.slab.slots if slots is not None else ():
+        if slots is None:
+            return
+        for index in range(len(slots.infos)):
+            save_id = streams.header_of(slots.slab, index).save_id
             with self._lock:
-                label = self._labels.get((rank, slot.header.save_id))
-            if slots is None or label is None:
-                continue
-            if streams.holds(slots.slab, slot.index, label.save_id):
-                yield slots, slot.index, label
+                label = self._labels.get((rank, save_id))
+            if label is not None and streams.holds(slots.slab, index, save_id):
+                yield slots, index, label
 
     def _find(self, rank: int) -> m.Found:
         ours = [label for each in self._own() for _, _, label in self._in_slots(each)]

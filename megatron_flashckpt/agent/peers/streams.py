@@ -15,7 +15,7 @@ from megatron_flashckpt.agent.peers.messages import CHUNK_NBYTES, Label
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES as DIGEST_NBYTES
 from megatron_flashckpt.layout.shard_file import chunk_digest
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE, SlotState
+from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, SlotHeader, SlotState
 
 
 def steps(start: int, end: int) -> Iterator[tuple[int, int]]:
@@ -24,9 +24,17 @@ def steps(start: int, end: int) -> Iterator[tuple[int, int]]:
         yield position, min(CHUNK_NBYTES, end - position)
 
 
+def header_of(slab: Slab, index: int) -> SlotHeader:
+    """Return what a slot says of itself; EMPTY if the slab was closed."""
+    try:
+        return slab.slots[index].header
+    except ValueError:
+        return EMPTY_HEADER
+
+
 def label_of(rank: int, slab: Slab, index: int) -> Label | None:
     """Return the label of a complete slot; None if it was overwritten meanwhile."""
-    header = slab.slots[index].header
+    header = header_of(slab, index)
     meta_at, data_at = slab.geometry.meta_offset(index), slab.geometry.data_offset(index)
     digests = []
     for start in range(0, header.data_nbytes, DIGEST_NBYTES):
@@ -53,10 +61,7 @@ def label_of(rank: int, slab: Slab, index: int) -> Label | None:
 
 def holds(slab: Slab, index: int, save_id: str) -> bool:
     """Return whether a slot still holds that checkpoint, complete."""
-    try:
-        header = slab.slots[index].header
-    except ValueError:  # the slab was closed
-        return False
+    header = header_of(slab, index)
     return header.state in COMPLETE and header.save_id == save_id
 
 

@@ -122,8 +122,8 @@ class PeerServer:
     def _vouch(self) -> None:
         """Tell ZeroMQ whether a key is of this job (ZAP, https://rfc.zeromq.org/spec/27)."""
         version, number, _, address, _, mechanism, *credentials = self._zap.recv_multipart()
-        key = z85.encode(credentials[0]).decode() if credentials else ""
-        if mechanism == b"CURVE" and key in self.allowed:
+        key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else ""
+        if key in self.allowed:
             self._zap.send_multipart([version, number, b"200", b"", key.encode(), b""])
             return
         where = address.decode(errors="replace")

@@ -24,6 +24,7 @@ def label(rank: int, iteration: int, nbytes: int) -> Label:
         data_nbytes=nbytes,
         meta_digest="",
         digests=(),
+        memory_only=False,
     )
 
 
