@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,40 @@ def test_a_read_only_file_system_fails_the_save_and_spares_the_previous_checkpoi
     assert files_of_ours(root) == before
     assert save_all(trainers, 2) == [None, None]
     assert_intact(root, 2, trainers)
+
+
+@contextlib.contextmanager
+def without_permission(path: Path) -> Iterator[None]:
+    """Let nobody write below `path`: not even root, who is asked by no mode."""
+    if os.getuid():
+        path.chmod(0o555)
+        yield
+        path.chmod(0o755)
+        return
+    made = subprocess.run(["chattr", "+i", str(path)], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("this file system knows no immutable directories, and root asks no mode")
+    try:
+        yield
+    finally:
+        subprocess.run(["chattr", "-i", str(path)], check=True)
+
+
+def test_permission_that_is_lost_in_mid_run_fails_the_save_and_spares_the_previous_checkpoint(
+    node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    assert save_all(trainers, 1) == [None, None]
+    before = files_of_ours(root)
+    with without_permission(root):
+        for error in save_all(trainers, 2):
+            assert error is not None
+            assert str(root / names.iteration_dir(2)) in error
+            assert "give this user write permission there" in error
+        assert_intact(root, 1, trainers)
+    assert files_of_ours(root) == before
+    assert save_all(trainers, 3) == [None, None]
+    assert_intact(root, 3, trainers)
 
 
 def test_a_failed_save_can_still_be_restored_from_memory(node: Node, root: Path) -> None:
