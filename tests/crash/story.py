@@ -84,7 +84,7 @@ def tell(cell: Cell, home: Path) -> list[Found]:
         job.start(life, None, linger=False)
         job.join()
         _check_load(job, expected)
-        _check_end(job, cell, expected.iteration + 2 * cell.step)
+        _check_end(job, expected.iteration + 2 * cell.step)
         return restored
     finally:
         job.close()
@@ -153,7 +153,7 @@ def _check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
         raise CellError(f"restored {said}, expected {meant}")
 
 
-def _check_end(job: Job, cell: Cell, newest: int) -> None:
+def _check_end(job: Job, newest: int) -> None:
     """Refuse a last life in which something was not saved, and whatever is left behind."""
     for events in job.reports("told"):
         errors = [event["error"] for event in events if event["error"] is not None]
@@ -161,8 +161,10 @@ def _check_end(job: Job, cell: Cell, newest: int) -> None:
             raise CellError(f"the saves after the restart: {events}")
     check_storage(job.save)
     check_tidy(job.save, newest)
-    # An agent that had something to complain of leaves what it said.
-    stays = ("agent.log", "lock") if cell.broken >= 0 else ("agent.log",)
+    logs = list(job.runtime_dir.rglob("agent.log"))
+    # An agent that had an error to report leaves it, and its lock.
+    complained = any(" ERROR " in log.read_text() for log in logs)
+    stays = ("agent.log", "lock") if complained else ("agent.log",)
     files = filter(Path.is_file, job.runtime_dir.rglob("*"))
     left = [path.name for path in files if path.name not in stays]
     if left:
