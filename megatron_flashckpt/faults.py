@@ -41,9 +41,12 @@ POINTS = {
     "load.unadopted": ("resume", "the model goes on from the checkpoint; the agent was not told"),
     "load.adopted": ("resume", "the agent knows where training goes on from"),
     # The agent, talking.
-    "agent.attached": ("agent.server", "a trainer's slab is the agent's too; not answered yet"),
-    "agent.granted": ("agent.server", "a slot is emptied for a trainer; not answered yet"),
-    "agent.enqueued": ("agent.server", "a staged slot waits to be persisted; not answered yet"),
+    "agent.attached": (
+        "agent.conversation",
+        "a trainer's slab is the agent's too; not answered yet",
+    ),
+    "agent.granted": ("agent.conversation", "a slot is emptied for a trainer; not answered yet"),
+    "agent.enqueued": ("agent.saves", "a staged slot waits to be persisted; not answered yet"),
     # The agent, persisting one shard.
     "persist.created": ("agent.persist", "the shard file has its name and its space; no bytes"),
     "persist.chunk": ("agent.persist", "one more chunk is written"),
@@ -67,9 +70,9 @@ POINTS = {
     "retain.file": ("agent.retention", "one more of its files is deleted"),
     "retain.deleted": ("agent.retention", "its directory is gone; the moved manifest is not"),
     "commit.done": ("agent.commit", "all is as it should be in storage; no slot is marked"),
-    "save.failed": ("agent.server", "a save failed for good; its files are there"),
+    "save.failed": ("agent.saves", "a save failed for good; its files are there"),
     "forget.file": ("agent.commit", "one more file of a failed save is removed"),
-    "save.marked": ("agent.server", "the slots are DURABLE or FAILED; no trainer was told"),
+    "save.marked": ("agent.saves", "the slots are DURABLE or FAILED; no trainer was told"),
 }
 _SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 

@@ -12,8 +12,9 @@ import sys
 from pathlib import Path
 
 from megatron_flashckpt import faults
+from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
-from megatron_flashckpt.agent.server import Agent, AgentOptions, listen
+from megatron_flashckpt.agent.server import Agent, listen
 
 
 class _ErrorSeen(logging.Handler):

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.rendezvous import SOCKET
-from megatron_flashckpt.agent.server import Agent, AgentOptions, listen
+from megatron_flashckpt.agent.server import Agent, listen
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.layout import manifest as names
 from megatron_flashckpt.memory.slot import Slot

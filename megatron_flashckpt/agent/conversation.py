@@ -1,0 +1,255 @@
+"""The agent's side of its conversations with trainers: one thread each, one reply per request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+
+import msgspec
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.templates import TemplateStore
+from megatron_flashckpt.errors import AgentError, FlashCkptError
+from megatron_flashckpt.faults import reach
+from megatron_flashckpt.memory.slab import Slab
+
+logger = logging.getLogger(__name__)
+
+#: Saves of a rank that may wait for their commit at a time: more would pile up without end where
+#: storage commits more slowly than the saves come.
+_UNCOMMITTED = 8
+
+
+class Conversations:
+    """Everything that trainers can ask of the agent."""
+
+    def __init__(self, node: Node, saves: Saves) -> None:
+        self._node = node
+        self._saves = saves
+        self._templates = TemplateStore(node.changed)
+        self.connections = 0
+        self.last_seen = time.monotonic()
+        self.parting = False
+        """Whether what is in memory only is being written, because nobody has come back."""
+
+    def begin(self, connection: socket.socket) -> None:
+        """Talk with whoever has connected, in a thread of its own."""
+        with self._node.changed:
+            self.connections += 1
+        threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+
+    def _converse(self, connection: socket.socket) -> None:
+        number: int | None = None
+        try:
+            if p.peer(connection).uid != os.getuid():
+                logger.warning("refused a connection of user %d", p.peer(connection).uid)
+                return
+            number = self._greet(connection)
+            while number is not None:
+                body, fd = p.receive(connection)
+                try:
+                    request = p.decode_request(body)
+                except msgspec.MsgspecError:
+                    if fd is not None:
+                        os.close(fd)
+                    raise
+                try:
+                    answer = self._answer(number, request, fd)
+                except FlashCkptError as error:
+                    answer = (p.Refused(str(error)),)
+                p.send(connection, *answer)
+        except (EOFError, OSError, msgspec.MsgspecError, FlashCkptError) as error:
+            if not isinstance(error, EOFError):
+                logger.warning("rank %s: connection ended (%s)", number, error)
+        finally:
+            connection.close()
+            self._farewell(number, connection)
+
+    def _greet(self, connection: socket.socket) -> int | None:
+        body, fd = p.receive(connection)
+        if fd is not None:
+            os.close(fd)
+        hello = p.decode_request(body)
+        if not isinstance(hello, p.Hello) or hello.protocol != p.PROTOCOL_VERSION:
+            reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"
+            p.send(connection, p.Refused(reason))
+            return None
+        with self._node.changed:
+            rank = self._node.ranks.setdefault(hello.rank, Trainer())
+            rank.left = False
+            rank.connection = connection
+            self.parting = False
+            self._inherit(hello.rank)
+            rank.forget_saves()
+        p.send(connection, p.Welcome(os.getpid(), self._node.options.root))
+        return hello.rank
+
+    def _farewell(self, number: int | None, connection: socket.socket) -> None:
+        with self._node.changed:
+            self.connections -= 1
+            self.last_seen = time.monotonic()
+            rank = self._node.ranks.get(-1 if number is None else number)
+            # A successor of the same rank may have connected already: its slots are not ours.
+            if number is not None and rank is not None and rank.connection is connection:
+                rank.connection = None
+                self._inherit(number)
+                rank.forget_saves()
+            self._node.changed.notify_all()
+
+    def _answer(
+        self, number: int, request: p.Request, fd: int | None
+    ) -> tuple[p.Reply] | tuple[p.Reply, int]:
+        """Return the reply, with the descriptor to send along if any."""
+        if isinstance(request, p.AttachSlab) and fd is not None:
+            taken = self._attach(number, Slab.attach(fd))
+            reach("agent.attached")
+            return (p.Attached(taken),)
+        if fd is not None:
+            os.close(fd)
+        if isinstance(request, p.Recover):
+            ended = self._node.peers is None or self._node.peers.recover(
+                number, request.saves, request.wait_s
+            )
+            return (p.Recovered(ended),)
+        if isinstance(request, p.Adopt) and number == 0:
+            # Before any rank goes on: none of them has a save under way.
+            self._saves.sweeper.look_soon(self._saves.is_pending)
+        with self._node.changed:
+            rank = self._node.ranks[number]
+            match request:
+                case p.TakeSlab():
+                    if rank.slots is None:
+                        return (p.SlabOffer(False, ()),)
+                    offers = tuple(rank.slots.offers(self._node.committed))
+                    return p.SlabOffer(True, offers), rank.slots.slab.fd
+                case p.Adopt():
+                    self._adopt(number, request)
+                    return (p.Done(),)
+                case p.Acquire():
+                    return (self._acquire(rank, request.wait_s),)
+                case p.Staged():
+                    self._saves.take_over(number, request.slot)
+                    return (p.Done(),)
+                case p.Abandon():
+                    self._saves.abandon(number, request)
+                    return (p.Done(),)
+                case p.GetTemplate():
+                    return (p.TemplateReply(self._templates.get(request.fingerprint)),)
+                case p.PutTemplate():
+                    self._templates.put(request.fingerprint, request.encoded)
+                    return (p.Done(),)
+                case p.Poll():
+                    return (self._poll(rank, request.wait_s),)
+                case p.OpenPeers():
+                    return (self._open_peers(request),)
+                case p.JoinPeers() if self._node.peers is not None:
+                    self._node.peers.join(request)
+                    return (p.Done(),)
+                case p.Leave():
+                    rank.left = True
+                    self._node.changed.notify_all()
+                    return (p.Done(),)
+                case _:
+                    return (p.Refused(f"unexpected {type(request).__name__}"),)
+
+    def _attach(self, number: int, slab: Slab) -> tuple[str, ...]:
+        with self._node.changed:
+            rank = self._node.ranks[number]
+            if rank.slots is not None and rank.slots.slab.is_same(slab):
+                # Its trainer has reconnected; what we know of its slots stays true.
+                slab.close()
+            else:
+                self._node.replace_slots(rank, RankSlots(slab))
+                self._protect(number)
+            return self._inherit(number)
+
+    def _protect(self, number: int) -> None:
+        """Let other nodes have what a rank brought along, as far as they do not have it already."""
+        slots = self._node.ranks[number].slots
+        if slots is None or self._node.peers is None:
+            return
+        for offer in reversed(slots.offers()):
+            self._node.peers.staged(number, slots, offer.slot)
+
+    def _inherit(self, number: int) -> tuple[str, ...]:
+        """Persist what a rank has staged, doorbell or not; drop what it had half copied.
+
+        Nobody is writing to its slots: the trainer is gone, or hands over a slab that was another
+        agent's. What was staged there may be durable in part, or committed, already.
+        """
+        slots = self._node.ranks[number].slots
+        if slots is None:
+            return ()
+        slots.discard_torn()
+        taken: list[str] = []
+        for index in slots.open():
+            try:
+                taken.append(self._saves.take_over(number, index))
+            except FlashCkptError as error:
+                logger.error("rank %d: what is staged in slot %d is lost: %s", number, index, error)
+                continue
+            save = self._saves.pending.get(taken[-1])
+            if save is not None:
+                save.later |= slots.saves_after(index)
+        return tuple(taken)
+
+    def _open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
+        if self._node.peers is None:
+            # pyzmq is loaded only where it is needed, so that other agents start fast.
+            from megatron_flashckpt.agent.peers.redundancy import Redundancy
+
+            self._node.peers = Redundancy(request, self._node.own_slots, self._node.install)
+        return self._node.peers.opened
+
+    def _acquire(self, rank: Trainer, wait_s: float) -> p.Granted:
+        if rank.slots is None:
+            raise AgentError("a slot was asked for before a slab was attached")
+        deadline = time.monotonic() + wait_s
+        while len(rank.awaited) >= _UNCOMMITTED or (index := rank.slots.acquire()) < 0:
+            hung_s = rank.slots.busy_for()
+            if hung_s > self._node.options.commit_timeout_s:
+                # Nothing that could be waited for: these saves have been given up.
+                index = rank.slots.acquire(newest_too=True)
+                if index >= 0:
+                    break
+                return p.Granted(-1, hung_s)
+            if not self._node.changed.wait(deadline - time.monotonic()):
+                return p.Granted(-1)
+        reach("agent.granted")
+        return p.Granted(index)
+
+    def _adopt(self, number: int, request: p.Adopt) -> None:
+        rank = self._node.ranks[number]
+        if rank.slots is not None:
+            rank.slots.adopt(request.save_id, request.iteration)
+        self._node.committed = min(self._node.committed, request.iteration)
+        awaited = set().union(*(each.awaited for each in self._node.ranks.values()))
+        for save in self._saves.pending.values():
+            # Of an older save everything is staged, or will never be: all ranks have started anew.
+            staged = (
+                save.iteration < request.iteration and save.metas.keys() >= self._node.ranks.keys()
+            )
+            if save.save_id != request.save_id and not staged:
+                save.outlived = save.save_id not in awaited
+        if self._node.peers is not None:
+            self._node.peers.adopt(number, request.save_id, request.iteration)
+        for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():
+            # Its own node may have been lost before this was durable, and others wait for it.
+            self._saves.take_over(number, index)
+            rank.awaited.discard(request.save_id or "")
+        self._node.changed.notify_all()
+
+    def _poll(self, rank: Trainer, wait_s: float) -> p.Outcomes:
+        deadline = time.monotonic() + wait_s
+        while not rank.untold and not rank.notices and rank.awaited:
+            if not self._node.changed.wait(deadline - time.monotonic()):
+                break
+        told, rank.untold = tuple(rank.untold), []
+        notices, rank.notices = tuple(rank.notices), []
+        return p.Outcomes(told, len(rank.awaited), notices)

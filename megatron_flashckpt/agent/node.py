@@ -1,0 +1,96 @@
+"""What the parts of an agent share: the node's trainers and their slots, behind one lock."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import threading
+from typing import TYPE_CHECKING
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.storage.posix import PosixStorage
+
+if TYPE_CHECKING:
+    from megatron_flashckpt.agent.peers.redundancy import Redundancy
+
+
+@dataclasses.dataclass
+class AgentOptions:
+    """What the agent is started with."""
+
+    root: str
+    grace_s: float
+    persist_threads: int
+    commit_timeout_s: float
+    slow_save_s: float
+    sigterm_timeout_s: float
+    persist_on_leave: bool
+
+
+class Trainer:
+    """What the agent keeps for one trainer, across its restarts."""
+
+    def __init__(self) -> None:
+        self.slots: RankSlots | None = None
+        self.retired: list[RankSlots] = []
+        self.awaited: set[str] = set()
+        """Saves that the connected trainer has staged and was not told the outcome of."""
+        self.untold: list[p.Outcome] = []
+        self.notices: list[p.Notice] = []
+        self.left = False
+        self.connection: socket.socket | None = None
+
+    def forget_saves(self) -> None:
+        """Tell a later trainer nothing of what this one has staged.
+
+        No failure of a save that a crash cut short may stop a job that has restarted well.
+        """
+        self.awaited.clear()
+        self.untold.clear()
+        self.notices.clear()
+
+
+class Node:
+    """All that is shared is changed under `changed`, which is notified of it."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self.options = options
+        self.storage = PosixStorage(options.root)
+        self.changed = threading.Condition()
+        self.ranks: dict[int, Trainer] = {}
+        self.peers: Redundancy | None = None
+        self.committed = -1
+        """Iteration of the newest checkpoint that is known to be in storage."""
+
+    def own_slots(self) -> dict[int, RankSlots]:
+        with self.changed:
+            slots = {number: rank.slots for number, rank in self.ranks.items()}
+        return {number: theirs for number, theirs in slots.items() if theirs is not None}
+
+    def install(self, number: int, slots: RankSlots) -> None:
+        """Make slots that came from other nodes those of a rank."""
+        with self.changed:
+            self.replace_slots(self.ranks[number], slots)
+
+    def replace_slots(self, rank: Trainer, slots: RankSlots) -> None:
+        if rank.slots is not None:
+            rank.retired.append(rank.slots)
+        rank.slots = slots
+        self.committed = max(self.committed, slots.committed)
+        self.drop_retired(rank)
+
+    def drop_retired(self, rank: Trainer) -> None:
+        """Free replaced slabs once nothing reads them."""
+        for slots in [slots for slots in rank.retired if not slots.busy]:
+            rank.retired.remove(slots)
+            slots.slab.close()
+
+    def is_stuck(self) -> bool:
+        """Return whether a shard of a save that was given up is still being written."""
+        return any(
+            slots.busy
+            for rank in self.ranks.values()
+            for slots in (rank.slots, *rank.retired)
+            if slots is not None
+        )
