@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout import manifest as names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours
-from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id
+from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id, suspend
 
 
 def kill_agent(pid: int) -> None:
@@ -57,7 +57,7 @@ def test_every_request_to_a_killed_agent_is_an_agent_error_that_names_the_log(
 def test_an_agent_that_hangs_does_not_hang_its_trainers(node: Node, root: Path) -> None:
     """It is killed, so that another can take its place, and every later request fails at once."""
     trainer = node.trainer(root, config=node.config(answer_timeout_s=0.2))
-    os.kill(trainer.client.agent_pid, signal.SIGSTOP)
+    suspend(trainer.client.agent_pid)
     for _ in range(2):
         with pytest.raises(AgentError, match=r"is gone \(no answer within 0.2 s\)"):
             trainer.client.poll()

@@ -300,10 +300,22 @@ def held_back(path: Path) -> Iterator[Callable[[], None]]:
 def is_alive(pid: int) -> bool:
     """Return whether `pid` runs; a dead process that nobody has reaped does not."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
+        return _state(Path(f"/proc/{pid}")) not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def suspend(pid: int) -> None:
+    """Stop a process; return when none of its threads runs any more, which takes a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    eventually(
+        "all threads stand still", lambda: {_state(task) for task in tasks.iterdir()} == {"T"}
+    )
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def agents_under(runtime_dir: Path) -> list[int]:

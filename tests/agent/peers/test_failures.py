@@ -19,7 +19,7 @@ from megatron_flashckpt.layout import manifest as names
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
 from tests.agent.test_resources import MIB, open_files, rss_nbytes, thread_count
-from tests.agent.trainer import FakeTrainer, eventually, is_alive
+from tests.agent.trainer import FakeTrainer, eventually, is_alive, suspend
 
 
 def save_all(made: Cluster, iteration: int) -> str:
@@ -41,7 +41,7 @@ def test_a_hung_partner_costs_one_warning_and_no_save(tmp_path: Path) -> None:
         made.await_held(1, 1)
         (hung,) = made.nodes[1].agents()
         made.trainers[1].hang_up()
-        os.kill(hung, signal.SIGSTOP)
+        suspend(hung)
         alone = made.trainers[0]
         for iteration in range(2, 7):
             alone.stage(iteration, f"{iteration:012x}")
@@ -75,7 +75,7 @@ def test_a_slot_that_is_needed_again_is_not_waited_for(tmp_path: Path) -> None:
         made.await_held(1, 1)
         (slow,) = made.nodes[1].agents()
         made.trainers[1].hang_up()
-        os.kill(slow, signal.SIGSTOP)
+        suspend(slow)
         alone = made.trainers[0]
         alone.stage(2, f"{2:012x}")
         eventually("the partner is sent something", lambda: unread(made.peers[1].port))
