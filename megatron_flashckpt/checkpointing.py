@@ -17,6 +17,7 @@ from typing import Any
 from megatron_flashckpt import resume
 from megatron_flashckpt.checkpointer import SaveRequest
 from megatron_flashckpt.megatron_lm import around, side_state
+from megatron_flashckpt.megatron_lm.description import describe
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
@@ -25,7 +26,7 @@ from megatron_flashckpt.megatron_lm.stock import (
     original,
     unwrap,
 )
-from megatron_flashckpt.session import describe, session
+from megatron_flashckpt.session import session
 
 
 def save_checkpoint(*args: Any, **kwargs: Any) -> None:

@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import sys
-from typing import Any
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.checkpointer import Checkpointer
@@ -138,31 +137,3 @@ def _make() -> Session:
 
 
 session: Session = _make()
-
-
-def describe(args: Any) -> dict[str, Any]:
-    """Return what the manifest says of the run, for people and tools."""
-    import torch
-    from megatron.core import package_info
-
-    import megatron_flashckpt
-
-    names = (
-        "world_size",
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "data_parallel_size",
-        "use_distributed_optimizer",
-        "num_layers",
-        "hidden_size",
-        "consumed_train_samples",
-    )
-    return {
-        "megatron_flashckpt": megatron_flashckpt.__version__,
-        "megatron_core": package_info.__version__,
-        "torch": str(torch.__version__),
-        **{name: getattr(args, name, None) for name in names},
-    }

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-import megatron_flashckpt
 from megatron_flashckpt.agent.commit import PendingSave, commit
 from megatron_flashckpt.agent.persist import write_shard
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
@@ -27,24 +26,10 @@ from megatron_flashckpt.layout.plan import Layout, PlanCache, order
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.megatron_lm.description import describe
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix import PosixStorage
-
-#: What the manifest says of the run, for people and tools.
-_DESCRIBED = (
-    "world_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "data_parallel_size",
-    "use_distributed_optimizer",
-    "num_layers",
-    "hidden_size",
-    "consumed_train_samples",
-)
 
 
 @dataclasses.dataclass
@@ -157,7 +142,6 @@ def _meta(
     world_size: int,
     coordinates: Coordinates,
 ) -> SlotMeta:
-    description = {name: getattr(contents.args, name, None) for name in _DESCRIBED}
     return SlotMeta(
         root=storage.place,
         rank=rank,
@@ -167,11 +151,7 @@ def _meta(
         template=layout.template,
         placement=layout.placement,
         common=plain.encode(contents.common) if rank == 0 else b"",
-        description={
-            "megatron_flashckpt": megatron_flashckpt.__version__,
-            "converted_from": contents.place,
-            **description,
-        },
+        description={**describe(contents.args), "converted_from": contents.place},
     )
 
 
