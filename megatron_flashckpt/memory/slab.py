@@ -13,6 +13,7 @@ import mmap
 import os
 
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
+from megatron_flashckpt.memory.available import available_nbytes
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
 
 #: From linux/mman.h; Python's mmap module does not have it, and would hold the interpreter lock.
@@ -123,10 +124,3 @@ def _refusal(geometry: SlabGeometry, name: str, reason: str | None) -> str:
         f"{geometry.slots} checkpoint slots of rank {name} ({reason}); "
         "free memory on this node or lower 'slots'"
     )
-
-
-def available_nbytes() -> int:
-    """Return the bytes that this node can give without swapping, as the kernel estimates it."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024

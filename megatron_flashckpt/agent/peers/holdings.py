@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_flashckpt.agent.peers.messages import Held, Label
 from megatron_flashckpt.agent.peers.topology import Lane, Part
-from megatron_flashckpt.memory.slab import available_nbytes
+from megatron_flashckpt.memory.available import available_nbytes
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,98 @@
+"""The memory that may be taken: the node's, or what its control groups leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.memory.available import available_nbytes
+
+GIB = 2**30
+GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    """A node of 8 GiB, as its kernel would show it."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8388608 kB\n")
+    return tmp_path
+
+
+def group(root: Path, limit: object, used: int, cache: int, *, version: int = 2) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    names = {1: ("limit_in_bytes", "usage_in_bytes", "total_"), 2: ("max", "current", "")}[version]
+    (root / f"memory.{names[0]}").write_text(f"{limit}\n")
+    (root / f"memory.{names[1]}").write_text(f"{used}\n")
+    (root / "memory.stat").write_text(f"anon 5\n{names[2]}inactive_file {cache}\n")
+
+
+def available(made: Path, cgroup: str | None) -> int:
+    if cgroup is not None:
+        (made / "proc/self/cgroup").write_text(cgroup)
+    return available_nbytes(made / "proc", made / "groups")
+
+
+def test_without_control_groups_it_is_what_the_kernel_estimates(made: Path) -> None:
+    assert available(made, None) == 8 * GIB
+    assert available(made, "0::/\n1:cpu:/a\n") == 8 * GIB
+
+
+def test_the_tightest_group_around_the_process_counts_and_its_cache_can_go(made: Path) -> None:
+    group(made / "groups/job", 4 * GIB, 3 * GIB, GIB)
+    group(made / "groups/job/step", 6 * GIB, GIB, 0)
+    group(made / "groups/other", GIB, GIB, 0)
+    assert available(made, "0::/job/step\n") == 2 * GIB
+
+
+def test_a_group_without_a_limit_and_a_larger_one_change_nothing(made: Path) -> None:
+    group(made / "groups/job", "max", 7 * GIB, 0)
+    group(made / "groups/job/step", 100 * GIB, GIB, 0)
+    assert available(made, "0::/job/step\n") == 8 * GIB
+
+
+def test_the_path_of_a_container_is_the_hosts_and_the_root_of_the_mount_counts(made: Path) -> None:
+    group(made / "groups/memory", 3 * GIB, GIB, 0, version=1)
+    assert available(made, "4:cpu,memory:/docker/abc\n0::/\n") == 2 * GIB
+
+
+def test_a_group_that_is_full_leaves_nothing(made: Path) -> None:
+    group(made / "groups/job", GIB, 2 * GIB, 0)
+    assert available(made, "0::/job\n") == 0
+
+
+@pytest.fixture
+def real_group() -> Iterator[Path]:
+    path = GROUPS / f"flashckpt-{uuid.uuid4().hex[:8]}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield path
+    path.rmdir()
+
+
+def test_a_slab_that_the_real_control_group_does_not_allow_is_refused_and_nobody_is_killed(
+    real_group: Path,
+) -> None:
+    try:
+        (real_group / "memory.limit_in_bytes").write_text(str(GIB // 2))
+    except OSError as error:
+        pytest.skip(f"no limit can be set here: {error}")
+    code = "from megatron_flashckpt.memory.slab import Slab; Slab.create(2, 4096, 2**29, '0')"
+    done = subprocess.run(
+        ["sh", "-c", f'echo $$ > {real_group}/cgroup.procs && exec {sys.executable} -c "{code}"'],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    if "cgroup.procs" in done.stderr:
+        pytest.skip(f"no process can join a control group here: {done.stderr}")
+    assert done.returncode == 1, "not killed"
+    assert "cannot reserve 1.00 GiB of host memory for 2 checkpoint slots" in done.stderr
