@@ -219,7 +219,7 @@ class Conversations:
                 if index >= 0:
                     break
                 return p.Granted(-1, hung_s)
-            if not self._node.changed.wait(deadline - time.monotonic()):
+            if not self._node.changed.wait(deadline - time.monotonic()) or rank.slots is None:
                 return p.Granted(-1)
         reach("agent.granted")
         return p.Granted(index)

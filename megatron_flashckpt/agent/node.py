@@ -86,6 +86,14 @@ class Node:
             rank.retired.remove(slots)
             slots.slab.close()
 
+    def give_up_slots(self) -> None:
+        """Free all slabs; a trainer may still be connected, and its conversation find them gone."""
+        with self.changed:
+            for rank in self.ranks.values():
+                slots, rank.slots = rank.slots, None
+                if slots is not None:
+                    slots.slab.close()
+
     def is_stuck(self) -> bool:
         """Return whether a shard of a save that was given up is still being written."""
         return any(

@@ -49,9 +49,7 @@ class Agent:
         self._saves.close()
         if self._node.peers is not None:
             self._node.peers.close()
-        for rank in self._node.ranks.values():
-            if rank.slots is not None:
-                rank.slots.slab.close()
+        self._node.give_up_slots()
 
     def end_soon(self) -> None:
         """Have `serve` return when all that is staged is durable and no trainer is left.

@@ -20,6 +20,7 @@ storage; the plan counters at the end.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -174,6 +175,7 @@ def measuring_step(forward_step: Any) -> Any:
             client = each.checkpointer.link.current
             if client is not None:
                 used = {"trainer": resources(os.getpid()), "agent": resources(client.agent_pid)}
+                used["trainer"]["nbytes"] = allocated()
                 trace(event="resources", iteration=iteration(), **used)
         if nbytes and iteration() >= int(start):
             leaked.append(os.urandom(int(nbytes)))
@@ -195,6 +197,20 @@ def resources(pid: int) -> dict[str, int]:
         "memfds": sum("memfd:" in name for name in files),
         "threads": len(os.listdir(f"/proc/{pid}/task")),
     }
+
+
+def allocated() -> int:
+    """Return the bytes that this process has from `malloc` (glibc's `mallinfo2`, all arenas).
+
+    Pages that are resident also grow with fragmentation; these bytes do not. Python's own objects
+    are among them with `PYTHONMALLOC=malloc`.
+    """
+    fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    layout = {"_fields_": [(name, ctypes.c_size_t) for name in fields]}
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = type("mallinfo2", (ctypes.Structure,), layout)
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
 
 
 def send(name: str, whom: str) -> None:
