@@ -6,12 +6,10 @@ copy thread (`_hand_over`) and in the agent.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import logging
 import os
-import queue
 import time
 import uuid
 from collections.abc import Callable
@@ -21,7 +19,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
@@ -35,10 +32,9 @@ from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.outstanding import Outstanding
 from megatron_flashckpt.peering import introduce
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object
-from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -92,20 +88,7 @@ class Checkpointer:
         self._run_id: str | None = None
         self._saves = itertools.count()
         self._plans = PlanCache(self.link.fetch_template, self.link.publish_template)
-        #: Saves without an outcome: id and iteration.
-        self._open: dict[str, int] = {}
-        self._untold: list[Outcome] = []
-        #: Those among them whose agent is gone: its successor may have taken them over.
-        self._orphaned: dict[str, int] = {}
-        self._loss = ""
-        #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
-        self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=16)
-        #: Saves that failed in the copy thread, by id.
-        self._broken: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
-        #: Agents that the copy thread found gone.
-        self._silent: queue.SimpleQueue[tuple[AgentClient, AgentError]] = queue.SimpleQueue()
-        #: Those among the open saves that are meant for memory only: nobody waits for them.
-        self._memory_only: set[str] = set()
+        self._outstanding = Outstanding(self.root, self.rank, self.link)
         self._last: tuple[int, int, bool] | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -167,7 +150,7 @@ class Checkpointer:
             # Megatron may save the same iteration twice (at the interval and at the end).
             return SaveReport(request.iteration, 0.0, 0, skipped=True)
         self.link.stager.wait()
-        self._settle()
+        self._outstanding.settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
         # 1. Tensors are enumerated afresh; only layouts are cached.
         pieces = self.model_state.owned(request.chunks, request.optimizer)
@@ -176,15 +159,13 @@ class Checkpointer:
         if self._run_id is None:
             self._run_id = _run_id_from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
-        self._memory_only &= self._open.keys()
-        if request.memory_only:
-            self._memory_only.add(save_id)
+        self._outstanding.expect(save_id, memory_only=request.memory_only)
         slot: Slot | None = None
         try:
             # 2. The plan. 3. A free slot.
             layout, slot = self._place(request, ordered, save_id)
         except FlashCkptError as error:
-            self._fail(request.iteration, save_id, str(error))
+            self._outstanding.fail(request.iteration, save_id, str(error))
         self._last = mark
         # A rank that failed takes part too, or the others would wait for it.
         if self.config.busy == "skip" and _any_rank(slot is None):
@@ -194,7 +175,7 @@ class Checkpointer:
             return SaveReport(request.iteration, time.perf_counter() - started, 0, skipped=True)
         if not request.memory_only:
             reported.clear()
-        self._open[save_id] = request.iteration
+        self._outstanding.begin(save_id, request.iteration)
         # 4. Stage.
         self._stage(ordered, layout, slot, request)
         if self.config.staging == "blocking":
@@ -212,7 +193,7 @@ class Checkpointer:
             except AgentError as error:
                 if client is None:
                     raise
-                self._lose_agent(client, error)
+                self._outstanding.lose_agent(client, error)
         raise AssertionError
 
     def _acquire(self, request: SaveRequest, layout: Layout, save_id: str) -> Slot | None:
@@ -235,14 +216,14 @@ class Checkpointer:
             )
         )
         slab = self.link.ensure_slab(layout.nbytes, len(meta))
-        self._settle()
+        self._outstanding.settle()
         client = self.link.client()
         index = client.acquire(request.iteration, save_id, 0.0)
         while index < 0:
             if self.config.busy == "skip":
                 return None
             logger.info("iteration %d: waiting for a free slot", request.iteration)
-            self._untold = self.poll()  # for what it logs
+            self._outstanding.put_back(self.poll())  # for what it logs
             index = client.acquire(request.iteration, save_id, _WAIT_SLICE_S)
         slot = slab.slots[index]
         reach("save.granted")
@@ -291,15 +272,15 @@ class Checkpointer:
                 )
             except AgentError as failure:
                 # Staged all the same: the next agent takes it over.
-                self._silent.put((client, failure))
+                self._outstanding.found_silent(client, failure)
             except FlashCkptError as failure:
-                self._broken.put((save_id, failure))
+                self._outstanding.broke(save_id, failure)
             except Exception as failure:
                 # No agent may take over what all ranks are told has failed.
                 slot.set_state(SlotState.FAILED)
                 # Whatever it is: the drain at exit would wait for a save without an outcome.
                 said = f"not handed to the agent ({type(failure).__name__}: {failure})"
-                self._broken.put((save_id, SaveFailedError(said)))
+                self._outstanding.broke(save_id, SaveFailedError(said))
                 raise
 
         self.link.stager.stage(copies, hand_over)
@@ -311,20 +292,7 @@ class Checkpointer:
 
         An agent that is gone is replaced in the background, and goes on with what is staged.
         """
-        self._settle()
-        client = self.link.current
-        try:
-            finished = self.link.poll(0.0 if self._untold else wait_s)
-        except AgentError as error:
-            self._lose_agent(client, error)
-        else:
-            if finished:
-                reach("save.told")
-            for outcome in finished:
-                self._open.pop(outcome.save_id, None)
-            self._untold += finished
-        told, self._untold = self._untold, []
-        return told
+        return self._outstanding.poll(wait_s)
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Return the outcomes of all saves, when none is pending any more.
@@ -335,22 +303,21 @@ class Checkpointer:
         deadline = time.monotonic() + timeout_s
         self.link.stager.wait()
         outcomes = self.poll()
-        while self._open:
+        while self._outstanding:
             left = deadline - time.monotonic()
             if left <= 0:
                 said = (
                     f"not committed within {timeout_s:.0f} s; the agent goes on trying; raise "
                     "'drain_timeout_s' to wait longer"
                 )
-                late, self._open = self._open, {}
-                return outcomes + [Outcome(late[save], save, said, timeout_s) for save in late]
+                return outcomes + self._outstanding.give_up(said, timeout_s)
             outcomes += self.poll(min(left, _WAIT_SLICE_S))
         return outcomes
 
     @property
     def pending(self) -> bool:
         """Whether a save of this rank has no outcome yet."""
-        return bool(self._open)
+        return bool(self._outstanding)
 
     def close(self, *, leave: bool = True) -> None:
         """Hang up. With `leave` the agent frees this rank's memory; else it keeps it for a restart.
@@ -358,59 +325,6 @@ class Checkpointer:
         Call `wait` before, or pending outcomes are lost (the saves are not).
         """
         self.link.close(leave=leave)
-
-    def _settle(self) -> None:
-        """Take note of what the copy thread and the search for another agent came to."""
-        while not self._broken.empty():
-            save_id, failure = self._broken.get()
-            self._fail(self._open.pop(save_id), save_id, str(failure))
-        while not self._silent.empty():
-            self._lose_agent(*self._silent.get())
-        if not self._orphaned and not self._lost:
-            return
-        taken = self.link.settled()
-        if taken is None:
-            return
-        orphaned, self._orphaned = self._orphaned, {}
-        for save_id in orphaned.keys() & self._open.keys() - set(taken):
-            # It may have been committed in the moment before the agent went.
-            iteration = self._open.pop(save_id)
-            if self._is_committed(iteration, save_id):
-                self._untold.append(Outcome(iteration, save_id, None, 0.0))
-            else:
-                self._fail(iteration, save_id, self._loss)
-        client = self.link.current
-        while self._lost and client is not None:
-            try:
-                if self._lost[0][1] not in taken:
-                    client.abandon(*self._lost[0])
-            except AgentError as error:
-                self._lose_agent(client, error)
-                return
-            self._lost.popleft()
-
-    def _fail(self, iteration: int, save_id: str, reason: str) -> None:
-        """Conclude a save that this rank has no part in, here and for the other ranks."""
-        self._untold.append(Outcome(iteration, save_id, reason, 0.0))
-        if save_id not in self._memory_only:
-            self._lost.append((iteration, save_id, reason))
-
-    def _lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
-        """Find another agent, in the background; it gets the slab and all that is staged there."""
-        if lost is not None and self.link.replace_agent(lost):
-            logger.warning(
-                "rank %d: %s; another one takes over what is in memory", self.rank, error
-            )
-            self._orphaned = dict(self._open)
-            self._loss = str(error)
-
-    def _is_committed(self, iteration: int, save_id: str) -> bool:
-        storage = PosixStorage(self.root)
-        try:
-            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
-        except FlashCkptError:
-            return False
-        return stored.manifest.save_id == save_id
 
 
 def _run_id_from_store(root: str) -> str:

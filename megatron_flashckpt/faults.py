@@ -32,7 +32,7 @@ POINTS = {
     "stage.copied": ("checkpointer", "all bytes are copied; the slot is still STAGING"),
     "stage.staged": ("checkpointer", "the slot is STAGED; the doorbell was not rung"),
     "stage.rung": ("checkpointer", "the agent has answered the doorbell"),
-    "save.told": ("checkpointer", "the agent told an outcome: the slot is DURABLE or FAILED"),
+    "save.told": ("outstanding", "the agent told an outcome: the slot is DURABLE or FAILED"),
     # Trainers, loading. Nothing of the model is overwritten before `load.planned`.
     "load.taken": ("loading", "the agent handed over the slab of this rank's former life, if any"),
     "load.planned": ("loading", "all is checked and nothing of the tensors read"),

@@ -32,7 +32,7 @@ LAYERS = (
     {"memory"},
     {"agent", "restore", "megatron_lm"},
     {"node_link"},
-    {"peering"},
+    {"peering", "outstanding"},
     {"checkpointer", "inspection", "verification"},
     {"convert"},
     {"session", "saved_job"},

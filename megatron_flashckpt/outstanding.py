@@ -1,0 +1,156 @@
+"""Saves without an outcome: which there are, what became of them, and who has to be told.
+
+A save ends with an outcome from the agent; with a failure of this rank's own (no plan, no slot, a
+copy that went wrong); or with the loss of the agent, if its successor finds neither the slot nor
+the checkpoint.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import queue
+
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.errors import AgentError, FlashCkptError
+from megatron_flashckpt.faults import reach
+from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
+
+logger = logging.getLogger(__name__)
+
+#: Calls to the other nodes that are remembered while there is no agent.
+_CALLS_OFF = 16
+
+
+class Outstanding:
+    """One rank's book of saves. For the training thread, but `broke` and `found_silent`."""
+
+    def __init__(self, root: str, rank: int, link: NodeLink) -> None:
+        self._root = root
+        self._rank = rank
+        self._link = link
+        #: Iterations by save.
+        self._open: dict[str, int] = {}
+        #: Those that are meant for memory only: nobody waits for them.
+        self._memory_only: set[str] = set()
+        self._untold: list[Outcome] = []
+        #: Those whose agent is gone, and why: its successor may have taken them over.
+        self._orphaned: dict[str, int] = {}
+        self._loss = ""
+        #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
+        self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
+        self._broken: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
+        self._silent: queue.SimpleQueue[tuple[AgentClient, AgentError]] = queue.SimpleQueue()
+
+    def __bool__(self) -> bool:
+        """Whether a save has no outcome yet."""
+        return bool(self._open)
+
+    def expect(self, save_id: str, *, memory_only: bool) -> None:
+        """Note what kind of save has begun, before anything of it can fail."""
+        self._memory_only &= self._open.keys()
+        if memory_only:
+            self._memory_only.add(save_id)
+
+    def begin(self, save_id: str, iteration: int) -> None:
+        """Note a save that has a slot: it will have an outcome."""
+        self._open[save_id] = iteration
+
+    def fail(self, iteration: int, save_id: str, reason: str) -> None:
+        """Conclude a save that this rank has no part in, here and for the other ranks."""
+        self._open.pop(save_id, None)
+        self._untold.append(Outcome(iteration, save_id, reason, 0.0))
+        if save_id not in self._memory_only:
+            self._lost.append((iteration, save_id, reason))
+
+    def broke(self, save_id: str, failure: FlashCkptError) -> None:
+        """Note that a save failed in the copy thread, which calls this."""
+        self._broken.put((save_id, failure))
+
+    def found_silent(self, client: AgentClient, error: AgentError) -> None:
+        """Note that the agent is gone; for the copy thread."""
+        self._silent.put((client, error))
+
+    def lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
+        """Find another agent, in the background; it gets the slab and all that is staged there."""
+        if lost is not None and self._link.replace_agent(lost):
+            logger.warning(
+                "rank %d: %s; another one takes over what is in memory", self._rank, error
+            )
+            self._orphaned = dict(self._open)
+            self._loss = str(error)
+
+    def poll(self, wait_s: float = 0.0) -> list[Outcome]:
+        """Return the outcomes since the last call, waiting up to `wait_s` for the first."""
+        self.settle()
+        client = self._link.current
+        try:
+            finished = self._link.poll(0.0 if self._untold else wait_s)
+        except AgentError as error:
+            self.lose_agent(client, error)
+        else:
+            if finished:
+                reach("save.told")
+            for outcome in finished:
+                self._open.pop(outcome.save_id, None)
+            self._untold += finished
+        told, self._untold = self._untold, []
+        return told
+
+    def put_back(self, outcomes: list[Outcome]) -> None:
+        """Have the next `poll` return these again."""
+        self._untold = outcomes + self._untold
+
+    def give_up(self, reason: str, waited_s: float) -> list[Outcome]:
+        """Return a failure for every save that is still open; they are forgotten here."""
+        late, self._open = self._open, {}
+        return [Outcome(iteration, save, reason, waited_s) for save, iteration in late.items()]
+
+    def settle(self) -> None:
+        """Take note of what the copy thread and the search for another agent came to."""
+        while not self._broken.empty():
+            save_id, failure = self._broken.get()
+            self.fail(self._open[save_id], save_id, str(failure))
+        while not self._silent.empty():
+            self.lose_agent(*self._silent.get())
+        if not self._orphaned and not self._lost:
+            return
+        taken = self._link.settled()
+        if taken is not None:
+            self._bury(taken)
+            self._call_off(taken)
+
+    def _bury(self, taken: tuple[str, ...]) -> None:
+        """Conclude those of a dead agent's saves that its successor has not `taken` over."""
+        orphaned, self._orphaned = self._orphaned, {}
+        for save_id in orphaned.keys() & self._open.keys() - set(taken):
+            iteration = self._open[save_id]
+            # It may have been committed in the moment before the agent went.
+            if self._is_committed(iteration, save_id):
+                del self._open[save_id]
+                self._untold.append(Outcome(iteration, save_id, None, 0.0))
+            else:
+                self.fail(iteration, save_id, self._loss)
+
+    def _call_off(self, taken: tuple[str, ...]) -> None:
+        """Let the agent tell the other nodes which saves lack this rank's part."""
+        client = self._link.current
+        while self._lost and client is not None:
+            try:
+                if self._lost[0][1] not in taken:
+                    client.abandon(*self._lost[0])
+            except AgentError as error:
+                self.lose_agent(client, error)
+                return
+            self._lost.popleft()
+
+    def _is_committed(self, iteration: int, save_id: str) -> bool:
+        storage = PosixStorage(self._root)
+        try:
+            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+        except FlashCkptError:
+            return False
+        return stored.manifest.save_id == save_id
