@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Trains a GPT on the GPUs of one node, with checkpoints through megatron_flashckpt.
+#
+#   MEGATRON_LM=/path/to/Megatron-LM CHECKPOINT_PATH=/path scripts/pretrain_gpt_single_node.sh [ARGS]
+#
+# What is trained: pretrain_gpt_arguments.sh. ARGS go to Megatron and win over what is there.
+set -euo pipefail
+# shellcheck source-path=SCRIPTDIR source=pretrain_gpt_arguments.sh
+source "$(dirname "${BASH_SOURCE[0]}")/pretrain_gpt_arguments.sh"
+
+exec torchrun --standalone --nproc-per-node "$GPUS_PER_NODE" --max-restarts "$MAX_RESTARTS" \
+  "${TRAIN[@]}" "${GPT_ARGUMENTS[@]}" "$@"

@@ -1,0 +1,48 @@
+"""Every preset in `configs/` is accepted, explains each of its fields, and is listed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.cli import main
+from megatron_flashckpt.config import Config, load_config
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+PRESETS = sorted(CONFIGS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
+def test_config_check_accepts_it_and_says_what_is_in_force(
+    preset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not main(["config", "check", str(preset)])
+    assert msgspec.yaml.decode(capsys.readouterr().out, type=Config) == load_config(preset, {})
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
+def test_every_field_of_it_is_explained(preset: Path) -> None:
+    """By the comment above it, or above the fields or the section that directly precede it."""
+    explained = False
+    for line in preset.read_text().splitlines():
+        if not line.strip() or line.lstrip().startswith("#"):
+            explained = bool(line.strip())
+        elif not re.fullmatch(r"\w+:", line):
+            assert explained, f"{preset.name}: {line!r} has no comment"
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.stem)
+def test_it_is_in_the_list(preset: Path) -> None:
+    assert f"| `{preset.name}` |" in (CONFIGS / "README.md").read_text()
+
+
+def test_only_the_file_with_all_fields_has_the_defaults() -> None:
+    assert [preset.stem for preset in PRESETS if load_config(preset, {}) == Config()] == ["local"]
+
+
+def test_the_file_with_all_fields_lacks_none() -> None:
+    written = msgspec.yaml.decode((CONFIGS / "local.yaml").read_bytes())
+    assert written == msgspec.to_builtins(Config())
