@@ -28,19 +28,15 @@ JOB = REPO / "tests/jobs/traced_gpt.py"
 CPU_MEGATRON = REPO / "tests/cpu_megatron"
 PATCH = REPO / "patches/core_v0.17.1.patch"
 
-#: What Megatron needs to be told where there is no GPU, Transformer Engine or Apex.
-ON_CPU = (
-    "--num-workers 0 --transformer-impl local --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
-    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --attention-backend unfused"
-).split()
 TINY = (
     "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 "
     "--lr-warmup-iters 2 --weight-decay 0.01 --clip-grad 1.0 --vocab-size 500 "
-    "--tokenizer-type NullTokenizer --mock-data --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0"
-).split() + ON_CPU
+    "--tokenizer-type NullTokenizer --mock-data --num-workers 0 --transformer-impl local "
+    "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--attention-backend unfused --log-interval 1 --eval-interval 1000 --eval-iters 0"
+).split()
 
 
 @dataclasses.dataclass

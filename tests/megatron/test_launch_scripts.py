@@ -18,9 +18,11 @@ from pathlib import Path
 import pytest
 from megatron.training.arguments import parse_args
 
-from tests.megatron.jobs import CPU_MEGATRON, ON_CPU, REPO, end, free_port
+from tests.megatron.jobs import CPU_MEGATRON, REPO, TINY, end, free_port
 
 SCRIPTS = REPO / "scripts"
+#: What Megatron needs to be told where there is no GPU, Transformer Engine or Apex.
+ON_CPU = TINY[TINY.index("--num-workers") : TINY.index("--log-interval")]
 SCRIPT_NAMES = sorted(path.name for path in SCRIPTS.glob("pretrain_gpt_*.s*"))
 SLURM = {
     "SLURM_JOB_ID": "7",
