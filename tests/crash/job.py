@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from tests.agent.trainer import agents_under, is_alive
 from tests.crash.start import Life, start
-from tests.megatron.jobs import CPU_MEGATRON, REPO
+from tests.forked.nursery import nursery
 
 T = TypeVar("T")
 RANKS = 2
@@ -35,32 +34,6 @@ def eventually(what: str, probe: Callable[[], T | None]) -> T:
             raise CellError(f"not within {PATIENCE_S:.0f} s: {what}")
         time.sleep(0.003)
     return found
-
-
-def nursery() -> Any:
-    """Return what ranks are forked from: a process that has imported Megatron, and has no threads.
-
-    Importing takes seconds, and the ranks of a cell a fraction of one.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crash.preload"])
-    wanted = {
-        "PYTHONPATH": os.pathsep.join(map(str, (CPU_MEGATRON, REPO, REPO / "scripts"))),
-        "CPU_CUDA_STUBS": "triton apex",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-    return context
 
 
 def state_of(pid: int) -> str:

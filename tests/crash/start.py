@@ -1,19 +1,17 @@
-"""The first thing that a forked rank does: become a process as torchrun would have started it.
+"""What a forked rank of the crash tests starts with.
 
 Imports nothing of megatron_flashckpt before the environment is set.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
-import signal
 import sys
 import traceback
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from tests.forked.nursery import settle_in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +34,7 @@ class Life:
 
 def start(environment: dict[str, str], log: str, *arguments: Any) -> None:
     """Set the environment, then import what reads it. Returns when the rank has ended."""
-    # No rank outlives the tests, whatever ends those.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setpgid(0, 0)
-    early = [name for name in sys.modules if name.startswith("megatron_flashckpt")]
-    assert not early, f"imported before the environment was set: {early}"
-    os.environ.update(environment)
-    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
+    settle_in(environment, log)
     from tests.crash.rank import main
 
     try:

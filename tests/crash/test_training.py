@@ -25,6 +25,7 @@ def test_a_job_killed_in_the_middle_of_a_save_goes_on_bit_for_bit_from_the_one_b
             ],
             ranks=2,
             max_restarts=1,
+            torchrun=True,
             env={VARIABLE: f"rank1:stage.copied:2:KILL:{reached}"},
         )
     )

@@ -1,6 +1,6 @@
 """One Megatron job that calls `load_checkpoint` and `save_checkpoint` many times.
 
-Run by torchrun from the tests. Starting Megatron costs most of a test's time, so one job takes
+Run by `tests/megatron/jobs.py`. Starting Megatron costs most of a test's time, so one job takes
 many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`; `args`
 are set on Megatron's arguments before the call, `config` are settings of ours. What each call did
 on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.

@@ -1,6 +1,6 @@
 """One Megatron job that goes through many parallel layouts, one after the other.
 
-Run by torchrun from the tests. `CASES` is a JSON file with a list of cells
+Run by `tests/megatron/jobs.py`. `CASES` is a JSON file with a list of cells
 
     {"name": ..., "world": 4, "arguments": [...], "seed": 99, "steps": [["load", DIR], ...]}
 

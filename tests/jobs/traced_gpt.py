@@ -1,4 +1,4 @@
-"""`scripts/pretrain_gpt_tiny.py` with instruments: run by torchrun from the tests, never imported.
+"""`scripts/pretrain_gpt_tiny.py` with instruments: run by `tests/megatron/jobs.py`, never imported.
 
 Environment:
     TRACE_DIR     where each rank appends what it saw (JSON lines, `rank_<r>.jsonl`)

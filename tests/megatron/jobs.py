@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,10 +21,10 @@ from megatron_flashckpt.layout.plan import pieces_of
 from megatron_flashckpt.megatron_lm import plain
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.forked.job import free_port, run_forked
+from tests.forked.nursery import COMMON, CPU_MEGATRON, REPO
 
-REPO = Path(__file__).resolve().parents[2]
 JOB = REPO / "tests/jobs/traced_gpt.py"
-CPU_MEGATRON = REPO / "tests/cpu_megatron"
 PATCH = REPO / "patches/core_v0.17.1.patch"
 
 TINY = (
@@ -75,13 +74,17 @@ def run_job(
     env: dict[str, str] | None = None,
     timeout_s: float = 240,
     script: Path = JOB,
+    torchrun: bool = False,
 ) -> Result:
-    """Run one torchrun job to its end.
+    """Run one job to its end.
 
     Args:
         ranks: over all nodes.
         door: `launch` (the launcher, script unedited), `swap` (Megatron's training.py with the
             imports swapped by our patch), or `stock` (Megatron alone).
+        torchrun: have torchrun start the ranks. Else they are forked from a process that has
+            imported what is installed, so not for another Megatron, several nodes, or tests of
+            what torchrun does.
     """
     trace = tmp_path / f"trace-{name}"
     trace.mkdir()
@@ -92,9 +95,7 @@ def run_job(
     environment = {
         **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
         "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": "1",
-        "CPU_CUDA_STUBS": "triton apex",
-        "PYTHONWARNINGS": "ignore",
+        **COMMON,
         # torch 2.13 gives a restarted attempt the store of the failed one, in which gloo then finds
         # the addresses of dead ranks. Nothing of ours is involved.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -104,28 +105,57 @@ def run_job(
         "FLASHCKPT_AGENT__GRACE_S": "30",
         **(env or {}),
     }
-    port = free_port()
-    processes = []
+    command = [*runner, str(script), *TINY, *arguments]
     logs = [tmp_path / f"log-{name}-{node}" for node in range(nodes)]
+    if torchrun or door == "swap" or nodes > 1:
+        status = _torchrun(command, name, ranks, logs, max_restarts, environment, timeout_s)
+    else:
+        status = run_forked(
+            command,
+            ranks,
+            environment=environment,
+            cwd=tmp_path,
+            log=logs[0],
+            max_restarts=max_restarts,
+            timeout_s=timeout_s,
+        )
+    log = "".join(file.read_text(errors="replace") for file in logs)
+    events = []
+    for file in sorted(trace.glob("rank_*.jsonl")):
+        rank = int(file.stem.split("_")[1])
+        events += [{"rank": rank, **json.loads(line)} for line in file.read_text().splitlines()]
+    return Result(status, log, events)
+
+
+def _torchrun(
+    command: list[str],
+    name: str,
+    ranks: int,
+    logs: list[Path],
+    max_restarts: int,
+    environment: dict[str, str],
+    timeout_s: float,
+) -> int:
+    """Run a job on as many nodes as there are logs, which lie in the job's directory."""
+    nodes, where, port = len(logs), logs[0].parent, free_port()
+    processes = []
     for node, log in enumerate(logs):
         rendezvous = ["--standalone"]
         if nodes > 1:
             # Each "node" of this one machine has its own agent.
-            environment["FLASHCKPT_RUNTIME_DIR"] = str(tmp_path / f"run/{node}")
+            environment["FLASHCKPT_RUNTIME_DIR"] = str(where / f"run/{node}")
             rendezvous = [
                 *("--nnodes", str(nodes), "--node-rank", str(node), "--rdzv-id", name),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),
             ]
-        command = [
+        started = [
             *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
             *("--nproc-per-node", str(ranks // nodes), "--max-restarts", str(max_restarts)),
-            *(*runner, str(script), *TINY, *arguments),
+            *command,
         ]
         with open(log, "w") as output:
             processes.append(
-                subprocess.Popen(
-                    command, env=environment, cwd=tmp_path, stdout=output, stderr=output
-                )
+                subprocess.Popen(started, env=environment, cwd=where, stdout=output, stderr=output)
             )
     deadline = time.monotonic() + timeout_s
     try:
@@ -136,18 +166,7 @@ def run_job(
     finally:
         for process in processes:
             end(process)
-    log = "".join(file.read_text(errors="replace") for file in logs)
-    events = []
-    for file in sorted(trace.glob("rank_*.jsonl")):
-        rank = int(file.stem.split("_")[1])
-        events += [{"rank": rank, **json.loads(line)} for line in file.read_text().splitlines()]
-    return Result(max(process.returncode for process in processes), log, events)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return int(sock.getsockname()[1])
+    return max(process.returncode for process in processes)
 
 
 def end(process: subprocess.Popen) -> None:

@@ -63,7 +63,7 @@ def swapped(where: Path) -> Result:
 
 @pytest.fixture(scope="module")
 def launched(where: Path) -> Result:
-    return succeeded(run_job(where, "launch", arguments(where / "launch"), door="launch"))
+    return succeeded(run_job(where, "launch", arguments(where / "launch"), torchrun=True))
 
 
 def test_both_doors_train_exactly_as_stock(

@@ -24,7 +24,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
         *("--train-iters", str(LEAKY), "--save", str(where / "save")),
     ]
     env = {"MEASURE": "1", "LEAK": f"{MADE}:{SAVES}", "PYTHONMALLOC": "malloc"}
-    job = succeeded(run_job(where, "leaks", arguments, ranks=1, env=env))
+    job = succeeded(run_job(where, "leaks", arguments, ranks=1, env=env, torchrun=True))
     events = sorted(job.named("resources"), key=lambda event: event["iteration"])
     assert [event["iteration"] for event in events] == list(range(2, LEAKY + 1))
     return {

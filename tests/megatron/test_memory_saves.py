@@ -77,7 +77,9 @@ def test_with_the_agent_gone_too_the_job_resumes_from_storage(jobs: Jobs) -> Non
 def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs: Jobs) -> None:
     for name, result in (("A", jobs.a), ("B", jobs.b)):
         kept = re.findall(r"iteration (\d+) kept in host memory, not in storage", result.log)
-        assert sorted(set(map(int, kept))) == [2, 6], "a durable save is due at 4 and 8"
+        due = {2, 6}  # a durable save is due at 4 and 8
+        # B dies in the iterations in which it would say so.
+        assert set(map(int, kept)) == due if name == "A" else set(map(int, kept)) <= due
         saved = re.findall(r"successfully saved checkpoint from iteration +(\d+)", result.log)
         assert list(map(int, saved)) == [4, 8]
         began = re.findall(r"saving checkpoint at iteration +(\d+)", result.log)

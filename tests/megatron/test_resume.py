@@ -1,8 +1,9 @@
 """Interrupted and resumed training equals uninterrupted training, bit for bit, in every layout.
 
-Per layout three real jobs: A trains 6 iterations and saves at 3 and 6. B is killed (one rank,
-SIGKILL) in iteration 5 and restarted by torchrun: it must go on from the memory of iteration 3. C
-starts from A's directory as it was at iteration 3: it must go on from storage. Dropout is on.
+Per layout three real jobs: A trains 6 iterations and saves at 3 and 6. In B one rank is killed in
+iteration 5 (SIGKILL), and all are restarted, by torchrun itself in `TORCHRUN`: it must go on from
+the memory of iteration 3. C starts from A's directory as it was at iteration 3: it must go on from
+storage. Dropout is on.
 """
 
 from __future__ import annotations
@@ -59,6 +60,10 @@ LAYOUTS = {
 }
 
 
+#: Where torchrun starts the ranks, and restarts them.
+TORCHRUN = ("tp2dp2-swiglu-untied", "moe-tp2-ep2")
+
+
 def schedule(save: Path) -> list[str]:
     return [
         *("--train-iters", "6", "--save", str(save), "--load", str(save)),
@@ -69,7 +74,7 @@ def schedule(save: Path) -> list[str]:
 class Jobs:
     """The three jobs of one layout, each run once."""
 
-    def __init__(self, tmp_path: Path, arguments: list[str]) -> None:
+    def __init__(self, tmp_path: Path, arguments: list[str], *, torchrun: bool) -> None:
         self.tmp_path = tmp_path
         self.a = succeeded(run_job(tmp_path, "a", [*arguments, *schedule(tmp_path / "A")]))
         truncated_copy(tmp_path / "A", tmp_path / "C", 3)
@@ -79,6 +84,7 @@ class Jobs:
                 "b",
                 [*arguments, *schedule(tmp_path / "B")],
                 max_restarts=1,
+                torchrun=torchrun,
                 env={"KILL": "1:5"},
             )
         )
@@ -87,7 +93,8 @@ class Jobs:
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return Jobs(tmp_path_factory.mktemp(request.param), LAYOUTS[request.param])
+    name = request.param
+    return Jobs(tmp_path_factory.mktemp(name), LAYOUTS[name], torchrun=name in TORCHRUN)
 
 
 def assert_same_losses(whole: Result, resumed: Result, attempt: int) -> None:

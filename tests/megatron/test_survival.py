@@ -46,7 +46,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     def job(name: str, save: Path, signals: str, *more: str) -> Result:
         arguments = [*MODEL, "--train-iters", "8", "--save", str(save), "--load", str(save)]
-        return run_job(where, name, [*arguments, *more], ranks=RANKS, env={"SIGNALS": signals})
+        return run_job(
+            where, name, [*arguments, *more], ranks=RANKS, env={"SIGNALS": signals}, torchrun=True
+        )
 
     save = where / "parts"
     made = Runs(

@@ -1,0 +1,61 @@
+"""What ranks are forked from, and the first thing that a forked rank does."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+CPU_MEGATRON = REPO / "tests/cpu_megatron"
+#: The environment of every process that imports Megatron here.
+COMMON = {
+    "OMP_NUM_THREADS": "1",
+    "CPU_CUDA_STUBS": "triton apex",
+    "PYTHONWARNINGS": "ignore",
+}
+_PR_SET_PDEATHSIG = 1
+
+
+def nursery() -> Any:
+    """Return the multiprocessing context whose processes have imported Megatron, and no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.forked.preload"])
+    wanted = {
+        "PYTHONPATH": os.pathsep.join(map(str, (CPU_MEGATRON, REPO, REPO / "scripts"))),
+        **COMMON,
+    }
+    before = dict(os.environ)
+    os.environ.update(wanted)
+    try:
+        multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def settle_in(environment: dict[str, str], log: str) -> None:
+    """Make this forked process one as a launcher would have started it, in a group of its own.
+
+    Imports nothing of megatron_flashckpt, which reads its settings, and the fault that is set,
+    when it is imported.
+    """
+    # No rank outlives the tests, whatever ends those.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setpgid(0, 0)
+    early = [name for name in sys.modules if name.startswith("megatron_flashckpt")]
+    assert not early, f"imported before the environment was set: {early}"
+    # What the stand-in for CUDA has set stays.
+    for name in [name for name in os.environ if name.startswith("FLASHCKPT")]:
+        del os.environ[name]
+    os.environ.update(environment)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(fd, stream.fileno())
+        # As with `python -u`, which torchrun uses: a killed rank has said what it said.
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
