@@ -35,6 +35,7 @@ from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.outstanding import Outstanding
 from megatron_flashckpt.peering import introduce
 from megatron_flashckpt.restore.collectives import broadcast_object
+from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,11 @@ class Checkpointer:
         """How often this rank's layouts were cached, shared through the agent, or computed."""
         return self._plans.counters
 
+    @property
+    def traces(self) -> OpenTraces:
+        """What this rank recorded of the saves whose outcomes are still to be told."""
+        return self._outstanding.traces
+
     # ------------------------------------------------------------------ before the first save
 
     def start_run(self) -> None:
@@ -144,7 +150,11 @@ class Checkpointer:
         Raises:
             UnsupportedError: the job holds state that cannot be saved; nothing was staged.
         """
-        started = time.perf_counter()
+        trace = Recorder()
+        with trace.recording(), trace.phase(SAVE):
+            return self._save(request, trace)
+
+    def _save(self, request: SaveRequest, trace: Recorder) -> SaveReport:
         mark = (request.iteration, self.hook.steps, request.memory_only)
         if self._last in (mark, (*mark[:2], False)):
             # Megatron may save the same iteration twice (at the interval and at the end).
@@ -153,9 +163,10 @@ class Checkpointer:
         self._outstanding.settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
         # 1. Tensors are enumerated afresh; only layouts are cached.
-        pieces = self.model_state.owned(request.chunks, request.optimizer)
-        pieces.append(side_state.frame(request.rank_state(), self.rank, self.world_size))
-        ordered = [pieces[i] for i in order([local.piece for local in pieces])]
+        with phase("enumerate"):
+            pieces = self.model_state.owned(request.chunks, request.optimizer)
+            pieces.append(side_state.frame(request.rank_state(), self.rank, self.world_size))
+            ordered = [pieces[i] for i in order([local.piece for local in pieces])]
         if self._run_id is None:
             self._run_id = _run_id_from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
@@ -172,15 +183,15 @@ class Checkpointer:
             self._give_back(slot, request.iteration)
             slot = None
         if slot is None:
-            return SaveReport(request.iteration, time.perf_counter() - started, 0, skipped=True)
+            return SaveReport(request.iteration, trace.age_s, 0, skipped=True)
         if not request.memory_only:
             reported.clear()
-        self._outstanding.begin(save_id, request.iteration)
+        self._outstanding.begin(save_id, request.iteration, trace)
         # 4. Stage.
-        self._stage(ordered, layout, slot, request)
+        self._stage(ordered, layout, slot, request, trace)
         if self.config.staging == "blocking":
             self.link.stager.wait()
-        return SaveReport(request.iteration, time.perf_counter() - started, layout.nbytes)
+        return SaveReport(request.iteration, trace.age_s, layout.nbytes)
 
     def _place(
         self, request: SaveRequest, ordered: list[LocalPiece], save_id: str
@@ -188,8 +199,10 @@ class Checkpointer:
         """Return the plan and a slot; if the agent turns out to be gone, another agent's."""
         for client in (self.link.current, None):
             try:
-                layout = self._plans.layout([local.piece for local in ordered])
-                return layout, self._acquire(request, layout, save_id)
+                with phase("plan"):
+                    layout = self._plans.layout([local.piece for local in ordered])
+                with phase("acquire slot"):
+                    return layout, self._acquire(request, layout, save_id)
             except AgentError as error:
                 if client is None:
                     raise
@@ -244,7 +257,12 @@ class Checkpointer:
         )
 
     def _stage(
-        self, ordered: list[LocalPiece], layout: Layout, slot: Slot, request: SaveRequest
+        self,
+        ordered: list[LocalPiece],
+        layout: Layout,
+        slot: Slot,
+        request: SaveRequest,
+        trace: Recorder,
     ) -> None:
         client = self.link.client()
         save_id = slot.header.save_id
@@ -261,7 +279,9 @@ class Checkpointer:
                 reach("stage.copied")
                 slot.set_state(SlotState.KEPT if request.memory_only else SlotState.STAGED)
                 reach("stage.staged")
-                client.staged(slot.index)
+                cost = trace.staged_now(blocking=self.config.staging == "blocking")
+                with phase("doorbell"):
+                    client.staged(slot.index, cost, trace.unsent())
                 reach("stage.rung")
                 logger.info(
                     "rank %d: staged iteration %d, %d bytes in %.3f s",

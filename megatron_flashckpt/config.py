@@ -125,6 +125,20 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
 
+class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Traces of saves, phase by phase, in files that Perfetto (ui.perfetto.dev) opens."""
+
+    directory: str | None = None
+    """Where every node puts a file per save; a relative one lies in the save directory. `None`: no
+    traces."""
+
+    keep: int = 20
+    """Saves that every node keeps traces of: the newest."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(("trace.keep", self.keep, 1))
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings. Every field has a default that is sound for a single node or a cluster."""
 
@@ -184,6 +198,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     replicated: Replicated = Replicated()
     retention: Retention = Retention()
+
+    history: int = 1000
+    """Saves that `flashckpt-history.jsonl` in the save directory tells of, one line each, failed
+    and removed ones included, for `flashckpt report`. 0: there is no such file."""
+
+    trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()
 
     def __post_init__(self) -> None:
@@ -191,6 +211,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("slots", self.slots, 2),
             ("failures_in_a_row", self.failures_in_a_row or 1, 1),
             ("redundancy_group", self.redundancy_group, 2),
+            ("history", self.history, 0),
             ("memory_interval", self.memory_interval, 1),
             ("read_threads", self.read_threads, 1),
             ("read_memory_mib", self.read_memory_mib, 64),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.stager import Stager
+from megatron_flashckpt.tracing import Span
 
 logger = logging.getLogger(__name__)
 
@@ -182,8 +184,11 @@ class NodeLink:
         """Put a template into the agent's store."""
         self.client().publish_template(fingerprint, encoded)
 
-    def poll(self, wait_s: float) -> tuple[Outcome, ...]:
+    def poll(self, wait_s: float, spans: Mapping[str, tuple[Span, ...]]) -> tuple[Outcome, ...]:
         """Return outcomes not told yet; nothing if no agent was ever needed.
+
+        Args:
+            spans: by save, what it has done since its doorbell was rung.
 
         Raises:
             AgentError: the agent is gone.
@@ -194,7 +199,7 @@ class NodeLink:
                 return ()
         if self._client is None:
             return ()
-        outcomes = self._client.poll(wait_s)
+        outcomes = self._client.poll(wait_s, spans)
         for notice in outcomes.notices:
             logger.warning("rank %d: iteration %d: %s", self._rank, notice.iteration, notice.text)
         return outcomes.finished

@@ -18,6 +18,7 @@ from megatron_flashckpt.faults import reach
 from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.tracing import OpenTraces, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class Outstanding:
         self._root = root
         self._rank = rank
         self._link = link
+        self.traces = OpenTraces()
         #: Iterations by save.
         self._open: dict[str, int] = {}
         #: Those that are meant for memory only: nobody waits for them.
@@ -55,9 +57,10 @@ class Outstanding:
         if memory_only:
             self._memory_only.add(save_id)
 
-    def begin(self, save_id: str, iteration: int) -> None:
+    def begin(self, save_id: str, iteration: int, trace: Recorder) -> None:
         """Note a save that has a slot: it will have an outcome."""
         self._open[save_id] = iteration
+        self.traces.begin(save_id, trace)
 
     def fail(self, iteration: int, save_id: str, reason: str) -> None:
         """Conclude a save that this rank has no part in, here and for the other ranks."""
@@ -88,7 +91,7 @@ class Outstanding:
         self.settle()
         client = self._link.current
         try:
-            finished = self._link.poll(0.0 if self._untold else wait_s)
+            finished = self._link.poll(0.0 if self._untold else wait_s, self.traces.unsent())
         except AgentError as error:
             self.lose_agent(client, error)
         else:

@@ -18,6 +18,8 @@ from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.megatron_lm import around
 from megatron_flashckpt.megatron_lm.stock import checkpointing
+from megatron_flashckpt.megatron_lm.writers import write_scalars
+from megatron_flashckpt.scalars import save_scalars
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,9 @@ class Session:
     def _report(self, each: _Open, outcome: Outcome) -> bool:
         """Log one outcome; return whether it is a success."""
         rank = each.checkpointer.rank
+        own = each.checkpointer.traces.end(outcome.save_id)
+        failures = each.failures_in_a_row + 1 if outcome.error is not None else 0
+        write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
         if outcome.kept:
             if rank == 0:
                 print(

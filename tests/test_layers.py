@@ -29,9 +29,10 @@ LAYERS = (
     {"faults"},
     {"config", "console"},
     {"layout", "storage"},
+    {"tracing"},
     {"memory"},
     {"agent", "restore", "megatron_lm"},
-    {"node_link"},
+    {"node_link", "scalars"},
     {"peering", "outstanding"},
     {"checkpointer", "inspection", "verification"},
     {"convert"},
@@ -45,7 +46,7 @@ LAYERS = (
     {"launch"},
 )
 #: Never torch, neither themselves nor through what they import, not even inside a function.
-TORCH_FREE = ("", "errors", "metrics", "faults", "config", "layout", "storage", "agent")
+TORCH_FREE = ("", "errors", "metrics", "faults", "config", "layout", "storage", "tracing", "agent")
 TORCH_FREE += ("memory.slot", "memory.slab")
 #: Not when they start; a command that needs torch may import it when it runs.
 TORCH_FREE_AT_START = ("cli", "console", "convert.command", "inspection", "verification")

@@ -36,6 +36,9 @@ def main() -> int:
     parser.add_argument("--slow-save-s", type=float, required=True)
     parser.add_argument("--sigterm-timeout-s", type=float, required=True)
     parser.add_argument("--persist-on-leave", action=argparse.BooleanOptionalAction, required=True)
+    parser.add_argument("--history", type=int, required=True)
+    parser.add_argument("--trace-directory", required=True)
+    parser.add_argument("--trace-keep", type=int, required=True)
     arguments = parser.parse_args()
 
     try:
@@ -74,6 +77,9 @@ def main() -> int:
         slow_save_s=arguments.slow_save_s,
         sigterm_timeout_s=arguments.sigterm_timeout_s,
         persist_on_leave=arguments.persist_on_leave,
+        history=arguments.history,
+        trace_directory=arguments.trace_directory,
+        trace_keep=arguments.trace_keep,
     )
     logging.info("agent %d serves %s", os.getpid(), arguments.root)
     agent = Agent(listener, options)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,9 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, SaveFailedError
+from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.tracing import Span
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +138,9 @@ class AgentClient:
             )
         return granted.slot
 
-    def staged(self, slot: int) -> None:
-        """Ring the doorbell: the slot is complete."""
-        self._ask(p.Staged(slot), p.Done)
+    def staged(self, slot: int, cost: RankCost | None = None, spans: tuple[Span, ...] = ()) -> None:
+        """Ring the doorbell: the slot is complete, and this is what that took."""
+        self._ask(p.Staged(slot, cost, spans), p.Done)
 
     def abandon(self, iteration: int, save_id: str, reason: str) -> None:
         """Let a save fail on all ranks, because this one could not stage its part."""
@@ -151,9 +154,15 @@ class AgentClient:
         """Share a template with the other ranks of this node."""
         self._ask(p.PutTemplate(fingerprint, encoded), p.Done)
 
-    def poll(self, wait_s: float = 0.0) -> p.Outcomes:
-        """Return outcomes not told yet; with `wait_s`, wait for one while saves are pending."""
-        return self._ask(p.Poll(wait_s), p.Outcomes, None, wait_s)[0]
+    def poll(
+        self, wait_s: float = 0.0, spans: Mapping[str, tuple[Span, ...]] | None = None
+    ) -> p.Outcomes:
+        """Return outcomes not told yet; with `wait_s`, wait for one while saves are pending.
+
+        Args:
+            spans: by save, what it has done since its doorbell was rung.
+        """
+        return self._ask(p.Poll(wait_s, dict(spans or {})), p.Outcomes, None, wait_s)[0]
 
     def open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
         """Have the agent listen for those of other nodes; return how they reach and know it."""
@@ -242,6 +251,9 @@ def _start(directory: Path, root: str, config: Config) -> None:
         *("--slow-save-s", str(config.agent.slow_save_s)),
         *("--sigterm-timeout-s", str(config.agent.sigterm_timeout_s)),
         "--persist-on-leave" if config.agent.persist_on_leave else "--no-persist-on-leave",
+        *("--history", str(config.history)),
+        *("--trace-directory", config.trace.directory or ""),
+        *("--trace-keep", str(config.trace.keep)),
     ]
     try:
         fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -26,8 +26,10 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout.cost import RankCost, SaveCost
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage, read_whole
+from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,10 @@ class PendingSave:
     staged_at: float
     metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
     persisted: set[int] = dataclasses.field(default_factory=set)
+    costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
+    """What it took until it was staged, by rank of this node."""
+    cost: SaveCost | None = None
+    """What it took in all, once it is committed."""
     error: str | None = None
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
@@ -157,20 +163,23 @@ def commit(save: PendingSave) -> None:
     def read(rank: int) -> names.CommitRecord:
         return read_record(storage, save.iteration, save.save_id, rank)
 
-    with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+    with phase("read records"), concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         records = list(pool.map(read, range(meta.world_size)))
-    merged = names.merge(
-        records,
-        world_size=meta.world_size,
-        description=meta.description,
-        common_digest=xxhash.xxh3_64_hexdigest(meta.common),
-        committed_at=time.time(),
-    )
-    # What no load would take must not become a checkpoint, and the tracker must not name it.
-    names.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
-    storage.put(f"{save.directory}/{names.common_name(save.save_id)}", meta.common)
-    reach("commit.common")
-    storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
+    with phase("merge"):
+        merged = names.merge(
+            records,
+            world_size=meta.world_size,
+            description=meta.description,
+            common_digest=xxhash.xxh3_64_hexdigest(meta.common),
+            committed_at=time.time(),
+        )
+        # What no load would take must not become a checkpoint, and the tracker must not name it.
+        names.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
+    with phase("manifest"):
+        storage.put(f"{save.directory}/{names.common_name(save.save_id)}", meta.common)
+        reach("commit.common")
+        storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
+    save.cost = merged.cost
     reach("commit.manifest")
     _publish(save)
 
@@ -181,18 +190,21 @@ def _publish(save: PendingSave) -> None:
     previous = None
     if save.superseded_by is None and not _is_overtaken(save):
         previous = tracked_iteration(storage)
-        storage.put(names.TRACKER, str(save.iteration).encode())
+        with phase("tracker"):
+            storage.put(names.TRACKER, str(save.iteration).encode())
         reach("commit.tracker")
     try:
-        Leftovers(beside(storage, save.directory, save.save_id)).remove(storage)
+        with phase("tidy up"):
+            Leftovers(beside(storage, save.directory, save.save_id)).remove(storage)
         reach("commit.tidy")
-        retire(
-            storage,
-            meta.retention,
-            retain_interval=meta.retain_interval,
-            tracked=tracked_iteration(storage),
-            previous=previous,
-        )
+        with phase("retention"):
+            retire(
+                storage,
+                meta.retention,
+                retain_interval=meta.retain_interval,
+                tracked=tracked_iteration(storage),
+                previous=previous,
+            )
         reach("commit.done")
     except (FlashCkptError, OSError) as error:
         # The checkpoint is committed; untidiness must not make it look failed.
@@ -204,7 +216,8 @@ def _is_overtaken(save: PendingSave) -> bool:
     tracked = tracked_iteration(save.storage) if save.later else None
     if tracked is None:
         return False
-    return _committed_save(save.storage, tracked) in save.later
+    found = _committed(save.storage, tracked)
+    return found is not None and found.save_id in save.later
 
 
 def read_record(storage: Storage, iteration: int, save_id: str, rank: int) -> names.CommitRecord:
@@ -283,20 +296,23 @@ def is_persisted(save: PendingSave, rank: int) -> bool:
 
 
 def _is_committed(save: PendingSave, present: set[str]) -> bool:
-    return (
-        names.MANIFEST in present and _committed_save(save.storage, save.iteration) == save.save_id
-    )
+    found = _committed(save.storage, save.iteration) if names.MANIFEST in present else None
+    if found is None or found.save_id != save.save_id:
+        return False
+    save.cost = found.cost
+    return True
 
 
-def _committed_save(storage: Storage, iteration: int) -> str | None:
-    """Return the id of the save that `iteration` is committed by.
+def _committed(storage: Storage, iteration: int) -> names.CommitFacts | None:
+    """Return what the manifest of `iteration` says of its checkpoint; None if it is none.
 
-    A manifest that is damaged, or a newer release's, is none: a save will replace it.
+    One that is damaged, or a newer release's, is none: a save will replace it. The table of
+    contents is not decoded: every node asks after every save, and a large job's is long.
     """
     name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
     try:
         encoded = read_whole(storage, name, names.MAX_MANIFEST_NBYTES)
-        return names.decode_manifest(encoded, f"{storage.place}/{name}").save_id
+        return names.decode_facts(encoded, f"{storage.place}/{name}")
     except (FormatVersionError, FileNotFoundError):
         return None
     except FlashCkptError as error:

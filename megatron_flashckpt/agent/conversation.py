@@ -64,6 +64,8 @@ class Conversations:
                 except FlashCkptError as error:
                     answer = (p.Refused(str(error)),)
                 p.send(connection, *answer)
+                if isinstance(request, p.Poll):
+                    self._node.traces.write_told()
         except (EOFError, OSError, msgspec.MsgspecError, FlashCkptError) as error:
             if not isinstance(error, EOFError):
                 logger.warning("rank %s: connection ended (%s)", number, error)
@@ -84,6 +86,7 @@ class Conversations:
             rank = self._node.ranks.setdefault(hello.rank, Trainer())
             rank.left = False
             rank.connection = connection
+            self._node.traces.first_rank = min(self._node.ranks)
             self.parting = False
             self._inherit(hello.rank)
             rank.forget_saves()
@@ -134,7 +137,7 @@ class Conversations:
                 case p.Acquire():
                     return (self._acquire(rank, request.wait_s),)
                 case p.Staged():
-                    self._saves.take_over(number, request.slot)
+                    self._saves.take_over(number, request.slot, request)
                     return (p.Done(),)
                 case p.Abandon():
                     self._saves.abandon(number, request)
@@ -145,7 +148,8 @@ class Conversations:
                     self._templates.put(request.fingerprint, request.encoded)
                     return (p.Done(),)
                 case p.Poll():
-                    return (self._poll(rank, request.wait_s),)
+                    self._node.traces.add_later(number, request.spans)
+                    return (self._poll(number, request.wait_s),)
                 case p.OpenPeers():
                     return (self._open_peers(request),)
                 case p.JoinPeers() if self._node.peers is not None:
@@ -245,11 +249,14 @@ class Conversations:
             rank.awaited.discard(request.save_id or "")
         self._node.changed.notify_all()
 
-    def _poll(self, rank: Trainer, wait_s: float) -> p.Outcomes:
+    def _poll(self, number: int, wait_s: float) -> p.Outcomes:
+        rank = self._node.ranks[number]
         deadline = time.monotonic() + wait_s
         while not rank.untold and not rank.notices and rank.awaited:
             if not self._node.changed.wait(deadline - time.monotonic()):
                 break
         told, rank.untold = tuple(rank.untold), []
+        for outcome in told:
+            self._node.traces.told(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
         return p.Outcomes(told, len(rank.awaited), notices)

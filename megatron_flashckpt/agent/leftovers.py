@@ -104,7 +104,7 @@ class Sweeper:
         try:
             for name in self._storage.list(""):
                 iteration = names.parse_iteration_dir(name)
-                if parse_temporary_name(name) == names.TRACKER:
+                if parse_temporary_name(name) in (names.TRACKER, names.HISTORY):
                     found.files.append(name)
                 elif (
                     iteration is not None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.traces import Traces
 from megatron_flashckpt.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ class AgentOptions:
     slow_save_s: float
     sigterm_timeout_s: float
     persist_on_leave: bool
+    history: int = 0
+    """Saves that the history in the save directory tells of."""
+    trace_directory: str = ""
+    """Empty: no traces."""
+    trace_keep: int = 1
 
 
 class Trainer:
@@ -57,6 +63,7 @@ class Node:
     def __init__(self, options: AgentOptions) -> None:
         self.options = options
         self.storage = PosixStorage(options.root)
+        self.traces = Traces(options.root, options.trace_directory, options.trace_keep)
         self.changed = threading.Condition()
         self.ranks: dict[int, Trainer] = {}
         self.peers: Redundancy | None = None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Generator, Iterator
 
+import msgspec
 import xxhash
 
 from megatron_flashckpt.faults import reach
+from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.layout.manifest import (
     CommitRecord,
     encode_record,
@@ -25,14 +28,22 @@ from megatron_flashckpt.layout.shard_file import (
 )
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
 from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.tracing import phase
 
 
 def persist_slot(
-    storage: Storage, slot: Slot, header: SlotHeader, meta: SlotMeta
+    storage: Storage,
+    slot: Slot,
+    header: SlotHeader,
+    meta: SlotMeta,
+    cost: RankCost | None = None,
 ) -> tuple[str, ...]:
     """Make the slot's shard durable, then its commit record; return the chunk digests.
 
     Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
+
+    Args:
+        cost: what the save has taken on this rank so far.
 
     Raises:
         StorageError: nothing of the attempt is left behind.
@@ -40,7 +51,7 @@ def persist_slot(
 
     # Closed at once, whatever happens: a slab with views of it in use cannot be given back.
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
-        return write_shard(storage, header.iteration, header.save_id, meta, data_section)
+        return write_shard(storage, header.iteration, header.save_id, meta, data_section, cost)
 
 
 def stored_digests(storage: Storage, header: SlotHeader, rank: int) -> tuple[str, ...]:
@@ -56,7 +67,7 @@ def digest_slot(slot: Slot, header: SlotHeader) -> tuple[str, ...]:
 
     Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
     """
-    with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
+    with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section, phase("digest"):
         return tuple(chunk_digest(chunk) for chunk in data_section)
 
 
@@ -68,12 +79,18 @@ def _chunks(slot: Slot, nbytes: int) -> Generator[memoryview, None, None]:
 
 
 def write_shard(
-    storage: Storage, iteration: int, save_id: str, meta: SlotMeta, chunks: Iterator[memoryview]
+    storage: Storage,
+    iteration: int,
+    save_id: str,
+    meta: SlotMeta,
+    chunks: Iterator[memoryview],
+    cost: RankCost | None = None,
 ) -> tuple[str, ...]:
     """Make one rank's shard durable, then its commit record; return the chunk digests.
 
     Args:
         chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter.
+        cost: what the save has taken on this rank so far.
 
     Raises:
         StorageError: nothing of the attempt is left behind.
@@ -99,15 +116,18 @@ def write_shard(
     try:
         for chunk in chunks:
             position = data_offset + len(digests) * CHUNK_NBYTES
-            digests.append(chunk_digest(chunk))
-            writer.write_at(position, chunk)
+            with phase("digest"):
+                digests.append(chunk_digest(chunk))
+            with phase("write"):
+                writer.write_at(position, chunk)
             reach("persist.chunk")
         reach("persist.chunks")
         encoded = shard_header(digests)
         # Header after data: a file cut short by a crash has no header and cannot pass for a shard.
         writer.write_at(0, encoded)
         reach("persist.header")
-        writer.finish()
+        with phase("fdatasync"):
+            writer.finish()
     except BaseException:
         writer.abandon()
         raise
@@ -125,8 +145,10 @@ def write_shard(
         template_nbytes=meta.template.nbytes,
         placement=meta.placement,
         metrics=meta.metrics,
+        cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
     # Commit record last: its presence means that every byte above is durable.
-    storage.put(f"{directory}/{record_name(meta.rank, save_id)}", encode_record(record))
+    with phase("commit record"):
+        storage.put(f"{directory}/{record_name(meta.rank, save_id)}", encode_record(record))
     reach("persist.record")
     return tuple(digests)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.layout.cost import RankCost, SaveCost
+from megatron_flashckpt.tracing import Span
 
 PROTOCOL_VERSION = 2
 MAX_FRAME_NBYTES = 256 * 1024 * 1024
@@ -50,6 +52,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """From staged on this node to committed (or given up)."""
     kept: bool = False
     """It was for host memory only, and is there."""
+    cost: SaveCost | None = None
+    """Of a committed save, if it is known."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -115,6 +119,9 @@ class Staged(msgspec.Struct, frozen=True, tag=True):
     """The slot is complete: persist it, or (KEPT) take care of it as it is. Reply: Done."""
 
     slot: int
+    cost: RankCost | None = None
+    spans: tuple[Span, ...] = ()
+    """What the save has done so far."""
 
 
 class Abandon(msgspec.Struct, frozen=True, tag=True):
@@ -149,6 +156,8 @@ class Poll(msgspec.Struct, frozen=True, tag=True):
     """
 
     wait_s: float = 0.0
+    spans: dict[str, tuple[Span, ...]] = {}
+    """By save, what it has done since its doorbell was rung."""
 
 
 class Notice(msgspec.Struct, frozen=True):

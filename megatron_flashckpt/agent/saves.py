@@ -17,6 +17,7 @@ from megatron_flashckpt.agent.commit import (
     leave_note,
     outcome_of,
 )
+from megatron_flashckpt.agent.history import PastSave, append
 from megatron_flashckpt.agent.leftovers import Sweeper
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
@@ -25,6 +26,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +67,12 @@ class Saves:
             self._committer.join(_TIDY_S)
             self._pool.shutdown()
 
-    def take_over(self, number: int, index: int) -> str:
-        """Do with a complete slot what it is meant for; return the save that is in it."""
+    def take_over(self, number: int, index: int, doorbell: p.Staged | None = None) -> str:
+        """Do with a complete slot what it is meant for; return the save that is in it.
+
+        Args:
+            doorbell: by which its trainer has handed it over, if it is alive.
+        """
         slots = self._node.ranks[number].slots
         if slots is None or not 0 <= index < len(slots.infos):
             raise AgentError(f"rank {number} has no slot {index}")
@@ -75,6 +81,10 @@ class Saves:
         if header.state not in (SlotState.STAGED, SlotState.KEPT):
             raise AgentError(f"slot {index} of rank {number} is {header.state.name}, not STAGED")
         save = None if header.state == SlotState.KEPT else self._join(number, slot, info)
+        if doorbell is not None:
+            self._node.traces.add(header.iteration, header.save_id, number, doorbell.spans)
+            if save is not None and doorbell.cost is not None:
+                save.costs[number] = doorbell.cost
         self._node.ranks[number].awaited.add(header.save_id)
         if not info.claimed:
             info.claimed, info.persisting = True, save is not None
@@ -113,7 +123,8 @@ class Saves:
         with self._node.changed:
             still_there = self._node.ranks[number].slots is slots and slot.header == header
             info.persisting = info.persisting or still_there
-        digests = digest_slot(slot, header) if still_there else None
+        with self._node.traces.recording(header.iteration, header.save_id, number):
+            digests = digest_slot(slot, header) if still_there else None
         with self._node.changed:
             if still_there:
                 info.persisting, info.digests = False, digests
@@ -144,7 +155,13 @@ class Saves:
             if info.inherited and is_persisted(save, number):
                 digests = info.digests or stored_digests(save.storage, header, number)
             else:
-                digests = persist_slot(save.storage, slot, header, save.metas[number])
+                with (
+                    self._node.traces.recording(save.iteration, save.save_id, number),
+                    phase("persist"),
+                ):
+                    digests = persist_slot(
+                        save.storage, slot, header, save.metas[number], save.costs.get(number)
+                    )
         except Exception as failure:  # whatever it is, the trainers must learn of it
             error = str(failure)
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
@@ -229,7 +246,8 @@ class Saves:
                     pause = shortest
 
     def _try_conclude(self, save: PendingSave) -> bool:
-        finished, error = outcome_of(save, self._node.options.commit_timeout_s)
+        with self._node.traces.recording(save.iteration, save.save_id, None):
+            finished, error = outcome_of(save, self._node.options.commit_timeout_s)
         if not finished:
             return False
         if error is not None:
@@ -240,6 +258,8 @@ class Saves:
         if error is not None:
             # Before anybody is told: on a full disk the next save needs the space.
             forget(save)
+        if not save.outlived:
+            self._enter_into_history(save, error)
         with self._node.changed:
             self._conclude(save, error)
             overlooked = save.persisted - persisted
@@ -248,7 +268,22 @@ class Saves:
             forget(save)
         if error is None and 0 in save.metas:
             self.sweeper.look(self.is_pending, save.iteration)
+        self._node.traces.write(save.save_id)
         return True
+
+    def _enter_into_history(self, save: PendingSave, error: str | None) -> None:
+        """Let people know later how the save went."""
+        if 0 in save.metas:
+            past = PastSave(
+                iteration=save.iteration,
+                save_id=save.save_id,
+                ended_at=time.time(),
+                seconds=time.monotonic() - save.staged_at,
+                error=error,
+                world_size=save.metas[0].world_size,
+                cost=save.cost,
+            )
+            append(save.storage, past, self._node.options.history)
 
     def _conclude(self, save: PendingSave, error: str | None) -> None:
         """Mark the slots and tell the outcome, once. The lock is held."""
@@ -262,7 +297,7 @@ class Saves:
         if error is None:
             logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
         del self.pending[save.save_id]
-        outcome = p.Outcome(save.iteration, save.save_id, error, seconds)
+        outcome = p.Outcome(save.iteration, save.save_id, error, seconds, cost=save.cost)
         state = SlotState.DURABLE if error is None else SlotState.FAILED
         if save.outlived:
             state = SlotState.EMPTY

@@ -15,6 +15,7 @@ import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.cost import RankCost, SaveCost, combine
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
 from megatron_flashckpt.layout.plan import (
     Placement,
@@ -28,6 +29,8 @@ _T = TypeVar("_T")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+#: What became of the last saves, for people; no load reads it.
+HISTORY = "flashckpt-history.jsonl"
 #: A manifest that claims to be longer is none; the largest job's has a few hundred megabytes.
 MAX_MANIFEST_NBYTES = 2**30
 _DIGEST_NBYTES = 8
@@ -122,6 +125,8 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement
     metrics: dict[str, float] = {}
     """What training code on this rank has reported of the model."""
+    cost: RankCost | None = None
+    """None: its trainer did not live to say."""
 
 
 def encode_record(record: CommitRecord) -> bytes:
@@ -183,6 +188,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970. None: written by a release that did not say."""
     metrics: dict[str, float] = {}
     """What training code has reported of the model, e.g. its validation loss."""
+    cost: SaveCost | None = None
     common_digest: str
     keys: tuple[str, ...]
     templates: dict[str, tuple[ManifestItem, ...]]
@@ -271,6 +277,11 @@ def merge(
         description=description,
         committed_at=committed_at,
         metrics=metrics,
+        cost=combine(
+            {record.rank: record.cost for record in ordered if record.cost is not None},
+            sum(record.nbytes for record in ordered),
+            committed_at or 0.0,
+        ),
         common_digest=common_digest,
         keys=tuple(keys),
         templates=templates,
@@ -311,6 +322,7 @@ class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
     save_id: str
     committed_at: float | None = None
     metrics: dict[str, float] = {}
+    cost: SaveCost | None = None
 
 
 def decode_facts(encoded: bytes, place: str) -> CommitFacts:

@@ -19,6 +19,7 @@ import torch
 
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.tracing import EARLY, WAIT, Recorder, phase, recorder
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class _Job:
     finish: Callable[[float, BaseException | None], None]
     error: BaseException | None
     """Of an early copy."""
+    recorder: Recorder
+    """Of the save that it is part of."""
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
@@ -91,20 +94,24 @@ class Stager:
         self.wait()
         error: BaseException | None = None
         try:
-            self._copy([copy for copy in copies if copy.early])
+            with phase(EARLY):
+                self._copy([copy for copy in copies if copy.early])
             reach("stage.half")
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
         except Exception as failure:
             error = failure
-        self._current = _Job([copy for copy in copies if not copy.early], finish, error)
+        late = [copy for copy in copies if not copy.early]
+        self._current = _Job(late, finish, error, recorder() or Recorder())
         self._jobs.put(self._current)
 
     def wait(self) -> None:
         """Return when no copy is under way: the sources may change."""
         # Also called by the thread that looks for another agent, hence the local name.
         if (job := self._current) is not None:
-            job.done.wait()
+            if not job.done.is_set():
+                with job.recorder.phase(WAIT):
+                    job.done.wait()
             if self._current is job:
                 self._current = None
 
@@ -124,13 +131,15 @@ class Stager:
             error = job.error
             try:
                 if error is None:
-                    self._copy(job.copies)
-                    if self._stream is not None:
-                        self._stream.synchronize()
+                    with job.recorder.phase("late copies"):
+                        self._copy(job.copies)
+                        if self._stream is not None:
+                            self._stream.synchronize()
             except BaseException as failure:
                 error = failure
             try:
-                job.finish(time.perf_counter() - started, error)
+                with job.recorder.recording():
+                    job.finish(time.perf_counter() - started, error)
             except Exception:
                 # Without this thread every later save would wait for ever.
                 logger.exception("what was staged could not be handed over")

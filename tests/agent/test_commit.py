@@ -365,7 +365,7 @@ def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root:
         assert trainer.save(iteration).error is None
     assert {path.name for path in root.iterdir()} == {
         *("iter_0000003", "iter_0000004", "iter_0000006"),
-        *("release", "tensorboard", names.TRACKER),
+        *("release", "tensorboard", names.TRACKER, names.HISTORY),
     }
 
 

@@ -54,6 +54,7 @@ def test_a_commit_removes_what_older_saves_left_and_nothing_newer(node: Node, ro
     plant(root, 10, *half_a_save("bbbbbbbbbbbb"))
     newer = plant(root, 99, *half_a_save("cccccccccccc"))
     (root / temporary_name(names.TRACKER)).touch()
+    (root / temporary_name(names.HISTORY)).touch()
     trainer.hang_up(leave=True)
     eventually("the end of the agent", lambda: not is_alive(trainer.client.agent_pid))
     again = node.trainer(root)
@@ -147,7 +148,7 @@ def test_a_killed_agents_files_are_gone_once_its_successor_has_committed(
     assert len(listing(root)) > 1
     trainer = node.trainer(root)
     assert [trainer.save(iteration).error for iteration in (20, 30)] == [None, None]
-    expected = {"iter_0000020", "iter_0000030", names.TRACKER}
+    expected = {"iter_0000020", "iter_0000030", names.TRACKER, names.HISTORY}
     eventually("tidiness", lambda: {name.split("/")[0] for name in listing(root)} == expected)
     os.kill(trainer.client.agent_pid, signal.SIGKILL)
     assert_intact(root, 30, [trainer])

@@ -118,7 +118,7 @@ def test_what_is_written_has_the_modes_that_the_umask_leaves(
     modes = {path: stat.S_IMODE(path.lstat().st_mode) for path in [root, *root.rglob("*")]}
     for path, mode in modes.items():
         assert mode == (directory if path.is_dir() else file), path
-    assert len(modes) == 6
+    assert len(modes) == 7
     private = node.directory(root)
     for path in (private, *private.iterdir()):
         assert stat.S_IMODE(path.lstat().st_mode) == (0o700 if path.is_dir() else 0o600), path

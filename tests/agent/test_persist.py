@@ -58,6 +58,7 @@ def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracke
     assert {p.name for p in root.iterdir()} == {
         "iter_0000007",
         "latest_checkpointed_iteration.txt",
+        names.HISTORY,
     }
     common = root / f"iter_0000007/common-{save_id}.pt"
     assert common.read_bytes() == f"common of 7 by {save_id}".encode()

@@ -27,11 +27,13 @@ import numpy as np
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import Offer, Outcome
 from megatron_flashckpt.config import AgentConfig, Config, Retention
+from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.tracing import Span
 
 T = TypeVar("T")
 
@@ -179,6 +181,8 @@ class FakeTrainer:
         wait_s: float = PATIENCE_S,
         *,
         state: SlotState = SlotState.STAGED,
+        cost: RankCost | None = None,
+        spans: tuple[Span, ...] = (),
     ) -> bytes:
         """Hand a whole checkpoint over (KEPT: for memory only); return its bytes."""
         slot = self.begin(iteration, save_id, wait_s)
@@ -186,7 +190,7 @@ class FakeTrainer:
         data = content(self.rank, iteration, self.layout.nbytes)
         self.fill(slot, data)
         slot.set_state(state)
-        self.client.staged(slot.index)
+        self.client.staged(slot.index, cost, spans)
         return data
 
     def outcome(self, within_s: float = PATIENCE_S) -> Outcome:

@@ -40,8 +40,8 @@ _AGENT = {
     "file.synced": (1, 4),
     "persist.durable": (1, 4),
     "persist.record": (1, 4),
-    "put.written": (1, 3, 4, 5, 7, 9, 10),
-    "put.renamed": (1, 3, 4, 5, 7, 9, 10),
+    "put.written": (1, 3, 4, 5, 6, 8, 10, 11, 12),
+    "put.renamed": (1, 3, 4, 5, 6, 8, 10, 11, 12),
     "commit.ready": (1, 3),
     "commit.common": (1, 3),
     "commit.manifest": (1, 3),
@@ -73,7 +73,7 @@ def sample() -> list[Cell]:
     """Return cells that take the suite through every column and both sources."""
     return [
         _cell(Crash("agent", "persist.chunk", 8, TRAINERS)),
-        _cell(Crash("agent", "put.written", 9, AGENT)),
+        _cell(Crash("agent", "put.written", 10, AGENT)),
         _cell(Crash("agent", "commit.manifest", 3, NODE)),
         _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),

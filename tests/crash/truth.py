@@ -6,7 +6,13 @@ import os
 import re
 from pathlib import Path
 
-from megatron_flashckpt.layout.manifest import MANIFEST, TRACKER, iteration_dir, parse_iteration_dir
+from megatron_flashckpt.layout.manifest import (
+    HISTORY,
+    MANIFEST,
+    TRACKER,
+    iteration_dir,
+    parse_iteration_dir,
+)
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
@@ -67,7 +73,8 @@ def check_tidy(save: Path, newest: int) -> None:
     storage = PosixStorage(save)
     if committed(save)[-1:] != [newest] or (save / TRACKER).read_text() != str(newest):
         raise CellError(f"iteration {newest} is not the newest of {committed(save)}")
-    left = [path.name for path in save.iterdir() if path.is_file() and path.name != TRACKER]
+    known = (TRACKER, HISTORY)
+    left = [path.name for path in save.iterdir() if path.is_file() and path.name not in known]
     for directory in filter(Path.is_dir, save.iterdir()):
         files = {path.name for path in directory.iterdir()}
         iteration = parse_iteration_dir(directory.name)

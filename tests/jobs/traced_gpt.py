@@ -9,6 +9,7 @@ Environment:
                   first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
                   to the `job` (torchrun and all ranks)
     MEASURE       trace what this process and the agent use, once per iteration
+    SCALARS       be the writers of TensorBoard and of Weights & Biases, and trace what they get
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
@@ -31,6 +32,7 @@ import time
 from glob import glob
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import torch
@@ -258,6 +260,39 @@ def traced_load(load: Any) -> Any:
     return wrapper
 
 
+class TracedWriter:
+    """Stands in for Megatron's writers, on the rank that has them: takes every call."""
+
+    def __init__(self) -> None:
+        self.run: Any = mock.MagicMock()
+        self.config: dict[str, Any] = {}
+
+    def add_scalar(self, name: str, value: float, step: int, **_: Any) -> None:
+        trace(event="tensorboard", name=name, value=float(value), step=int(step))
+
+    def log(self, scalars: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        for name, value in scalars.items():
+            trace(event="wandb", name=name, value=float(value), step=step)
+
+    def finish(self) -> None:
+        self.run = None
+
+    def __getattr__(self, name: str) -> Any:
+        return mock.MagicMock()
+
+
+def be_the_writers() -> None:
+    from megatron.training import global_vars
+
+    def set_writer(variable: str, args: Any) -> None:
+        if args.rank == args.world_size - 1:
+            setattr(global_vars, variable, TracedWriter())
+
+    for name in ("tensorboard", "wandb"):
+        variable = f"_GLOBAL_{name.upper()}_WRITER"
+        setattr(global_vars, f"_set_{name}_writer", functools.partial(set_writer, variable))
+
+
 def report_counters() -> None:
     """The plan counters of our checkpointer, if ours was in use."""
     session = sys.modules.get("megatron_flashckpt.session")
@@ -272,6 +307,8 @@ def report_counters() -> None:
 
 
 if __name__ == "__main__":
+    if "SCALARS" in os.environ:
+        be_the_writers()
     training.save_checkpoint = watched_save(training.save_checkpoint)
     training.load_checkpoint = traced_load(training.load_checkpoint)
     tiny.loss_func = traced_loss(tiny.loss_func)

@@ -1,0 +1,173 @@
+"""Traces of saves: one file per save and node, in the Chrome trace format that Perfetto opens.
+
+A rank is a process of the trace; its tracks are the training thread, the copy thread and what the
+agent does for it. The agent's own process shows the commit. Times are those of the wall clock, so
+that the files of several nodes can be laid over each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_flashckpt.layout.manifest import iteration_dir
+from megatron_flashckpt.storage.base import temporary_name
+from megatron_flashckpt.tracing import Recorder, Span
+
+logger = logging.getLogger(__name__)
+
+#: Saves whose phases are in memory. Older ones have been written, or nobody will ask for them.
+_MOST = 8
+#: Number of an agent's process in the trace: beyond those of ranks.
+_AGENT = 1_000_000
+_NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8,32}-rank_\d{5,}\.trace\.json")
+#: What the threads of a trainer are called for people.
+_TRACKS = {"MainThread": "training", "flashckpt-stage": "copies"}
+_TOLD = "outcome told"
+
+
+@dataclasses.dataclass
+class _Save:
+    iteration: int
+    spans: list[tuple[int | None, Span]] = dataclasses.field(default_factory=list)
+    """By rank; None: what the agent does for all of them."""
+
+
+class Traces:
+    """The phases of the node's saves. Does nothing at all unless a directory is given."""
+
+    def __init__(self, root: str, directory: str, keep: int) -> None:
+        self._directory = Path(root, directory) if directory else None
+        self._keep = keep
+        self.first_rank = 0
+        """The lowest one of this node, which tells its files from those of others."""
+        self._lock = threading.Lock()
+        self._saves: dict[str, _Save] = {}
+        #: Saves of which something was told since they were written.
+        self._unwritten: set[str] = set()
+
+    def add(self, iteration: int, save_id: str, rank: int | None, spans: Iterable[Span]) -> None:
+        """Remember phases of a save."""
+        if self._directory is None:
+            return
+        with self._lock:
+            save = self._saves.setdefault(save_id, _Save(iteration))
+            save.spans += [(rank, span) for span in spans]
+            while len(self._saves) > _MOST:
+                del self._saves[next(iter(self._saves))]
+
+    def add_later(self, rank: int, spans: dict[str, tuple[Span, ...]]) -> None:
+        """Remember what trainers say of saves that are known already."""
+        for save_id, theirs in spans.items():
+            known = self._saves.get(save_id)
+            if known is not None:
+                self.add(known.iteration, save_id, rank, theirs)
+
+    @contextlib.contextmanager
+    def recording(self, iteration: int, save_id: str, rank: int | None) -> Iterator[None]:
+        """Remember the phases of what this thread does for a save inside the context."""
+        if self._directory is None:
+            yield
+            return
+        recorder = Recorder()
+        try:
+            with recorder.recording():
+                yield
+        finally:
+            self.add(iteration, save_id, rank, recorder.spans)
+
+    def told(self, save_id: str, rank: int) -> None:
+        """Remember that a trainer has learned of the outcome just now."""
+        known = self._saves.get(save_id)
+        if known is not None:
+            now = Span(_TOLD, "MainThread", time.monotonic(), 0)
+            self.add(known.iteration, save_id, rank, [now])
+            self._unwritten.add(save_id)
+
+    def write_told(self) -> None:
+        """Write the traces of saves whose outcome was told meanwhile. Called without locks."""
+        while self._unwritten:
+            with contextlib.suppress(KeyError):
+                self.write(self._unwritten.pop())
+
+    def write(self, save_id: str) -> None:
+        """Write what is known of a save, over what was known before; failing costs a warning."""
+        with self._lock:
+            save = self._saves.get(save_id)
+            if self._directory is None or save is None:
+                return
+            spans = list(save.spans)
+        suffix = f"-rank_{self.first_rank:05d}.trace.json"
+        name = f"{iteration_dir(save.iteration)}-{save_id}{suffix}"
+        encoded = msgspec.json.encode(chrome_trace(save.iteration, save_id, self.first_rank, spans))
+        temporary = self._directory / temporary_name(name)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            try:
+                temporary.write_bytes(encoded)
+                os.replace(temporary, self._directory / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._prune(suffix)
+        except OSError as error:
+            logger.warning("no trace of iteration %d: %s", save.iteration, error)
+
+    def _prune(self, suffix: str) -> None:
+        """Delete this node's traces but for the newest ones."""
+        assert self._directory is not None
+        mine = [
+            path
+            for path in self._directory.iterdir()
+            if path.name.endswith(suffix) and _NAME.fullmatch(path.name)
+        ]
+        mine.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in mine[: -self._keep]:
+            path.unlink(missing_ok=True)
+
+
+def chrome_trace(
+    iteration: int, save_id: str, first_rank: int, spans: Iterable[tuple[int | None, Span]]
+) -> dict[str, Any]:
+    """Return the trace of one save on one node, as Perfetto and chrome://tracing read it.
+
+    The format: "Trace Event Format", Google, 2016 (complete events `X`, instants `i`, names `M`).
+
+    Args:
+        first_rank: the lowest one of the node.
+    """
+    to_wall = time.time() - time.monotonic()
+    host = socket.gethostname()
+    events: list[dict[str, Any]] = []
+    tracks: dict[tuple[int, str], int] = {}
+    for rank, span in spans:
+        pid = _AGENT + first_rank if rank is None else rank
+        tid = tracks.setdefault((pid, span.thread), len(tracks) + 1)
+        how = {"ph": "X", "dur": 1e6 * span.seconds}
+        if span.name == _TOLD:
+            how = {"ph": "i", "s": "p"}
+        start = {"pid": pid, "tid": tid, "ts": 1e6 * (span.start + to_wall)}
+        events.append({"name": span.name, "cat": "save", **how, **start})
+    for (pid, thread), tid in tracks.items():
+        # Threads of a pool are numbered, which says nothing.
+        track = _TRACKS.get(thread, f"agent: {thread.partition('_')[0]}")
+        events.append(_name("thread_name", pid, tid, track))
+    for pid in sorted({pid for pid, _ in tracks}):
+        name = f"rank {pid}" if pid < _AGENT else f"agent on {host}"
+        events.append(_name("process_name", pid, 0, name))
+    said = {"iteration": iteration, "save": save_id, "host": host}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,59 @@
+"""What a save took, of one rank and of all. Plain numbers: they stand in records and manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class RankCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a save took on one rank."""
+
+    started_at: float
+    """When training called for it, in seconds since 1970."""
+    blocked_s: float
+    """Until training could go on."""
+    staged_s: float
+    """Until all was in host memory."""
+    persisted_s: float | None = None
+    """Until the shard was durable; None: it is not, yet."""
+
+
+class SaveCost(msgspec.Struct, frozen=True, kw_only=True):
+    """What a save took on the rank for which it took longest, phase by phase."""
+
+    nbytes: int
+    """Of all shards."""
+    started_at: float
+    """When rank 0 called for it, in seconds since 1970."""
+    blocked_s: float
+    staged_s: float
+    persisted_s: float
+    slowest: int
+    """The rank whose shard was durable last."""
+    durable_s: float
+    """Until all of it was committed."""
+
+
+def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> SaveCost | None:
+    """Return the cost of a save from those of its ranks, as far as they are known.
+
+    None if that of rank 0 is not: it did not live to say.
+
+    Args:
+        committed_at: by the clock of rank 0's node, in seconds since 1970.
+    """
+    first = costs.get(0)
+    if first is None:
+        return None
+    slowest = max(costs, key=lambda rank: costs[rank].persisted_s or 0.0)
+    return SaveCost(
+        nbytes=nbytes,
+        started_at=first.started_at,
+        blocked_s=max(cost.blocked_s for cost in costs.values()),
+        staged_s=max(cost.staged_s for cost in costs.values()),
+        persisted_s=costs[slowest].persisted_s or 0.0,
+        slowest=slowest,
+        durable_s=max(0.0, committed_at - first.started_at),
+    )

@@ -1,0 +1,29 @@
+"""What a save took, as named numbers for the curves of a job. Torch-free."""
+
+from __future__ import annotations
+
+from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.tracing import Recorder
+
+
+def save_scalars(outcome: Outcome, own: Recorder | None, failures: int) -> dict[str, float]:
+    """Return what is known of a save whose outcome is.
+
+    What all ranks took is in the outcome of a committed save: the slowest counts.
+
+    Args:
+        own: what this rank has recorded of it.
+        failures: saves that have failed in a row, this one included.
+    """
+    blocked_s = 0.0 if own is None else own.blocked_s
+    if outcome.kept:
+        return {"checkpoint/memory/blocked_ms": 1000 * blocked_s}
+    found: dict[str, float] = {"checkpoint/failures_in_a_row": failures}
+    if (cost := outcome.cost) is not None:
+        blocked_s = max(blocked_s, cost.blocked_s)
+        found["checkpoint/staged_s"] = cost.staged_s
+        found["checkpoint/durable_s"] = cost.durable_s
+        found["checkpoint/bytes"] = cost.nbytes
+        found["checkpoint/gb_per_s"] = cost.nbytes / 1e9 / max(cost.durable_s, 1e-9)
+    found["checkpoint/blocked_ms"] = 1000 * blocked_s
+    return found

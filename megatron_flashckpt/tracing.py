@@ -1,0 +1,150 @@
+"""How long each phase of a save takes, by the clock that all processes of a node share.
+
+Code that has phases says so with `phase`. It costs nothing worth naming unless a `Recorder` is
+recording in this thread. Torch-free: trainers and agents use it alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import msgspec
+
+from megatron_flashckpt.layout.cost import RankCost
+
+#: What a save does on the training thread, from the call to its return.
+SAVE = "save"
+#: What has to be copied before the save returns.
+EARLY = "early copies"
+#: Waiting for copies: inside the save (`staging: blocking`), or in front of an optimizer's step.
+WAIT = "wait for copies"
+
+#: Phases of one name that are recorded one by one: a shard of 100 GB has thousands of chunks.
+_MOST = 256
+#: More saves are never under way, unless their outcomes are asked for by nobody.
+_MOST_OPEN = 16
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """One phase."""
+
+    name: str
+    thread: str
+    start: float
+    """Seconds of `time.monotonic`, which counts alike in all processes of a node."""
+    seconds: float
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+class Recorder:
+    """The phases of one save on one rank. Several threads may record at the same time."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.started_at = time.time()
+        """Seconds since 1970."""
+        self.spans: list[Span] = []
+        """In the order of their ends; of one name the first few hundred."""
+        self.seconds: dict[str, float] = {}
+        """By name, of all phases."""
+        self._counts: dict[str, int] = {}
+        self._sent = 0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Have what this thread does inside the context recorded here."""
+        token = _recorder.set(self)
+        try:
+            yield self
+        finally:
+            _recorder.reset(token)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Record the time from entering the context to leaving it, however it is left."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._note(name, started, time.monotonic() - started)
+
+    def _note(self, name: str, started: float, seconds: float) -> None:
+        with self._lock:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            self._counts[name] = self._counts.get(name, 0) + 1
+            if self._counts[name] <= _MOST:
+                thread = threading.current_thread().name
+                self.spans.append(Span(name, thread, started, seconds))
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the save was called for."""
+        return time.monotonic() - self.started
+
+    def staged_now(self, *, blocking: bool) -> RankCost:
+        """Return what the save has taken on this rank, now that all is in host memory.
+
+        Args:
+            blocking: training waits for that; else it has gone on after the early copies.
+        """
+        staged_s = self.age_s
+        returned = [span.end for span in self.spans if span.name == EARLY and not blocking]
+        blocked_s = returned[0] - self.started if returned else staged_s
+        return RankCost(started_at=self.started_at, blocked_s=blocked_s, staged_s=staged_s)
+
+    def unsent(self) -> tuple[Span, ...]:
+        """Return what was recorded since the last call."""
+        with self._lock:
+            found = tuple(self.spans[self._sent :])
+            self._sent += len(found)
+            return found
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that training has lost to the save: the call, and waits of the steps after it."""
+        (returned, *_) = [span.end for span in self.spans if span.name == SAVE] or [0.0]
+        later = [it.seconds for it in self.spans if it.name == WAIT and it.start >= returned]
+        return self.seconds.get(SAVE, 0.0) + sum(later)
+
+
+class OpenTraces:
+    """The recorders of a rank's saves whose outcome nobody has asked for yet."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Recorder] = {}
+
+    def begin(self, save_id: str, recorder: Recorder) -> None:
+        self._open[save_id] = recorder
+        while len(self._open) > _MOST_OPEN:
+            del self._open[next(iter(self._open))]
+
+    def unsent(self) -> dict[str, tuple[Span, ...]]:
+        """Return by save what was recorded since the last call."""
+        found = {save_id: recorder.unsent() for save_id, recorder in self._open.items()}
+        return {save_id: spans for save_id, spans in found.items() if spans}
+
+    def end(self, save_id: str) -> Recorder | None:
+        """Return the recorder of a save, and forget it."""
+        return self._open.pop(save_id, None)
+
+
+_recorder: ContextVar[Recorder | None] = ContextVar("flashckpt_recorder", default=None)
+
+
+def recorder() -> Recorder | None:
+    """Return what records in this thread."""
+    return _recorder.get()
+
+
+def phase(name: str) -> contextlib.AbstractContextManager[None]:
+    """Record a phase where somebody is recording."""
+    found = _recorder.get()
+    return contextlib.nullcontext() if found is None else found.phase(name)

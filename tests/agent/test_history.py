@@ -1,0 +1,130 @@
+"""What the save directory says of past saves, in its manifests and its history."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import msgspec
+
+from megatron_flashckpt.agent import history
+from megatron_flashckpt.agent.history import PastSave
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.layout.cost import RankCost, SaveCost, combine
+from megatron_flashckpt.layout.manifest import HISTORY
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.trainer import new_save_id
+
+
+def told(root: Path) -> list[PastSave]:
+    return history.read(PosixStorage(root))
+
+
+def past(iteration: int) -> PastSave:
+    return PastSave(
+        iteration=iteration, save_id=new_save_id(), ended_at=1.0, seconds=2.0, world_size=4
+    )
+
+
+def test_what_a_save_took_is_in_its_manifest_and_in_the_history(node: Node, root: Path) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    save_id, called = new_save_id(), time.time()
+    for trainer, blocked_s in zip(trainers, (0.25, 0.125), strict=True):
+        cost = RankCost(started_at=called, blocked_s=blocked_s, staged_s=1 - blocked_s)
+        trainer.stage(7, save_id, cost=cost)
+    outcomes = [trainer.outcome() for trainer in trainers]
+    storage = PosixStorage(root)
+    manifest = StoredCheckpoint(storage, 7, read_manifest(storage, 7)).manifest
+    found = manifest.cost
+    assert found is not None
+    assert (found.blocked_s, found.staged_s, found.started_at) == (0.25, 0.875, called)
+    assert found.nbytes == sum(shard.nbytes for shard in manifest.shards)
+    assert 0 < found.persisted_s <= found.durable_s <= time.time() - called
+    assert found.slowest in (0, 1)
+    assert [outcome.cost for outcome in outcomes] == [found, found]
+    (line,) = told(root)
+    assert (line.iteration, line.save_id, line.error, line.world_size) == (7, save_id, None, 2)
+    assert line.cost == found
+
+
+def test_a_failed_save_is_in_the_history_with_its_reason(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    trainer.save(1)
+    save_id = new_save_id()
+    trainer.stage(2, save_id)
+    assert trainer.outcome().error is None
+    # What stands where its shards should be makes the third one fail.
+    (root / "iter_0000003").write_text("not a directory")
+    failed = trainer.save(3)
+    assert failed.error is not None
+    assert [(line.iteration, line.error) for line in told(root)] == [
+        (1, None),
+        (2, None),
+        (3, failed.error),
+    ]
+
+
+def test_a_node_that_does_not_commit_tells_the_cost_of_all_ranks(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)]
+    save_id = new_save_id()
+    for trainer, blocked_s in zip(trainers, (0.25, 0.5), strict=True):
+        cost = RankCost(started_at=time.time(), blocked_s=blocked_s, staged_s=1.0)
+        trainer.stage(7, save_id, cost=cost)
+    costs = [trainer.outcome().cost for trainer in trainers]
+    assert costs[0] == costs[1]
+    assert costs[0] is not None
+    assert costs[0].blocked_s == 0.5
+    assert len(told(root)) == 1
+
+
+def test_the_history_keeps_the_newest_lines_and_may_be_left_out(node: Node, root: Path) -> None:
+    storage = PosixStorage(root)
+    for iteration in range(5):
+        history.append(storage, past(iteration), 3)
+    assert [line.iteration for line in told(root)] == [2, 3, 4]
+    other = root.with_name("other")
+    quiet = msgspec.structs.replace(node.config(), history=0)
+    assert node.trainer(other, config=quiet).save(1).error is None
+    assert not (other / HISTORY).exists()
+
+
+def test_lines_that_are_none_are_passed_over_and_what_is_no_file_costs_no_save(
+    node: Node, root: Path
+) -> None:
+    root.mkdir()
+    (root / HISTORY).write_bytes(b"\xff\xfe\n{\n" + msgspec.json.encode(past(9)) + b"\n[]\n")
+    assert [line.iteration for line in told(root)] == [9]
+    (root / HISTORY).unlink()
+    (root / HISTORY).mkdir()
+    assert node.trainer(root).save(1).error is None
+
+
+def test_the_slowest_rank_counts_and_without_rank_0_nothing_is_said() -> None:
+    costs = {
+        rank: RankCost(started_at=10.0, blocked_s=0.1 * rank, staged_s=1.0, persisted_s=2.0 + rank)
+        for rank in range(3)
+    }
+    assert combine(costs, 500, 16.0) == SaveCost(
+        nbytes=500,
+        started_at=10.0,
+        blocked_s=0.2,
+        staged_s=1.0,
+        persisted_s=4.0,
+        slowest=2,
+        durable_s=6.0,
+    )
+    del costs[0]
+    assert combine(costs, 500, 16.0) is None
+
+
+def test_settings_are_those_that_the_agent_gets() -> None:
+    from megatron_flashckpt.agent.node import AgentOptions
+
+    named = {field.name for field in dataclasses.fields(AgentOptions)}
+    assert {"history", "trace_directory", "trace_keep"} <= named
+    assert Config().history > 0

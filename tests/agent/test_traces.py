@@ -1,0 +1,169 @@
+"""Traces of saves: what is in them, where they lie, and that nobody pays who did not ask."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.agent.traces import Traces
+from megatron_flashckpt.config import Config, Trace
+from megatron_flashckpt.tracing import EARLY, SAVE, WAIT, OpenTraces, Recorder, Span, phase
+from tests.agent.conftest import Node
+from tests.agent.trainer import FakeTrainer, eventually, new_save_id
+
+TRACES = "traces"
+
+
+def config_with_traces(node: Node, **trace: Any) -> Config:
+    return msgspec.structs.replace(node.config(), trace=Trace(directory=TRACES, **trace))
+
+
+def written(root: Path) -> list[Path]:
+    return sorted(path for path in (root / TRACES).glob("*") if path.suffix == ".json")
+
+
+def phases(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return the events of a trace by the names of process and phase."""
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {it["pid"]: it["args"]["name"] for it in events if it["name"] == "process_name"}
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for event in events:
+        if event["ph"] != "M":
+            process = "agent" if names[event["pid"]].startswith("agent") else names[event["pid"]]
+            found.setdefault((process, event["name"]), []).append(event)
+    return found
+
+
+def traced_save(trainers: list[FakeTrainer], iteration: int) -> None:
+    """Save as ranks do: some phases go with the doorbell, some with the poll."""
+    save_id = new_save_id()
+    now = time.monotonic()
+    for trainer in trainers:
+        trainer.stage(iteration, save_id, spans=(Span("plan", "MainThread", now, 0.5),))
+    for trainer in trainers:
+        later = {save_id: (Span(WAIT, "MainThread", now + 0.5, 0.25),)}
+        told: tuple[Any, ...] = trainer.client.poll(0.0, later).finished
+        assert (told or (trainer.outcome(),))[0].error is None
+
+
+def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, root: Path) -> None:
+    trainers = [node.trainer(root, rank, 2, config=config_with_traces(node)) for rank in range(2)]
+    before = time.time()
+    traced_save(trainers, 7)
+    (path,) = written(root)
+    assert path.name.startswith("iter_0000007-")
+    both = [("rank 0", "outcome told"), ("rank 1", "outcome told")]
+    found = eventually("both are told", lambda: (it := phases(path)).keys() >= set(both) and it)
+    for rank in ("rank 0", "rank 1"):
+        for name in ("plan", WAIT, "persist", "digest", "write", "fdatasync", "commit record"):
+            assert len(found[rank, name]) == 1, (rank, name)
+        (persist,) = found[rank, "persist"]
+        for name in ("digest", "write", "fdatasync", "commit record"):
+            (part,) = found[rank, name]
+            assert part["tid"] == persist["tid"]
+            assert persist["ts"] <= part["ts"]
+            assert part["ts"] + part["dur"] <= persist["ts"] + persist["dur"] + 1
+    (plan,) = found["rank 0", "plan"]
+    assert plan["dur"] == pytest.approx(0.5e6)
+    assert abs(plan["ts"] - 1e6 * before) < 60e6
+    for name in ("read records", "merge", "manifest", "tracker", "retention"):
+        assert len(found["agent", name]) == 1, name
+
+
+def test_a_memory_only_save_has_a_trace_too(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, config=config_with_traces(node))
+    trainer.keep(3)
+    (path,) = eventually("its trace", lambda: written(root))
+    found = eventually("it is told", lambda: ("rank 0", "outcome told") in phases(path))
+    assert found
+    assert ("rank 0", "digest") in phases(path)
+
+
+def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, root: Path) -> None:
+    (root / TRACES).mkdir(parents=True)
+    foreign = root / TRACES / "mine-rank_00000.trace.json"
+    foreign.touch()
+    trainer = node.trainer(root, config=config_with_traces(node, keep=2))
+    for iteration in range(1, 5):
+        traced_save([trainer], iteration)
+    kept = [path.name.partition("-")[0] for path in written(root) if path != foreign]
+    assert kept == ["iter_0000003", "iter_0000004"]
+    assert foreign.exists()
+
+
+def test_without_the_setting_nothing_is_recorded_or_written(node: Node, root: Path) -> None:
+    traced_save([node.trainer(root)], 7)
+    assert not (root / TRACES).exists()
+    quiet = Traces(str(root), "", 1)
+    with quiet.recording(1, "a" * 12, 0):
+        assert phase("x") is not None
+    quiet.add(1, "a" * 12, 0, [Span("x", "MainThread", 0.0, 1.0)])
+    assert quiet._saves == {}
+
+
+def test_traces_that_cannot_be_written_cost_no_save(node: Node, root: Path) -> None:
+    root.mkdir()
+    (root / TRACES).write_text("a file")
+    traced_save([node.trainer(root, config=config_with_traces(node))], 7)
+    assert (root / TRACES).read_text() == "a file"
+
+
+def test_a_recorder_counts_what_blocks_training_once() -> None:
+    recorder = Recorder()
+    recorder.spans += [
+        Span(EARLY, "MainThread", 0.0, 1.0),
+        Span(WAIT, "MainThread", 1.0, 2.0),
+        Span(SAVE, "MainThread", 0.0, 4.0),
+        Span(WAIT, "MainThread", 9.0, 0.5),
+    ]
+    recorder.seconds[SAVE] = 4.0
+    assert recorder.blocked_s == 4.5
+
+
+def test_phases_go_to_the_recorder_of_their_thread_only() -> None:
+    one, other = Recorder(), Recorder()
+
+    def work() -> None:
+        with other.recording(), phase("theirs"):
+            pass
+
+    with one.recording():
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        with phase("mine"):
+            pass
+    with phase("nobody's"):
+        pass
+    assert [span.name for span in one.spans] == ["mine"]
+    assert [span.name for span in other.spans] == ["theirs"]
+
+
+def test_a_large_shards_chunks_are_counted_but_not_listed_one_by_one() -> None:
+    recorder = Recorder()
+    with recorder.recording():
+        for _ in range(1000):
+            with phase("write"):
+                pass
+    assert len(recorder.spans) < 300
+    assert recorder.seconds["write"] > sum(span.seconds for span in recorder.spans)
+
+
+def test_what_was_sent_is_not_sent_again_and_forgotten_saves_do_not_pile_up() -> None:
+    traces = OpenTraces()
+    recorder = Recorder()
+    traces.begin("a", recorder)
+    with recorder.phase("one"):
+        pass
+    assert [span.name for span in traces.unsent()["a"]] == ["one"]
+    assert traces.unsent() == {}
+    for n in range(100):
+        traces.begin(str(n), Recorder())
+    assert traces.end("a") is None
+    assert traces.end("99") is not None
