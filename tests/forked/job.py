@@ -1,4 +1,4 @@
-"""A launcher for one node: as torchrun, but its ranks are forked, not started.
+"""A launcher of ranks: as torchrun, but they are forked, not started.
 
 What torchrun itself does (its signals, its rendezvous) is tested with torchrun. As there, when a
 rank fails all are ended, and started again if a restart is left; attempts have a store each.
@@ -32,9 +32,9 @@ def free_port() -> int:
 
 def run_forked(
     command: list[str],
+    nodes: list[dict[str, str]],
     ranks: int,
     *,
-    environment: dict[str, str],
     cwd: Path,
     log: Path,
     max_restarts: int,
@@ -44,10 +44,12 @@ def run_forked(
 
     Args:
         command: a script and its arguments, or `-m`, a module and its arguments.
+        nodes: the environment of each; all of them are this machine.
+        ranks: over all nodes.
     """
     deadline = time.monotonic() + timeout_s
     for attempt in range(max_restarts + 1):
-        status = _attempt(command, ranks, attempt, environment, cwd, log, deadline)
+        status = _attempt(command, nodes, ranks, attempt, cwd, log, deadline)
         if status == 0:
             break
     return status
@@ -55,27 +57,30 @@ def run_forked(
 
 def _attempt(
     command: list[str],
+    nodes: list[dict[str, str]],
     ranks: int,
     attempt: int,
-    environment: dict[str, str],
     cwd: Path,
     log: Path,
     deadline: float,
 ) -> int:
+    per_node = ranks // len(nodes)
     job = {
-        **environment,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(per_node),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
     }
     context = nursery()
     family: list[BaseProcess] = []
     for rank in range(ranks):
-        mine = {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        node, local_rank = divmod(rank, per_node)
+        mine = {"GROUP_RANK": str(node), "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         process = context.Process(
-            target=run_script, args=(command, mine, str(cwd), str(log)), daemon=True
+            target=run_script,
+            args=(command, {**nodes[node], **job, **mine}, str(cwd), str(log)),
+            daemon=True,
         )
         process.start()
         family.append(process)

@@ -83,8 +83,7 @@ def run_job(
         door: `launch` (the launcher, script unedited), `swap` (Megatron's training.py with the
             imports swapped by our patch), or `stock` (Megatron alone).
         torchrun: have torchrun start the ranks. Else they are forked from a process that has
-            imported what is installed, so not for another Megatron, several nodes, or tests of
-            what torchrun does.
+            imported what is installed, so not for another Megatron or tests of what torchrun does.
     """
     trace = tmp_path / f"trace-{name}"
     trace.mkdir()
@@ -107,13 +106,19 @@ def run_job(
     }
     command = [*runner, str(script), *TINY, *arguments]
     logs = [tmp_path / f"log-{name}-{node}" for node in range(nodes)]
-    if torchrun or door == "swap" or nodes > 1:
-        status = _torchrun(command, name, ranks, logs, max_restarts, environment, timeout_s)
+    places = [environment]
+    if nodes > 1:
+        # Each "node" of this one machine has its own agent.
+        runs = [str(tmp_path / f"run/{node}") for node in range(nodes)]
+        places = [{**environment, "FLASHCKPT_RUNTIME_DIR": run} for run in runs]
+    if torchrun or door == "swap":
+        status = _torchrun(command, name, ranks, places, logs, max_restarts, timeout_s)
     else:
+        logs = logs[:1]
         status = run_forked(
             command,
+            places,
             ranks,
-            environment=environment,
             cwd=tmp_path,
             log=logs[0],
             max_restarts=max_restarts,
@@ -131,19 +136,17 @@ def _torchrun(
     command: list[str],
     name: str,
     ranks: int,
+    places: list[dict[str, str]],
     logs: list[Path],
     max_restarts: int,
-    environment: dict[str, str],
     timeout_s: float,
 ) -> int:
-    """Run a job on as many nodes as there are logs, which lie in the job's directory."""
+    """Run a job on nodes with these environments and logs, which lie in the job's directory."""
     nodes, where, port = len(logs), logs[0].parent, free_port()
     processes = []
-    for node, log in enumerate(logs):
+    for node, (environment, log) in enumerate(zip(places, logs, strict=True)):
         rendezvous = ["--standalone"]
         if nodes > 1:
-            # Each "node" of this one machine has its own agent.
-            environment["FLASHCKPT_RUNTIME_DIR"] = str(where / f"run/{node}")
             rendezvous = [
                 *("--nnodes", str(nodes), "--node-rank", str(node), "--rdzv-id", name),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"),

@@ -10,7 +10,7 @@ Every ordered pair of a family's layouts is a cell, run by real Megatron on CPU 
   masters' change over the next two iterations is compared. Layouts round differently: how much is
   measured in the same run, by Megatron's own save and load.
 
-`pytest tests/megatron/test_reshard.py -k matrix -n 0` runs all cells and prints the tables of the
+`pytest tests/megatron/test_reshard.py -k matrix -n 0` runs all cells and prints README tables.
 README.
 """
 

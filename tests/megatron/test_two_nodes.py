@@ -1,10 +1,11 @@
-"""Two nodes with an agent each: one commits for both, memory is exchanged, a lost node comes back.
+"""Nodes with an agent each: one commits for all, memory is exchanged, a lost node comes back.
 
-Both "nodes" are this machine: two torchrun processes whose agents have sockets of their own.
+All "nodes" are this machine: their agents have sockets of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -25,21 +26,22 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("two_nodes")
 
 
-def job(where: Path, name: str, run: str = "", **kwargs: object) -> Result:
+def job(where: Path, name: str, run: str = "", *, ranks: int = 2, **kwargs: object) -> Result:
     """Train with a save directory of that name; tell several runs with it apart by `run`."""
     save = str(where / name)
     arguments = ["--train-iters", "6", "--save", save, "--load", save, "--save-interval", "3"]
-    return run_job(where, run or name, [*MODEL, *arguments], ranks=2, **kwargs)
+    batch = ["--global-batch-size", str(4 * ranks)]
+    return run_job(where, run or name, [*MODEL, *arguments, *batch], ranks=ranks, **kwargs)
 
 
-def last_losses(result: Result, iteration: int) -> list[list[str]]:
+def last_losses(result: Result, iteration: int, ranks: int = 2) -> list[list[str]]:
     """The losses of the last time that each rank trained `iteration`, two micro-batches each.
 
     Not by attempt: torchrun counts a restart only on the node where a rank died.
     """
     found = [
         [e["value"] for e in result.named("loss") if (e["rank"], e["iteration"]) == (r, iteration)]
-        for r in range(2)
+        for r in range(ranks)
     ]
     assert all(len(losses) >= 2 for losses in found)
     return [losses[-2:] for losses in found]
@@ -51,41 +53,67 @@ def whole(where: Path) -> Result:
 
 
 def test_a_restart_restores_from_the_memory_of_both_nodes(where: Path, whole: Result) -> None:
-    killed = succeeded(job(where, "two", nodes=2, max_restarts=1, env={"KILL": "1:5"}))
+    killed = succeeded(
+        job(where, "two", nodes=2, max_restarts=1, env={"KILL": "1:5"}, torchrun=True)
+    )
     assert "iteration 3 was restored from memory" in killed.log
     for iteration in (4, 5, 6):
         assert last_losses(killed, iteration) == last_losses(whole, iteration)
     assert differing(tensors(where / "one", 6), tensors(where / "two", 6)) == []
     assert "successfully saved checkpoint from iteration       6" in killed.log
+    assert_nothing_is_left(where, 2)
 
 
-def test_a_lost_node_gets_its_ranks_memory_back_from_the_other(where: Path, whole: Result) -> None:
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """How memory is made redundant, and what shows that a checkpoint of all ranks is."""
+
+    redundancy: str
+    nodes: int
+    sent: int
+    """How many times an agent has to say that another one holds something."""
+
+
+@pytest.mark.parametrize(
+    "lost", [Lost("copy", 2, sent=2), Lost("xor", 3, sent=6)], ids=lambda lost: lost.redundancy
+)
+def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
+    tmp_path: Path, whole: Result, where: Path, lost: Lost
+) -> None:
     """One dies with its agent and all its memory; what lies in storage is made worthless."""
-    copies = {
-        "FLASHCKPT_REDUNDANCY": "copy",
+    nodes = lost.nodes
+    reference = where
+    if nodes != 2:
+        whole, reference = succeeded(job(tmp_path, "one", ranks=nodes)), tmp_path
+    env = {
+        "FLASHCKPT_REDUNDANCY": lost.redundancy,
+        "FLASHCKPT_REDUNDANCY_GROUP": str(nodes),
         "FLASHCKPT_AGENT__ADDRESS": "127.0.0.1",
         "FLASHCKPT_AGENT__GRACE_S": "200",  # a slow machine takes long to come back
     }
-    once = f"{where}/run/*/*/agent.log:iteration 3 is held by:2"
-    killed = job(where, "lost", nodes=2, env={**copies, "KILL": "1:5", "KILL_ONCE": once})
+    once = f"{tmp_path}/run/*/*/agent.log:iteration 3 is held by:{lost.sent}"
+    dying = {**env, "KILL": "1:5", "KILL_ONCE": once}
+    killed = job(tmp_path, "lost", ranks=nodes, nodes=nodes, env=dying)
     assert killed.returncode != 0
-    assert [save["calls"] for save in killed.named("save")] == [[], []], "no save communicates"
-    (agent,) = agents_under(where / "run/1")
+    assert [save["calls"] for save in killed.named("save")] == [[]] * nodes, "a save communicates"
+    (agent,) = agents_under(tmp_path / "run/1")
     os.kill(agent, signal.SIGKILL)
     eventually("the end of the agent", lambda: not is_alive(agent))
-    shutil.rmtree(where / "run/1")
-    shards = list((where / "lost/iter_0000003").glob("*.safetensors"))
-    assert len(shards) == 2
+    shutil.rmtree(tmp_path / "run/1")
+    shards = list((tmp_path / "lost/iter_0000003").glob("*.safetensors"))
+    assert len(shards) == nodes
     for shard in shards:
         shard.write_bytes(b"")
-    replaced = succeeded(job(where, "lost", "replaced", nodes=2, env=copies))
+    replaced = succeeded(job(tmp_path, "lost", "replaced", ranks=nodes, nodes=nodes, env=env))
     assert "iteration 3 was restored from memory" in replaced.log
     assert "rank 0 read 0.0 MiB and received" in replaced.log
     for iteration in (4, 5, 6):
-        assert last_losses(replaced, iteration) == last_losses(whole, iteration)
-    assert differing(tensors(where / "one", 6), tensors(where / "lost", 6)) == []
+        found = last_losses(replaced, iteration, nodes)
+        assert found == last_losses(whole, iteration, nodes)
+    assert differing(tensors(reference / "one", 6), tensors(tmp_path / "lost", 6)) == []
+    assert_nothing_is_left(tmp_path, nodes)
 
 
-def test_nothing_is_left_behind_on_either_node(where: Path) -> None:
-    assert sorted(path.name for path in (where / "run").iterdir()) == ["0", "1"]
-    assert [list(path.iterdir()) for path in (where / "run").glob("[01]")] == [[], []]
+def assert_nothing_is_left(where: Path, nodes: int) -> None:
+    assert sorted(path.name for path in (where / "run").glob("?")) == [*map(str, range(nodes))]
+    assert [list(path.iterdir()) for path in (where / "run").glob("?")] == [[]] * nodes
