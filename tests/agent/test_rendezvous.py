@@ -72,10 +72,12 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
         agent_directory("/some/save", str(tmp_path / "run"))
 
 
-def test_a_place_where_no_directory_can_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(AgentError, match=r"cannot be created .*'runtime_dir'"):
-        agent_directory("/some/save", str(tmp_path / "file" / "run"))
+def test_a_place_where_no_directory_can_be_made_is_named() -> None:
+    with (
+        tempfile.NamedTemporaryFile() as file,  # a short name, for that is looked at first
+        pytest.raises(AgentError, match=r"cannot be created .*'runtime_dir'"),
+    ):
+        agent_directory("/some/save", f"{file.name}/run")
 
 
 @as_root
