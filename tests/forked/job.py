@@ -131,6 +131,7 @@ def run_script(command: list[str], environment: dict[str, str], cwd: str, log: s
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())
         status = 1
     # What the interpreter does when a script has ended, in its order.
