@@ -72,10 +72,10 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
         optimizer, DistributedOptimizer | Float16OptimizerWithFloat16Params | FP32Optimizer
     ):
         return [sub for part in optimizer.chained_optimizers for sub in sub_optimizers(part)]
-    if getattr(optimizer, "is_stub_optimizer", False) or optimizer.optimizer is None:
+    if getattr(optimizer, "is_stub_optimizer", False):
         return []
     _refuse_unknown(optimizer)
-    return [optimizer]
+    return [] if optimizer.optimizer is None else [optimizer]
 
 
 def _refuse_unknown(optimizer: Any) -> None:

@@ -353,3 +353,14 @@ def test_a_loss_scale_goes_to_every_optimizer_that_has_one(make) -> None:
     subs = [wrapped(make([group(0.0), group(1.0)]), scaler) for scaler in scalers]
     load_hyper_parameters(chained(*subs), merge([saved]))
     assert [scaler.scale for scaler in scalers] == [256.0, 256.0]
+
+
+def test_what_is_no_optimizer_of_megatrons_is_refused_by_name() -> None:
+    """Also if it wraps no torch optimizer, as those of other projects and of mocks."""
+
+    class Theirs:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    with pytest.raises(UnsupportedError, match="optimizer Theirs is not one whose state"):
+        hyper_parameters(Theirs())
