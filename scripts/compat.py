@@ -1,9 +1,11 @@
 """Version x feature, each tick from a run of that release's own `pretrain_gpt.py` on CPU ranks.
 
     MEGATRON_LM=/path/to/clone scripts/compat [TAG ...]
+    MEGATRON_LM=/path/to/clone scripts/compat --upstream-tests [TAG ...]
 
 Trees come from the clone with `git archive`; nothing is written to it. Four gloo ranks, TP2 x DP2,
-distributed optimizer, bf16, dropout on.
+distributed optimizer, bf16, dropout on. With `--upstream-tests`, instead of that, what
+`compat_upstream.py` says: Megatron's own unit tests of saving and loading.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import compat_upstream
 from compat_tree import Run, Tree
 from rich.console import Console
 from rich.progress import Progress
@@ -181,6 +184,9 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, help="put trees, checkpoints and logs there; keep them"
     )
+    parser.add_argument(
+        "--upstream-tests", action="store_true", help="Megatron's own tests of saving and loading"
+    )
     args = parser.parse_args()
     unknown = set(args.tags) - set(TAGS)
     if unknown:
@@ -191,26 +197,37 @@ def main() -> None:
             "scripts/compat: skipped, no Megatron-LM at hand: clone NVIDIA/Megatron-LM and set "
             "MEGATRON_LM to the clone"
         )
+    where = args.keep or Path(tempfile.mkdtemp(prefix="flashckpt-compat-"))
+
+    def extract(tag: str) -> Tree:
+        (where / tag).mkdir(parents=True)
+        return Tree.extract(Path(clone), tag, TAGS[tag], where / tag / "tree")
+
+    if args.upstream_tests:
+        failed = compat_upstream.main(args.tags or compat_upstream.TAGS, extract)
+    else:
+        failed = matrix(args.tags or list(TAGS), extract)
+    if not args.keep:
+        shutil.rmtree(where)
+    sys.exit(bool(failed))
+
+
+def matrix(tags: list[str], extract: Callable[[str], Tree]) -> int:
+    """Print version x feature; return how many cells failed."""
     out = Console(soft_wrap=True, highlight=False, markup=False)
     lines = ["| " + " | ".join(["release", *FEATURES]) + " |", "|---" * (1 + len(FEATURES)) + "|"]
-    tags = args.tags or list(TAGS)
-    where = args.keep or Path(tempfile.mkdtemp(prefix="flashckpt-compat-"))
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(tags) * len(FEATURES))
         for tag in tags:
             progress.update(task, description=tag)
-            (where / tag).mkdir(parents=True)
-            tree = Tree.extract(Path(clone), tag, TAGS[tag], where / tag / "tree")
-            release = Release(tree, where / tag)
-            ticks = cells(release, out, tag, lambda: progress.advance(task))
+            tree = extract(tag)
+            ticks = cells(Release(tree, tree.root.parent), out, tag, lambda: progress.advance(task))
             lines.append("| " + " | ".join([tag, *ticks]) + " |")
-    if not args.keep:
-        shutil.rmtree(where)
     crosses = sum(line.count("\u2717") for line in lines)
     # Markdown, for the README.
     print("\n".join(lines))
     print(f"with the plain optimizer: {', '.join(PLAIN_ONLY)}; {crosses or 'none'} failed")
-    sys.exit(bool(crosses))
+    return crosses
 
 
 if __name__ == "__main__":

@@ -81,28 +81,13 @@ class Tree:
         Args:
             door: `stock` (the tree as it is) or `launch` (through our launcher).
         """
-        modern = "attention-backend" in self._text("megatron/training/arguments.py")
-        early = not (self.root / "megatron/training").is_dir()
-        stubs = ["triton", "apex", *([] if modern else ["pkg_resources", "torchvision"])]
-        environment = {
-            **os.environ,
-            "PATH": os.pathsep.join(
-                [str(self._tools()), str(Path(sys.executable).parent), os.environ["PATH"]]
-            ),
-            "PYTHONPATH": f"{REPO / 'tests/cpu_megatron'}{os.pathsep}{REPO}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "ignore",
-            "CPU_CUDA_STUBS": " ".join([*stubs, *(["transformer_engine"] if early else [])]),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "TMPDIR": str(log.parent),
-            **env,
-        }
+        environment = {**self.environment(log.parent), **env}
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(RANKS), "--max-restarts", str(restarts)),
             *(["-m", "megatron_flashckpt.launch"] if door == "launch" else []),
             *("pretrain_gpt.py", *MODEL, *arguments),
-            *(["--no-rope-fusion", "--attention-backend", "unfused"] if modern else []),
+            *(["--no-rope-fusion", "--attention-backend", "unfused"] if self._is_modern() else []),
         ]
         with open(log, "w") as output:
             subprocess.run(
@@ -115,6 +100,26 @@ class Tree:
                 check=False,
             )
         return Run(log.read_text(errors="replace"), log)
+
+    def environment(self, scratch: Path) -> dict[str, str]:
+        """Return the environment in which this release runs on a CPU."""
+        early = not (self.root / "megatron/training").is_dir()
+        stubs = ["triton", "apex", *([] if self._is_modern() else ["pkg_resources", "torchvision"])]
+        return {
+            **os.environ,
+            "PATH": os.pathsep.join(
+                [str(self._tools()), str(Path(sys.executable).parent), os.environ["PATH"]]
+            ),
+            "PYTHONPATH": f"{REPO / 'tests/cpu_megatron'}{os.pathsep}{REPO}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "CPU_CUDA_STUBS": " ".join([*stubs, *(["transformer_engine"] if early else [])]),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "TMPDIR": str(scratch),
+        }
+
+    def _is_modern(self) -> bool:
+        return "attention-backend" in self._text("megatron/training/arguments.py")
 
     def _tools(self) -> Path:
         """Return a directory with a `python3-config` of this Python, for the dataset helper."""

@@ -1,0 +1,192 @@
+"""Megatron's own unit tests of `save_checkpoint` and `load_checkpoint`, on CPU ranks, through ours.
+
+`scripts/compat --upstream-tests [TAG ...]`. Every test runs with stock first: what fails there does
+so for want of a GPU, or is Megatron's own failure. Then the same tests run with ours in place, and
+checkpoints are read back from storage. A test that passes with stock and fails through ours is a
+defect of ours unless `NOT_APPLICABLE` names it with a reason; that list is asked about no other.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from compat_tree import REPO, Tree
+
+#: What these tests are written for.
+RANKS = 8
+#: Old enough and new enough to be worth the time; any other tag can be given.
+TAGS = ("core_v0.16.1", "core_v0.19.0")
+DOORS = ("stock", "flashckpt")
+PASSED, FAILED, NOT_OURS, STOCK_FAILS, SKIPPED = (
+    "passed",
+    "FAILED",
+    "not applicable",
+    "stock fails here too",
+    "skipped by Megatron",
+)
+
+#: What the ranks say of parameters of a test all of which fail (upstream_plugin.py).
+NOT_TRIED = "not tried, because the first ones fail"
+
+#: Tests that pass with stock and cannot pass through any other format: pattern of the id, and why.
+NOT_APPLICABLE = {
+    r"test_checkpointing\.py::test_save_checkpoint": (
+        "saves mocks of model and optimizer, and looks for the files of Megatron's formats"
+    ),
+    r"test_checkpointing\.py::test_load_checkpoint": "the optimizer is a mock without parameters",
+    r"test_checkpointing\.py::test_dist_checkpoint_versioning": (
+        "is about the metadata that Megatron keeps of its own format"
+    ),
+    r"test_global_metadata_reuse\.py": "is about the cached plans of torch_dist",
+    r"test_finetune_doesnt_load_optimizer": (
+        "wants a load under another TP and PP to be refused; ours does it"
+    ),
+    r"test_optimizer_common_state_dict\[tp_pp_ep[45]-True-False-True": (
+        "one of two chained optimizers has made steps and the other none, which no training makes; "
+        "ours has one count for all"
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of one test, over all ranks."""
+
+    outcome: str
+    reason: str
+    calls: int
+    """Of save_checkpoint and load_checkpoint; counted with ours in place only."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What it means for us."""
+
+    kind: str
+    reason: str = ""
+
+
+def files(root: Path) -> list[str]:
+    """Return the test files that import either function from Megatron's checkpointing module."""
+    found = []
+    for path in sorted((root / "tests/unit_tests").rglob("test_*.py")):
+        text = path.read_text()
+        if "training.checkpointing" in text and re.search(r"\b(save|load)_checkpoint\b", text):
+            found.append(str(path.relative_to(root)))
+    return found
+
+
+def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
+    """Run the tests with stock, then through ours; return their results by id, for either."""
+    path = where / "path"
+    path.mkdir(parents=True)
+    # Not the root of this repository: its own `tests` would hide Megatron's.
+    (path / "megatron_flashckpt").symlink_to(REPO / "megatron_flashckpt")
+    environment = {
+        **tree.environment(where),
+        "PYTHONPATH": os.pathsep.join(
+            map(str, [REPO / "tests/cpu_megatron", tree.root, REPO / "scripts", path])
+        ),
+        # The stand-in is installed in what the ranks are forked from.
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "FLASHCKPT_RUNTIME_DIR": str(where / "run"),
+        "FLASHCKPT_RESTORE_FROM_MEMORY": "false",
+    }
+    stores = {
+        door: dist.TCPStore("localhost", 0, None, True, wait_for_workers=False) for door in DOORS
+    }
+    doors = [f"{door}={where / door}:{store.port}" for door, store in stores.items()]
+    with open(where / "log", "w") as log:
+        subprocess.run(
+            [
+                *(sys.executable, str(REPO / "scripts/upstream_ranks.py"), str(RANKS)),
+                *(*doors, "--", *files(tree.root)),
+            ],
+            cwd=tree.root,
+            env=environment,
+            stdout=log,
+            stderr=log,
+            check=True,
+        )
+    return {door: results(where / door) for door in DOORS}
+
+
+def results(where: Path) -> dict[str, Result]:
+    """Return what all ranks together made of each test."""
+    told = collections.defaultdict(list)
+    for file in sorted(where.glob("rank_*.jsonl")):
+        for line in file.read_text().splitlines():
+            result = json.loads(line)
+            told[result["test"]].append(result)
+    return {test: _together(ranks) for test, ranks in told.items()}
+
+
+def _together(ranks: list[dict]) -> Result:
+    calls = sum(sum(rank["calls"].values()) for rank in ranks)
+    failed = [rank for rank in ranks if rank.get("outcome", "failed") == "failed"]
+    if failed:
+        # Where it began: on the other ranks a collective has failed in consequence.
+        first = min(failed, key=lambda rank: rank.get("time", 0))
+        return Result("failed", _line(first.get("reason", "the test did not end")), calls)
+    if len(ranks) < RANKS:
+        return Result("failed", f"only {len(ranks)} of {RANKS} ranks came to its end", calls)
+    return Result(ranks[0]["outcome"], _line(ranks[0]["reason"]), calls)
+
+
+def _line(reason: str) -> str:
+    lines = reason.strip().splitlines()
+    return (lines[0] if lines else "")[:160]
+
+
+def verdict(test: str, stock: Result | None, ours: Result | None) -> Verdict:
+    """Return what a test's two results mean."""
+    if stock is None or stock.outcome == "failed":
+        return Verdict(STOCK_FAILS, stock.reason if stock else "it did not come to an end")
+    if stock.outcome == "skipped" and stock.reason == NOT_TRIED:
+        return Verdict(STOCK_FAILS, stock.reason)
+    if stock.outcome == "skipped":
+        return Verdict(SKIPPED, stock.reason)
+    if ours is not None and ours.outcome == "passed":
+        if not ours.calls:
+            return Verdict(NOT_OURS, "calls neither function on this machine")
+        return Verdict(PASSED)
+    for pattern, reason in NOT_APPLICABLE.items():
+        if re.search(pattern, test):
+            return Verdict(NOT_OURS, reason)
+    return Verdict(FAILED, ours.reason if ours else "it did not come to an end")
+
+
+def table(tag: str, verdicts: dict[str, Verdict]) -> Iterable[str]:
+    """Yield lines of Markdown: tests that only differ in parameters, and fare alike, in one."""
+    alike: collections.Counter[tuple[str, Verdict]] = collections.Counter()
+    for test, each in verdicts.items():
+        alike[test.partition("[")[0].removeprefix("tests/unit_tests/"), each] += 1
+    for (test, each), count in alike.items():
+        yield f"| {tag} | {test} | {count} | {each.kind} | {each.reason.replace('|', '/')} |"
+
+
+def main(tags: Sequence[str], extract: Callable[[str], Tree]) -> int:
+    """Print the table of all tags; return how many tests failed through us."""
+    print("| release | test | parameter sets | result | reason |\n|---|---|---|---|---|")
+    totals: collections.Counter[str] = collections.Counter()
+    for tag in tags:
+        tree = extract(tag)
+        found = run(tree, tree.root.parent / "upstream")
+        verdicts = {
+            test: verdict(test, found["stock"].get(test), found["flashckpt"].get(test))
+            for test in sorted({*found["stock"], *found["flashckpt"]})
+        }
+        print(*table(tag, verdicts), sep="\n", flush=True)
+        totals.update(f"{tag}: {each.kind}" for each in verdicts.values())
+    print("; ".join(f"{kind} {count}" for kind, count in sorted(totals.items())))
+    return sum(count for kind, count in totals.items() if kind.endswith(FAILED))
