@@ -30,6 +30,10 @@ setup(
         "rich>=13",
         "xxhash>=3",
     ],
+    extras_require={
+        # `flashckpt report --png`
+        "plot": ["matplotlib>=3.7"],
+    },
     entry_points={
         "console_scripts": [
             "flashckpt=megatron_flashckpt.cli:main",

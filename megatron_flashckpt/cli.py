@@ -11,15 +11,13 @@ import argparse
 import functools
 import json
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt import __version__, inspection
-from megatron_flashckpt.agent.retention import committed, retire, superfluous, why_kept
+from megatron_flashckpt import __version__, inspection, report
+from megatron_flashckpt.agent.retention import retire, superfluous
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import (
     add_row,
@@ -36,8 +34,8 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     NotCommittedError,
 )
-from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir, parse_iteration_dir
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
+from megatron_flashckpt.planning import command as plan
 from megatron_flashckpt.verification import nbytes_to_read, verify
 
 _PIPE_COLUMNS = 4096
@@ -93,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     prune.set_defaults(run=_prune)
 
     convert.add_parser(commands, _iteration)
+    plan.add_parser(commands)
+    report.add_parser(commands)
 
     config = commands.add_parser("config", help="settings").add_subparsers(
         required=True, metavar="COMMAND"
@@ -113,25 +113,12 @@ def _iteration(text: str) -> int:
     return int(text)
 
 
-def _storage(directory: str) -> PosixStorage:
-    path = Path(directory)
-    if not path.is_dir():
-        raise NotCommittedError(f"{directory}: is not a directory; give what --save names")
-    iteration = parse_iteration_dir(path.absolute().name)
-    if iteration is not None and not (path / TRACKER).exists():
-        raise NotCommittedError(
-            f"{directory}: is one checkpoint; give the directory that holds it: "
-            f"{path.absolute().parent} --iteration {iteration}"
-        )
-    return PosixStorage(path)
-
-
 def _ls(args: argparse.Namespace, out: Console) -> int:
-    storage = _storage(args.directory)
+    storage = inspection.save_directory(args.directory)
     found = inspection.checkpoints(storage)
     tracker, tracked = inspection.tracker(storage), inspection.tracked_iteration(storage)
     named = tracker if tracked is None else iteration_dir(tracked)
-    kept_by = _kept_by(storage, tracked)
+    kept_by = report.kept_by(storage, tracked)
     if found:
         columns = ["", "iteration", "state", "ranks", "size", "layout", "remark"]
         if kept_by is not None:
@@ -144,7 +131,8 @@ def _ls(args: argparse.Namespace, out: Console) -> int:
             size = "" if one.nbytes is None else human_size(one.nbytes)
             cells = [marker, number, one.state, ranks, size, one.layout, one.remark]
             if kept_by is not None:
-                cells.insert(-1, kept_by.get(one.directory, ""))
+                why = kept_by.get(-1 if one.iteration is None else one.iteration)
+                cells.insert(-1, "" if why is None else ", ".join(why) or "nothing")
             add_row(table, out, *cells)
         out.print(table)
     else:
@@ -159,24 +147,8 @@ def _ls(args: argparse.Namespace, out: Console) -> int:
     return 0
 
 
-def _kept_by(storage: PosixStorage, tracked: int | None) -> dict[str, str] | None:
-    """Return by directory which of the configured rules keep a checkpoint; None without rules."""
-    rules = load_config().retention
-    if rules == Retention() or tracked is None:
-        return None
-    reasons = why_kept(
-        committed(storage, storage.list("")),
-        rules,
-        retain_interval=None,
-        tracked=tracked,
-        previous=None,
-        now=time.time(),
-    )
-    return {iteration_dir(it): ", ".join(why) or "nothing" for it, why in reasons.items()}
-
-
 def _inspect(args: argparse.Namespace, out: Console) -> int:
-    storage = _storage(args.directory)
+    storage = inspection.save_directory(args.directory)
     iteration = args.iteration
     if iteration is None:
         iteration = inspection.chosen_iteration(storage)
@@ -215,7 +187,7 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
 
 
 def _verify(args: argparse.Namespace, out: Console) -> int:
-    storage = _storage(args.directory)
+    storage = inspection.save_directory(args.directory)
     if args.all:
         iterations = inspection.loadable_iterations(storage)
     elif args.iteration is not None:
@@ -249,7 +221,7 @@ def _verify(args: argparse.Namespace, out: Console) -> int:
 
 
 def _prune(args: argparse.Namespace, out: Console) -> int:
-    storage, rules = _storage(args.directory), load_config().retention
+    storage, rules = inspection.save_directory(args.directory), load_config().retention
     if rules == Retention():
         raise ConfigError(
             "'retention' has no rule, so every checkpoint is kept; set one in the file that "

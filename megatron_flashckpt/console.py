@@ -50,6 +50,13 @@ def human_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def human_time(seconds: float) -> str:
+    for unit, scale in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= 2 * scale or (unit == "s" and seconds >= 1):
+            return f"{seconds / scale:.1f} {unit}"
+    return f"{1000 * seconds:.1f} ms"
+
+
 def printable(text: str, encoding: str) -> str:
     """Return `text` so that names from a hostile file cannot send the terminal commands."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.layout.shard_file import decode_header, header_nbytes
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.posix import PosixStorage
 
 COMMITTED = "committed"
 NOT_COMMITTED = "not committed"
@@ -59,6 +61,24 @@ class Found:
     ranks: int | None = None
     nbytes: int | None = None
     layout: str = ""
+
+
+def save_directory(directory: str) -> PosixStorage:
+    """Return the storage of a save directory.
+
+    Raises:
+        NotCommittedError: it is none, or a checkpoint inside one.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise NotCommittedError(f"{directory}: is not a directory; give what --save names")
+    iteration = names.parse_iteration_dir(path.absolute().name)
+    if iteration is not None and not (path / names.TRACKER).exists():
+        raise NotCommittedError(
+            f"{directory}: is one checkpoint; give the directory that holds it: "
+            f"{path.absolute().parent} --iteration {iteration}"
+        )
+    return PosixStorage(path)
 
 
 def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:

@@ -1,4 +1,4 @@
-"""Benchmarks: `scripts/bench plan | load | share`; see `--help`."""
+"""Benchmarks: `scripts/bench plan | load | share | scale`; see `--help`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench_load import bench_load
 from bench_plan import bench_plan
+from bench_scale import bench_scale
 from bench_share import bench_share
 from rich.console import Console
 
@@ -24,7 +25,9 @@ def main() -> None:
     share = commands.add_parser("share", help="replicas that read once and send, or read it all")
     share.add_argument("--rounds", type=int, default=3)
     share.add_argument("--replicas", type=int, default=4)
-    for command in (load, share):
+    scale = commands.add_parser("scale", help="the commit, and a plan, for ever more ranks")
+    scale.add_argument("--most", type=int, default=65_536, help="ranks")
+    for command in (load, share, scale):
         command.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
     args = parser.parse_args()
     out = Console(soft_wrap=True, highlight=False)
@@ -34,6 +37,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
         if args.command == "load":
             bench_load(out, Path(root), args.mib, args.threads, args.rounds)
+        elif args.command == "scale":
+            bench_scale(out, Path(root), args.most)
         else:
             bench_share(out, Path(root), args.replicas, args.rounds)
 

@@ -35,7 +35,7 @@ LAYERS = (
     {"node_link", "scalars"},
     {"peering", "outstanding"},
     {"checkpointer", "inspection", "verification"},
-    {"convert"},
+    {"convert", "planning", "report"},
     {"session", "saved_job"},
     {"load_plan", "cli"},
     {"load_side_state"},
@@ -47,9 +47,10 @@ LAYERS = (
 )
 #: Never torch, neither themselves nor through what they import, not even inside a function.
 TORCH_FREE = ("", "errors", "metrics", "faults", "config", "layout", "storage", "tracing", "agent")
-TORCH_FREE += ("memory.slot", "memory.slab")
+TORCH_FREE += ("planning", "memory.slot", "memory.slab")
 #: Not when they start; a command that needs torch may import it when it runs.
-TORCH_FREE_AT_START = ("cli", "console", "convert.command", "inspection", "verification")
+TORCH_FREE_AT_START = ("cli", "console", "convert.command", "inspection", "report")
+TORCH_FREE_AT_START += ("verification",)
 #: All others get what they need to know of Megatron from these.
 KNOW_MEGATRON = {
     "megatron_lm",

@@ -26,7 +26,12 @@ import pytest
 import torch
 import xxhash
 
-from tests.megatron.jobs import REPO, Result, assemble, run_job, succeeded
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.planning import gpt_size
+from megatron_flashckpt.planning.command import sizes_of
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.megatron.jobs import REPO, TINY, Result, assemble, run_job, succeeded
 from tests.megatron.layouts import (
     AFTER,
     BEFORE,
@@ -252,8 +257,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(tmp_path_factory.mktemp("reshard"))
 
 
-def names(pair: Pair) -> str:
-    return pair.name
+def names(cell: Layout | Pair) -> str:
+    return cell.name
 
 
 @pytest.mark.parametrize("pair", MATRIX, ids=names)
@@ -275,6 +280,36 @@ def test_a_spoiled_state_is_seen(ran: Ran, pair: Pair) -> None:
     figure, _ = ran.figures(pair)
     noise, _ = ran.noise(pair.source.family)
     assert figure > MARGIN * noise > 0
+
+
+@pytest.mark.parametrize(
+    "layout", [it for family in ("dense", "moe", "fp32") for it in FAMILIES[family]], ids=names
+)
+def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Layout) -> None:
+    """Exactly over a data parallel group, which shares what it has; no rank above the bound."""
+    ran.steps(layout, "save")
+    words = [*TINY, *layout.arguments]
+    sizes = sizes_of(words, layout.world, None)
+    args = gpt_size.parse(words)
+    per_parameter, stages = gpt_size.parameter_nbytes(args), gpt_size.stages(args)
+    storage = PosixStorage(ran.tmp_path / layout.name)
+    manifest = StoredCheckpoint(storage, BEFORE, read_manifest(storage, BEFORE)).manifest
+    groups: dict[tuple[int, int], int] = {}
+    for shard in manifest.shards:
+        items = manifest.template(shard.template).items
+        state = sum(
+            it.numel * itemsize(it.dtype)
+            for it in items
+            if it.kind in ("weight", "master", "exp_avg", "exp_avg_sq")
+        )
+        assert state <= sizes.largest_nbytes
+        # Header, random states, Megatron's buffers.
+        assert 0 < shard.nbytes - state < 2**17
+        place = (shard.coordinates.tp, shard.coordinates.pp)
+        groups[place] = groups.get(place, 0) + state
+    if "--num-experts" not in words:
+        assert groups == {(tp, pp): stages[pp].written(tp) * per_parameter for tp, pp in groups}
+    assert sum(groups.values()) == sizes.total_nbytes
 
 
 def test_destinations_start_from_other_random_states(ran: Ran) -> None:

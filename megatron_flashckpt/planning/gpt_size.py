@@ -1,0 +1,259 @@
+"""How many parameters every rank of a Megatron GPT writes, from Megatron's own arguments.
+
+The rules are those of Megatron-LM core 0.17 (`transformer_config.py`, `arguments.py`): what is cut
+over the tensor parallel group, what its ranks hold alike, and what lies on which pipeline stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron_flashckpt.errors import ConfigError
+
+#: Arguments that make another model of it; their sizes are not known here.
+_FOREIGN = (
+    "--spec --multi-latent-attention --mtp-num-layers --hybrid-layer-pattern "
+    "--hybrid-override-pattern --heterogeneous-layers-config-path "
+    "--experimental-attention-variant --moe-shared-expert-gate --attention-output-gate"
+).split()
+
+
+class Part(NamedTuple):
+    """Parameters in one rank's part of the model."""
+
+    cut: int
+    """Of tensors that are cut over the tensor parallel group."""
+    alike: int
+    """That all tensor ranks hold alike: the first one writes them."""
+    experts: int
+    """Of routed experts, which have data parallel groups of their own."""
+    tensors: int
+
+    @property
+    def numel(self) -> int:
+        return self.cut + self.alike + self.experts
+
+    def written(self, tp: int) -> int:
+        """Return how many tensor rank `tp` and its replicas write together."""
+        return self.numel - (self.alike if tp else 0)
+
+
+def _add(parts: Sequence[Part]) -> Part:
+    return Part(*(sum(numbers) for numbers in zip(*parts, strict=True)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("num-layers", "hidden-size", "num-attention-heads", "vocab-size"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in (
+        *("ffn-hidden-size", "kv-channels", "num-query-groups", "padded-vocab-size"),
+        *("max-position-embeddings", "num-experts", "moe-ffn-hidden-size"),
+        *("moe-shared-expert-intermediate-size", "expert-tensor-parallel-size"),
+        *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
+    ):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("tensor", "pipeline", "expert"):
+        parser.add_argument(f"--{name}-model-parallel-size", type=int, default=1)
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    parser.add_argument("--tokenizer-type")
+    parser.add_argument("--normalization", default="LayerNorm")
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    parser.add_argument("--moe-layer-freq", default="1")
+    parser.add_argument("--optimizer", default="adam")
+    for name in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"):
+        parser.add_argument(f"--{name}", default="fp32")
+    for name in (
+        *("group-query-attention", "swiglu", "untie-embeddings-and-output-weights", "bf16", "fp16"),
+        *("disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-save-optim"),
+        *("use-precision-aware-optimizer",),
+    ):
+        parser.add_argument(f"--{name}", action="store_true")
+    return parser
+
+
+def parse(words: Sequence[str], *, model_known: bool = False) -> argparse.Namespace:
+    """Return those of Megatron's arguments that sizes follow from; others are passed over.
+
+    Args:
+        model_known: only parallel sizes and precision are needed.
+
+    Raises:
+        ConfigError: one that is needed is missing, or one makes a model that is not known here.
+    """
+    foreign = [name for name in _FOREIGN if name in {word.partition("=")[0] for word in words}]
+    if foreign and not model_known:
+        raise ConfigError(
+            f"sizes under {', '.join(foreign)} are not known: give --parameters N instead"
+        )
+    try:
+        args, _ = _parser().parse_known_args(list(words))
+    except SystemExit as error:
+        raise ConfigError("Megatron's arguments after '--' cannot be read") from error
+    needed = ("num_layers", "hidden_size", "num_attention_heads")
+    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(args, name) is None]
+    if args.vocab_size is None and args.padded_vocab_size is None:
+        missing.append("--padded-vocab-size (or --vocab-size)")
+    if missing and not model_known:
+        raise ConfigError(
+            f"give {', '.join(missing)} after '--', as in the job's command line, or --parameters N"
+        )
+    return args
+
+
+def padded_vocabulary(args: argparse.Namespace) -> int:
+    """Return the rows of the embedding (`vocab_size_with_padding` of Megatron)."""
+    if args.padded_vocab_size:
+        return int(args.padded_vocab_size)
+    size = args.vocab_size + (args.tokenizer_type == "NullTokenizer")
+    step = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return int(-(-size // step) * step)
+
+
+def _layers(args: argparse.Namespace) -> list[range]:
+    """Return the layers of every pipeline stage."""
+    stages = args.pipeline_model_parallel_size
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    ends = [count for count in (first, last) if count is not None]
+    between = stages - len(ends)
+    rest = args.num_layers - sum(ends)
+    if rest < 0 or (between and rest % between) or (not between and rest):
+        raise ConfigError(
+            f"--num-layers {args.num_layers} cannot be divided over {stages} pipeline stages"
+        )
+    counts = [rest // between] * between if between else []
+    counts = ([] if first is None else [first]) + counts + ([] if last is None else [last])
+    starts = [sum(counts[:stage]) for stage in range(stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def _is_moe(args: argparse.Namespace) -> list[bool]:
+    """Return which layers have experts (`moe_layer_freq`: every n-th, or a pattern)."""
+    if not args.num_experts:
+        return [False] * args.num_layers
+    # Users write patterns as Python: ([0]*3+[1]*58).
+    said = args.moe_layer_freq
+    pattern = [int(n) for n in _pattern(said)] if "[" in said else None
+    if pattern is not None and len(pattern) != args.num_layers:
+        raise ConfigError(f"--moe-layer-freq {said}: is not a list of {args.num_layers} layers")
+    if pattern is not None:
+        return [bool(flag) for flag in pattern]
+    return [layer % int(said) == 0 for layer in range(args.num_layers)]
+
+
+def _pattern(text: str) -> list[int]:
+    """Return the value of an expression of lists, `+` and `*`; evaluated, not executed."""
+
+    def value(node: ast.expr) -> list[int] | int:
+        match node:
+            case ast.Constant(value=int(number)):
+                return number
+            case ast.List(elts=elements):
+                return [found for it in elements if isinstance(found := value(it), int)]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return value(left) + value(right)  # type: ignore[operator]
+            case ast.BinOp(left=left, op=ast.Mult(), right=right):
+                return value(left) * value(right)  # type: ignore[operator]
+        raise ConfigError(f"--moe-layer-freq {text}: is neither a number nor a list")
+
+    try:
+        found = value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError):
+        found = 0
+    if isinstance(found, int):
+        raise ConfigError(f"--moe-layer-freq {text}: is neither a number nor a list")
+    return found
+
+
+def stages(args: argparse.Namespace) -> list[Part]:
+    """Return what a tensor rank holds on every pipeline stage."""
+    tp, hidden = args.tensor_model_parallel_size, args.hidden_size
+    norm = 2 * hidden if args.normalization == "LayerNorm" else hidden
+    norm_tensors = norm // hidden
+    table = padded_vocabulary(args) * hidden // tp
+    moe = _is_moe(args)
+    found = []
+    for stage, layers in enumerate(_layers(args)):
+        parts = [_attention(args) for _ in layers]
+        parts += [_experts(args) if moe[layer] else _mlp(args) for layer in layers]
+        parts += [Part(0, 2 * norm, 0, 2 * norm_tensors) for _ in layers]
+        if stage == 0:
+            parts.append(Part(table, 0, 0, 1))
+            if args.position_embedding_type == "learned_absolute":
+                parts.append(Part(0, (args.max_position_embeddings or 0) * hidden, 0, 1))
+        if stage == args.pipeline_model_parallel_size - 1:
+            parts.append(Part(0, norm, 0, norm_tensors))
+            if args.untie_embeddings_and_output_weights:
+                parts.append(Part(table, 0, 0, 1))
+        found.append(_add(parts))
+    return found
+
+
+def _attention(args: argparse.Namespace) -> Part:
+    tp, hidden, heads = args.tensor_model_parallel_size, args.hidden_size, args.num_attention_heads
+    channels = args.kv_channels or hidden // heads
+    groups = (args.num_query_groups or 1) if args.group_query_attention else heads
+    rows = (heads + 2 * groups) * channels
+    bias = not args.disable_bias_linear
+    qkv_bias = rows if bias or args.add_qkv_bias else 0
+    cut = rows * hidden + qkv_bias + heads * channels * hidden
+    alike = hidden if bias else 0
+    tensors = 2 + bool(qkv_bias) + bias
+    if args.qk_layernorm:
+        per_norm = 2 if args.normalization == "LayerNorm" else 1
+        alike += 2 * per_norm * channels
+        tensors += 2 * per_norm
+    return Part(cut // tp, alike, 0, tensors)
+
+
+def _mlp(args: argparse.Namespace) -> Part:
+    return _linears(args, _ffn(args), args.tensor_model_parallel_size)
+
+
+def _ffn(args: argparse.Namespace) -> int:
+    if args.ffn_hidden_size:
+        return int(args.ffn_hidden_size)
+    return int(4 * args.hidden_size * 2 / 3 / 64) * 64 if args.swiglu else 4 * args.hidden_size
+
+
+def _linears(args: argparse.Namespace, width: int, ways: int) -> Part:
+    """Return two linear layers with `width` in between, cut `ways` times."""
+    rows = (2 if args.swiglu else 1) * width
+    bias = not args.disable_bias_linear
+    cut = rows * args.hidden_size + args.hidden_size * width + (rows if bias else 0)
+    return Part(cut // ways, args.hidden_size if bias else 0, 0, 4 if bias else 2)
+
+
+def _experts(args: argparse.Namespace) -> Part:
+    """Return a layer's router, shared expert, and a rank's routed experts."""
+    ways = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    one = _linears(args, args.moe_ffn_hidden_size or _ffn(args), ways)
+    local = args.num_experts // args.expert_model_parallel_size
+    parts = [
+        Part(0, args.num_experts * args.hidden_size, 0, 1),
+        Part(0, 0, local * one.numel, local * one.tensors),
+    ]
+    if args.moe_shared_expert_intermediate_size:
+        shared = args.moe_shared_expert_intermediate_size
+        parts.append(_linears(args, shared, args.tensor_model_parallel_size))
+    return _add(parts)
+
+
+_WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
+
+
+def parameter_nbytes(args: argparse.Namespace) -> int:
+    """Return the bytes that are stored per parameter: weight, master, and the optimizer's state."""
+    low = args.bf16 or args.fp16
+    weight = 2 if low else 4
+    if args.no_save_optim:
+        return weight
+    aware = args.use_precision_aware_optimizer
+    master = (_WIDTH[args.main_params_dtype] if aware else 4) if low else 0
+    if args.optimizer == "sgd":
+        return weight + master + 4
+    moments = (args.exp_avg_dtype, args.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
+    return weight + master + sum(_WIDTH[moment] for moment in moments)

@@ -1,0 +1,193 @@
+"""`flashckpt report`: what the saves of a job took, which failed, and why those that are left stay.
+
+Checkpoints say of themselves what they took; the history beside them knows those that failed or
+were removed since. Needs neither torch nor the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import time
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from megatron_flashckpt import inspection
+from megatron_flashckpt.agent import history
+from megatron_flashckpt.agent.retention import committed, why_kept
+from megatron_flashckpt.config import Retention, load_config
+from megatron_flashckpt.console import add_row, human_size, human_time, new_table, say
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.layout.cost import SaveCost
+from megatron_flashckpt.layout.manifest import CommitFacts
+from megatron_flashckpt.storage.base import Storage
+
+COMMITTED, REMOVED, FAILED = "committed", "removed", "failed"
+#: What a drawing shows at most: more bars are thinner than a pixel.
+_DRAWN = 200
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One save to storage."""
+
+    iteration: int
+    save_id: str
+    state: str
+    ended_at: float | None
+    """Seconds since 1970."""
+    cost: SaveCost | None = None
+    """None: it failed, or its trainers did not live to say."""
+    gb_per_s: float | None = None
+    """All bytes, from the call to the commit."""
+    kept_by: tuple[str, ...] = ()
+    """The rules of 'retention' that keep it."""
+    error: str | None = None
+
+
+def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
+    """Return the saves that are known of, in the order in which they ended.
+
+    Args:
+        reasons: by iteration, why a checkpoint stays.
+    """
+    stored = {commit.save_id: commit for commit in committed(storage, storage.list(""))}
+    # A later line about a save is by an agent that took over from the one that wrote the earlier.
+    past = {save.save_id: save for save in history.read(storage) if save.save_id not in stored}
+    found = [
+        Row(
+            iteration=it.iteration,
+            save_id=it.save_id,
+            state=COMMITTED,
+            ended_at=it.committed_at,
+            cost=it.cost,
+            gb_per_s=_speed(it.cost),
+            kept_by=tuple(reasons.get(it.iteration, ())),
+        )
+        for it in stored.values()
+    ]
+    found += [
+        Row(
+            iteration=it.iteration,
+            save_id=it.save_id,
+            state=REMOVED if it.error is None else FAILED,
+            ended_at=it.ended_at,
+            cost=it.cost,
+            gb_per_s=_speed(it.cost),
+            error=it.error,
+        )
+        for it in past.values()
+    ]
+    return sorted(found, key=lambda row: (row.ended_at or 0.0, row.iteration))
+
+
+def _speed(cost: SaveCost | None) -> float | None:
+    return cost.nbytes / 1e9 / cost.durable_s if cost is not None and cost.durable_s > 0 else None
+
+
+def kept_by(storage: Storage, tracked: int | None) -> dict[int, list[str]] | None:
+    """Return by iteration which of the configured rules keep it; None without rules."""
+    rules = load_config().retention
+    if rules == Retention() or tracked is None:
+        return None
+    commits: list[CommitFacts] = committed(storage, storage.list(""))
+    return why_kept(
+        commits, rules, retain_interval=None, tracked=tracked, previous=None, now=time.time()
+    )
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `report` to the command line."""
+    parser = commands.add_parser("report", help="show what the saves of a job took, and failures")
+    parser.add_argument("directory", metavar="DIR", help="save directory (Megatron's --save)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--png", metavar="FILE", help="draw a timeline (needs matplotlib)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, out: Console) -> int:
+    """Print the report, and draw it if asked for."""
+    storage = inspection.save_directory(args.directory)
+    reasons = kept_by(storage, inspection.tracked_iteration(storage))
+    found = rows(storage, reasons or {})
+    if args.json:
+        say(out, json.dumps(msgspec.to_builtins(found), indent=2))
+    elif not found:
+        say(out, f"{args.directory}: nothing is known of any save")
+    else:
+        _print(found, out, with_rules=reasons is not None)
+    if args.png:
+        draw(found, args.png)
+        if not args.json:
+            say(out, f"drawn: {args.png}")
+    return 0
+
+
+def _print(found: list[Row], out: Console, *, with_rules: bool) -> None:
+    columns = ["iteration", "state", "ended", "size", "blocked", "staged", "persisted", "durable"]
+    columns += ["GB/s", "slowest rank", *(["kept by"] if with_rules else []), "remark"]
+    table = new_table(*columns)
+    for row in found:
+        cells = [str(row.iteration), row.state, _clock(row.ended_at), *_cells(row)]
+        if with_rules:
+            nothing = "nothing" if row.state == COMMITTED else ""
+            cells.append(", ".join(row.kept_by) or nothing)
+        add_row(table, out, *cells, row.error or "")
+    out.print(table)
+    failed = sum(row.state == FAILED for row in found)
+    costs = sorted(row.cost.blocked_s for row in found if row.cost is not None)
+    median = f", median blocked {human_time(costs[len(costs) // 2])}" if costs else ""
+    say(out, f"{len(found)} saves, {failed} failed{median}")
+
+
+def _cells(row: Row) -> list[str]:
+    if (cost := row.cost) is None:
+        return [""] * 7
+    times = (cost.blocked_s, cost.staged_s, cost.persisted_s, cost.durable_s)
+    speed = "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
+    return [human_size(cost.nbytes), *map(human_time, times), speed, str(cost.slowest)]
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def draw(found: list[Row], file: str | os.PathLike[str]) -> None:
+    """Draw the last saves as a timeline: a bar per save, cut into phases, and a cross per failure.
+
+    Raises:
+        FlashCkptError: matplotlib is not there, or the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FlashCkptError(
+            f"--png needs matplotlib, which cannot be imported ({error}): pip install matplotlib"
+        ) from error
+    shown = found[-_DRAWN:]
+    figure: Any = Figure(figsize=(10, 2 + 0.25 * len(shown)), layout="constrained")
+    FigureCanvasAgg(figure)  # no window and no display, whatever matplotlib is set up for
+    axes = figure.add_subplot()
+    drawn = [0.0] * len(shown)
+    for name in ("blocked_s", "staged_s", "persisted_s", "durable_s"):
+        ends = [getattr(row.cost, name) if row.cost is not None else 0.0 for row in shown]
+        widths = [max(0.0, end - begin) for begin, end in zip(drawn, ends, strict=True)]
+        axes.barh(range(len(shown)), widths, left=drawn, label=f"until {name.removesuffix('_s')}")
+        drawn = [begin + width for begin, width in zip(drawn, widths, strict=True)]
+    failed = [n for n, row in enumerate(shown) if row.state == FAILED]
+    axes.plot([0.0] * len(failed), failed, "rx", label="failed")
+    axes.set_yticks(range(len(shown)), [f"{row.iteration} ({row.state})" for row in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since training called for the save")
+    axes.set_ylabel("iteration")
+    axes.legend(loc="best")
+    try:
+        figure.savefig(file, format="png", dpi=100)
+    except OSError as error:
+        raise FlashCkptError(f"{file}: cannot be written ({error.strerror or error})") from error

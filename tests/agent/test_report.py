@@ -1,0 +1,90 @@
+"""`flashckpt report`: every save that a directory knows of, whatever became of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.cli import main
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.layout.cost import RankCost
+from tests.agent.conftest import Node
+from tests.agent.trainer import new_save_id
+
+
+@pytest.fixture
+def saves(node: Node, root: Path) -> Path:
+    """Return a directory of which 1 was removed, 3 failed, and 2 and 4 are there."""
+    trainer = node.trainer(root, retention=Retention(latest=2))
+    (root / "iter_0000003").parent.mkdir(exist_ok=True)
+    for iteration in (1, 2, 3, 4):
+        if iteration == 3:
+            (root / "iter_0000003").write_text("in the way")
+        cost = RankCost(started_at=time.time(), blocked_s=0.25, staged_s=0.5)
+        trainer.stage(iteration, new_save_id(), cost=cost)
+        assert (trainer.outcome().error is None) == (iteration != 3)
+    return root
+
+
+def report(capsys: pytest.CaptureFixture, *arguments: object) -> str:
+    assert main(["report", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_save_is_listed_with_what_it_took(
+    saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "2")
+    found = json.loads(report(capsys, saves, "--json"))
+    assert [(row["iteration"], row["state"]) for row in found] == [
+        (1, "removed"),
+        (2, "committed"),
+        (3, "failed"),
+        (4, "committed"),
+    ]
+    assert [row["cost"] and row["cost"]["blocked_s"] for row in found] == [0.25, 0.25, None, 0.25]
+    assert "iter_0000003" in found[2]["error"]
+    assert found[3]["kept_by"] == ["tracker", "latest 2"]
+    assert found[3]["gb_per_s"] > 0
+    table = report(capsys, saves)
+    assert "4 saves, 1 failed, median blocked 250.0 ms" in table
+    assert "latest 2" in table
+    assert "iter_0000003" in table
+
+
+def test_without_a_history_the_manifests_tell(saves: Path, capsys: pytest.CaptureFixture) -> None:
+    (saves / "flashckpt-history.jsonl").unlink()
+    found = json.loads(report(capsys, saves, "--json"))
+    assert [(row["iteration"], row["state"]) for row in found] == [
+        (2, "committed"),
+        (4, "committed"),
+    ]
+    assert "kept by" not in report(capsys, saves), "no rule is configured"
+
+
+def test_an_empty_directory_and_none_at_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert "nothing is known of any save" in report(capsys, tmp_path)
+    assert main(["report", str(tmp_path / "nowhere")]) == 1
+    assert "give what --save names" in capsys.readouterr().err
+
+
+def test_a_drawing_without_matplotlib_says_what_to_install(
+    saves: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    assert main(["report", str(saves), "--png", str(saves / "x.png")]) == 1
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert not (saves / "x.png").exists()
+
+
+def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(saves), "--png", str(tmp_path / "no/x.png")]) == 1
+    assert "cannot be written" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+"""The arithmetic of a cluster: limits that can be seen, and Young's and Daly's own examples."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.cli import main
+from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.planning.cluster_model import (
+    Cluster,
+    Sizes,
+    daly,
+    even_sizes,
+    plan,
+    young,
+)
+from megatron_flashckpt.planning.command import sizes_of
+
+MODEL = (
+    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "
+    "--group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm "
+    "--position-embedding-type rope --disable-bias-linear --padded-vocab-size 128256 "
+    "--untie-embeddings-and-output-weights --bf16 --use-distributed-optimizer "
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4"
+).split()
+
+
+def sizes() -> Sizes:
+    return sizes_of(MODEL, 1024, None)
+
+
+def test_llama_3_70b_has_as_many_parameters_as_its_model_card_says() -> None:
+    found = sizes()
+    assert found.parameters == 70_553_706_496
+    assert found.total_nbytes == 14 * found.parameters
+    assert found.rank_nbytes >= found.total_nbytes / 1024
+    assert found.rank_nbytes <= found.largest_nbytes < 1.001 * found.rank_nbytes
+
+
+def test_one_rank_holds_everything() -> None:
+    words = MODEL[: MODEL.index("--tensor-model-parallel-size")]
+    found = sizes_of(words, 1, None)
+    assert found.rank_nbytes == found.total_nbytes == found.group_nbytes
+
+
+def test_young_and_daly() -> None:
+    """Daly's paper: the two agree while a save is short, and M is the limit where it is long."""
+    assert young(10.0, 72_000.0) == pytest.approx(1200.0)
+    assert daly(1e-6, 1e6) == pytest.approx(young(1e-6, 1e6), rel=1e-3)
+    assert daly(2e4, 1e4) == 1e4
+    # It is the optimum of Daly's complete model of the run time, which is flat around it.
+    cost, mtbf = 300.0, 6 * 3600.0
+
+    def wall(interval: float) -> float:
+        return mtbf * math.expm1((interval + cost) / mtbf) / interval
+
+    best = min(range(60, 20_000, 10), key=wall)
+    assert daly(cost, mtbf) == pytest.approx(best, rel=0.01)
+
+
+def test_saves_are_never_more_frequent_than_storage_takes_them() -> None:
+    slow = plan(sizes(), Cluster(storage_gb_s=1.0))
+    assert slow.persist_s == pytest.approx(sizes().total_nbytes / 1e9)
+    assert slow.ours.interval_s >= slow.ours.durable_s > slow.persist_s
+    assert slow.memory_interval_iterations < slow.ours.interval_iterations
+    assert slow.lost_s_per_day_with_memory < slow.ours.lost_s_per_day
+
+
+def test_a_copy_that_does_not_fit_before_the_step_blocks_it() -> None:
+    found = plan(sizes(), Cluster(pcie_gb_s=0.1, iteration_s=2.0))
+    assert found.stage_s > 2.0
+    assert found.ours.blocked_s == pytest.approx(Cluster().blocked_s + found.stage_s - 1.8)
+    assert plan(sizes(), Cluster()).ours.blocked_s == Cluster().blocked_s
+
+
+def test_a_gathering_save_costs_more_the_larger_the_model() -> None:
+    small, large = (plan(even_sizes(n, 64, 8, 14), Cluster()) for n in (10**9, 10**10))
+    assert small.gather.blocked_s < large.gather.blocked_s
+    assert large.gather.lost_s_per_day > large.ours.lost_s_per_day
+    assert large.ours.blocked_s == small.ours.blocked_s
+
+
+def test_host_memory_is_all_slots_of_a_node() -> None:
+    found = plan(sizes(), Cluster(slots=3, host_memory_gb=1.0))
+    assert found.host_memory_nbytes == pytest.approx(3 * found.node_nbytes + 8 * 64e6)
+    assert not found.fits
+
+
+@pytest.mark.parametrize("field", ["slots", "pcie_gb_s", "memory_share", "iteration_s"])
+def test_numbers_that_cannot_be_are_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
+        Cluster(**{field: -1})
+
+
+def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--gpus", "1024", "--", *MODEL]) == 0
+    table = capsys.readouterr().out
+    assert "70.554 billion" in table
+    assert "gather, synchronous" in table
+    assert "--save-interval" in table
+    assert main(["plan", "--gpus", "1024", "--json", "--", *MODEL]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["plan"] == msgspec.to_builtins(plan(sizes(), Cluster()))
+    assert said["cluster"]["gpus_per_node"] == 8
+
+
+def test_the_command_refuses_ranks_that_do_not_divide(capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--gpus", "100", "--", *MODEL]) == 2
+    assert "replicas of 32 ranks" in capsys.readouterr().err
+    assert main(["plan", "--gpus", "8", "--parameters", "8e9"]) == 0
+    assert "8.000 billion" in capsys.readouterr().out

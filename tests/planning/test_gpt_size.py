@@ -1,0 +1,134 @@
+"""Sizes from arguments against the models that Megatron itself builds of them, on one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.megatron_lm.rebuild import rank_models
+from megatron_flashckpt.planning import gpt_size
+from tests.convert.rebuilt import arguments
+
+UNTIED = {"untie_embeddings_and_output_weights": True, "swiglu": True}
+GROUPED = {
+    "normalization": "RMSNorm",
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "qk_layernorm": True,
+    "position_embedding_type": "rope",
+    "ffn_hidden_size": None,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "disable_bias_linear": True,
+    "swiglu": True,
+    "moe_ffn_hidden_size": 16,
+}
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+CASES = {
+    "tied": {},
+    "tied-tp2-pp2": {**TP2, **PP2},
+    "untied-swiglu-tp2-pp4": {**UNTIED, **TP2, "pipeline_model_parallel_size": 4},
+    "grouped-tp4": {**GROUPED, "ffn_hidden_size": 64, "tensor_model_parallel_size": 4},
+    "no-bias": {"disable_bias_linear": True, "add_qkv_bias": True, "swiglu": True, **TP2},
+    "first-stage": {**PP2, "decoder_first_pipeline_num_layers": 1},
+    "experts": EXPERTS,
+    "experts-tp2-ep2": {**EXPERTS, **TP2, **EP2, "sequence_parallel": True},
+    "experts-etp1": {
+        **EXPERTS,
+        **TP2,
+        **EP2,
+        "sequence_parallel": True,
+        "expert_tensor_parallel_size": 1,
+    },
+    "experts-every-other": {**EXPERTS, **PP2, "moe_layer_freq": "([0,1]*2)"},
+    "shared-expert": {**EXPERTS, **TP2, "moe_shared_expert_intermediate_size": 32},
+}
+
+
+def words_of(changes: dict) -> list[str]:
+    """Return a job's command line with the arguments of `arguments(**changes)`."""
+    words = []
+    for name, value in vars(arguments(**changes)).items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value not in (None, False):
+            words += [option, str(value)]
+    return words
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_writes_as_many_parameters_as_its_model_has(name: str) -> None:
+    changes = CASES[name]
+    real = {**changes}
+    if "disable_bias_linear" in real:
+        real["add_bias_linear"] = not real.pop("disable_bias_linear")
+    if "moe_layer_freq" in real:
+        real["moe_layer_freq"] = [0, 1, 0, 1]
+    stages = gpt_size.stages(gpt_size.parse(words_of(changes)))
+    models = rank_models(arguments(**real))
+    assert len({model.pp for model in models}) == len(stages)
+    for model in models:
+        part = stages[model.pp]
+        found = [it for chunk in model.chunks for it in chunk.parameters if it.geometry.main]
+        assert sum(it.numel for it in found) == part.written(model.tp), (model.tp, model.pp)
+        if changes.get("expert_model_parallel_size", 1) > 1:
+            assert sum(it.numel for it in found if it.expert) == part.experts
+        everything = [it for chunk in model.chunks for it in chunk.parameters]
+        assert len(everything) >= part.tensors
+
+
+def test_defaults_are_megatrons() -> None:
+    words = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --swiglu".split()
+    args = gpt_size.parse([*words, "--vocab-size", "500", "--tokenizer-type", "NullTokenizer"])
+    assert gpt_size.padded_vocabulary(args) == 512
+    # int(4 * 128 * 2 / 3 / 64) * 64 wide, and twice that of a gate.
+    assert gpt_size._mlp(args).cut == 320 * 128 * 3 + 2 * 320
+
+
+@pytest.mark.parametrize(
+    ("words", "nbytes"),
+    [
+        ("--bf16", 2 + 4 + 8),
+        ("", 4 + 8),
+        ("--fp16 --optimizer sgd", 2 + 4 + 4),
+        ("--bf16 --no-save-optim", 2),
+        ("--bf16 --use-precision-aware-optimizer --main-params-dtype fp16", 2 + 2 + 8),
+        (
+            "--bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype fp8",
+            2 + 4 + 2 + 1,
+        ),
+    ],
+)
+def test_bytes_per_parameter(words: str, nbytes: int) -> None:
+    args = gpt_size.parse(words.split(), model_known=True)
+    assert gpt_size.parameter_nbytes(args) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--num-layers 4", "--hidden-size, --num-attention-heads, --padded-vocab-size"),
+        ("--mtp-num-layers 1", "--mtp-num-layers are not known: give --parameters"),
+        ("--num-layers many", "cannot be read"),
+    ],
+)
+def test_what_is_not_enough_is_refused_with_the_remedy(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        gpt_size.parse(words.split())
+
+
+@pytest.mark.parametrize("text", ["[0", "[0]*x", "7*7", "__import__('os')"])
+def test_a_pattern_is_read_and_not_run(text: str) -> None:
+    words = words_of({**EXPERTS, "moe_layer_freq": f"[]{text}"})
+    with pytest.raises(ConfigError, match="--moe-layer-freq"):
+        gpt_size.stages(gpt_size.parse(words))
+
+
+def test_layers_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be divided over 3"):
+        gpt_size.stages(gpt_size.parse(words_of({"pipeline_model_parallel_size": 3})))
