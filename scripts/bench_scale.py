@@ -36,6 +36,7 @@ def write_records(root: Path, world: World) -> SlotMeta:
     cache = PlanCache()
     for rank, (coordinates, pieces) in enumerate(world.ranks()):
         layout = cache.layout(pieces)
+        encoded = names.encode_items(layout.template.items)
         record = names.CommitRecord(
             iteration=ITERATION,
             save_id=SAVE_ID,
@@ -45,7 +46,7 @@ def write_records(root: Path, world: World) -> SlotMeta:
             nbytes=4096 + layout.nbytes,
             header_digest="0" * 16,
             template_fingerprint=layout.template_fingerprint,
-            template=layout.template.items,
+            template=encoded,
             template_nbytes=layout.nbytes,
             placement=layout.placement,
         )

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import time
 
+import msgspec
 import xxhash
 
 from megatron_flashckpt.agent.leftovers import Leftovers, beside
@@ -160,8 +161,13 @@ def commit(save: PendingSave) -> None:
     """
     storage, meta = save.storage, save.metas[0]
 
+    first_of: dict[str, int] = {}
+
     def read(rank: int) -> names.CommitRecord:
-        return read_record(storage, save.iteration, save.save_id, rank)
+        record = read_record(storage, save.iteration, save.save_id, rank)
+        if first_of.setdefault(record.template_fingerprint, rank) == rank:
+            return record
+        return msgspec.structs.replace(record, template=names.KNOWN_ITEMS)
 
     with phase("read records"), concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         records = list(pool.map(read, range(meta.world_size)))

@@ -13,6 +13,7 @@ from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.layout.manifest import (
     CommitRecord,
+    encode_items,
     encode_record,
     iteration_dir,
     record_name,
@@ -141,7 +142,7 @@ def write_shard(
         nbytes=nbytes,
         header_digest=xxhash.xxh3_64_hexdigest(encoded),
         template_fingerprint=meta.template_fingerprint,
-        template=meta.template.items,
+        template=encode_items(meta.template.items),
         template_nbytes=meta.template.nbytes,
         placement=meta.placement,
         metrics=meta.metrics,

@@ -120,13 +120,32 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     header_digest: str
     template_fingerprint: str
-    template: tuple[TemplateItem, ...]
+    template: msgspec.Raw
+    """Encoded (`encode_items`), because ranks share templates: of thousands few are decoded."""
     template_nbytes: int
     placement: Placement
     metrics: dict[str, float] = {}
     """What training code on this rank has reported of the model."""
     cost: RankCost | None = None
     """None: its trainer did not live to say."""
+
+
+def encode_items(items: tuple[TemplateItem, ...]) -> msgspec.Raw:
+    """Return a template's items as a commit record has them."""
+    return msgspec.Raw(msgspec.msgpack.encode(items))
+
+
+#: Stands in a record for items that another record has: thousands of copies would fill the memory.
+KNOWN_ITEMS = msgspec.Raw()
+
+
+def _decode_items(record: CommitRecord) -> tuple[TemplateItem, ...]:
+    try:
+        return msgspec.msgpack.decode(record.template, type=tuple[TemplateItem, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"the commit record of rank {record.rank}: its template cannot be decoded ({error})"
+        ) from error
 
 
 def encode_record(record: CommitRecord) -> bytes:
@@ -223,6 +242,7 @@ def merge(
 ) -> Manifest:
     """Return the manifest of the save that `records` belong to, one record per rank.
 
+    One record of each template has its items, the others may have `KNOWN_ITEMS` in their place.
     Of a metric that several ranks report, the lowest rank's value counts.
 
     Raises:
@@ -241,7 +261,7 @@ def merge(
     keys: dict[str, int] = {}
     templates: dict[str, tuple[ManifestItem, ...]] = {}
     for record in records:
-        if record.template_fingerprint not in templates:
+        if record.template_fingerprint not in templates and record.template is not KNOWN_ITEMS:
             templates[record.template_fingerprint] = tuple(
                 ManifestItem(
                     keys.setdefault(it.key, len(keys)),
@@ -251,7 +271,7 @@ def merge(
                     it.shape,
                     it.numel,
                 )
-                for it in record.template
+                for it in _decode_items(record)
             )
     ordered = sorted(records, key=lambda record: record.rank)
     metrics: dict[str, float] = {}

@@ -13,7 +13,7 @@ from megatron_flashckpt.agent.commit import PendingSave, commit, outcome_of
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
 from megatron_flashckpt.layout import manifest as names
-from megatron_flashckpt.layout.manifest import CommitRecord, Coordinates, merge
+from megatron_flashckpt.layout.manifest import CommitRecord, Coordinates, encode_items, merge
 from megatron_flashckpt.layout.plan import Layout, PlanCache
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
@@ -154,7 +154,7 @@ def _record(rank: int, **fields: object) -> CommitRecord:
         nbytes=1,
         header_digest="",
         template_fingerprint="t",
-        template=(),
+        template=encode_items(()),
         template_nbytes=0,
         placement=(),
     )

@@ -16,6 +16,7 @@ from megatron_flashckpt.layout.manifest import (
     Coordinates,
     Manifest,
     decode_manifest,
+    encode_items,
     encode_manifest,
     failure_name,
     iteration_dir,
@@ -48,7 +49,7 @@ def record(rank: int, pieces: list[Piece], **changes: object) -> CommitRecord:
         nbytes=4096 + layout.nbytes,
         header_digest=f"{rank:016x}",
         template_fingerprint=layout.template_fingerprint,
-        template=layout.template.items,
+        template=encode_items(layout.template.items),
         template_nbytes=layout.nbytes,
         placement=layout.placement,
     )
