@@ -1,4 +1,4 @@
-"""Benchmarks: `scripts/bench plan | load | share | scale`; see `--help`."""
+"""Benchmarks: `scripts/bench plan | load | share | scale | model`; see `--help`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from bench_load import bench_load
+from bench_model import bench_model
 from bench_plan import bench_plan
 from bench_scale import bench_scale
 from bench_share import bench_share
@@ -27,7 +28,10 @@ def main() -> None:
     share.add_argument("--replicas", type=int, default=4)
     scale = commands.add_parser("scale", help="the commit, and a plan, for ever more ranks")
     scale.add_argument("--most", type=int, default=65_536, help="ranks")
-    for command in (load, share, scale):
+    model = commands.add_parser("model", help="what flashckpt plan predicts, and what comes of it")
+    model.add_argument("--rounds", type=int, default=5)
+    model.add_argument("--mib", type=int, default=512, help="state of one rank")
+    for command in (load, share, scale, model):
         command.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
     args = parser.parse_args()
     out = Console(soft_wrap=True, highlight=False)
@@ -37,6 +41,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
         if args.command == "load":
             bench_load(out, Path(root), args.mib, args.threads, args.rounds)
+        elif args.command == "model":
+            bench_model(out, Path(root), args.mib, args.rounds)
         elif args.command == "scale":
             bench_scale(out, Path(root), args.most)
         else:

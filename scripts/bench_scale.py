@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from synthetic import LLAMA_405B, SAVE_ID, World
 
 from megatron_flashckpt.agent.commit import PendingSave, outcome_of
@@ -93,7 +92,8 @@ def read_and_plan_s(root: Path) -> tuple[float, int]:
 
 def bench_scale(out: Console, root: Path, most: int) -> None:
     """Print the times and the manifest's size for 64 ranks and ever four times as many."""
-    table = Table("ranks", "records", "commit", "manifest", "read and plan")
+    # Line by line: the largest take minutes to make.
+    out.print("  ranks    records  commit   manifest  read and plan")
     ranks = TP * PP
     while ranks <= most:
         where = root / str(ranks)
@@ -101,13 +101,9 @@ def bench_scale(out: Console, root: Path, most: int) -> None:
         records = sum(it.stat().st_size for it in where.rglob("*.commit"))
         committed = commit_s(where, meta)
         planned, nbytes = read_and_plan_s(where)
-        table.add_row(
-            f"{ranks:,}",
-            f"{records / 1e6:.1f} MB",
-            f"{committed:.2f} s",
-            f"{nbytes / 1e6:.1f} MB",
-            f"{planned:.2f} s",
+        out.print(
+            f"{ranks:7,} {records / 1e6:7.1f} MB {committed:5.2f} s {nbytes / 1e6:7.1f} MB "
+            f"{planned:8.2f} s"
         )
         shutil.rmtree(where)
         ranks *= 4
-    out.print(table)
