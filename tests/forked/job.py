@@ -80,7 +80,7 @@ def _attempt(
         process = context.Process(
             target=run_script,
             args=(command, {**nodes[node], **job, **mine}, str(cwd), str(log)),
-            daemon=True,
+            daemon=False,  # or it could have no children, and Megatron's own writers are such
         )
         process.start()
         family.append(process)
