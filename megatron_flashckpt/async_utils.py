@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_flashckpt import starting
 from megatron_flashckpt.megatron_lm.stock import bind, checkpointing, original, stock_module
 from megatron_flashckpt.session import session
 
@@ -28,6 +29,7 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
     named = bind(stock, args, kwargs)
     save = checkpointing().get_args().save
     if save and not named.get("terminate", False):
+        starting.watch()
         session.checkpointer(save).start_run()
     session.finalize(blocking=bool(named["blocking"]))
     if named.get("terminate", False):

@@ -16,14 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.piece import MASTER
+from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, order
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
@@ -34,7 +33,7 @@ from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.outstanding import Outstanding
 from megatron_flashckpt.peering import introduce
-from megatron_flashckpt.restore.collectives import broadcast_object
+from megatron_flashckpt.restore.collectives import broadcast_object, reduce_int
 from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 
 logger = logging.getLogger(__name__)
@@ -69,6 +68,16 @@ class SaveReport:
     blocked_s: float
     nbytes: int
     skipped: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a rank will save, as far as it is known before the first step."""
+
+    pieces: list[Piece]
+    """Without what the optimizer makes in its first step."""
+    nbytes: int
+    """With that (as Adam's two moments), and with room for the side state."""
 
 
 class Checkpointer:
@@ -124,12 +133,12 @@ class Checkpointer:
             else:
                 introduce(self.link, self.rank, self.config)
 
-    def prepare(self, chunks: list[Any], optimizer: Any) -> None:
+    def prepare(self, expected: Expected) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
-        self.link.prepare(self._expected_nbytes(chunks, optimizer))
+        self.link.prepare(expected.nbytes)
 
-    def _expected_nbytes(self, chunks: list[Any], optimizer: Any) -> int:
-        """Bytes of this rank's pieces once the optimizer has its state (Adam's two moments)."""
+    def expected(self, chunks: list[Any], optimizer: Any) -> Expected:
+        """Return what this rank will save. No communication, and no copies."""
         owned = self.model_state.owned(chunks, optimizer)
         nbytes = sum(local.piece.nbytes for local in owned)
         if not any(entry.states() for entry in optimizer_state.entries(optimizer)):
@@ -137,7 +146,7 @@ class Checkpointer:
             if not steppable and optimizer is not None:
                 steppable = [local.piece for local in owned if local.piece.dtype == "F32"]
             nbytes += 2 * sum(piece.nbytes for piece in steppable)
-        return nbytes + 8 * side_state.RANK_STATE_STEP
+        return Expected([local.piece for local in owned], nbytes + 8 * side_state.RANK_STATE_STEP)
 
     # ------------------------------------------------------------------ save
 
@@ -179,7 +188,7 @@ class Checkpointer:
             self._outstanding.fail(request.iteration, save_id, str(error))
         self._last = mark
         # A rank that failed takes part too, or the others would wait for it.
-        if self.config.busy == "skip" and _any_rank(slot is None):
+        if self.config.busy == "skip" and reduce_int(slot is None, "max"):
             self._give_back(slot, request.iteration)
             slot = None
         if slot is None:
@@ -359,12 +368,3 @@ def _run_id_from_store(root: str) -> str:
     store = dist.distributed_c10d._get_default_store()
     chosen: bytes = store.compare_set(f"megatron_flashckpt/run_id/{root}", "", mine)
     return chosen.decode()
-
-
-def _any_rank(flag: bool) -> bool:
-    if not dist.is_initialized():
-        return flag
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    value = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return bool(value.item())

@@ -11,18 +11,17 @@ megatron_flashckpt.checkpointing import checkpoint_exists` and the like work too
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from megatron_flashckpt import resume
+from megatron_flashckpt import resume, starting
 from megatron_flashckpt.checkpointer import SaveRequest
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.description import describe
+from megatron_flashckpt.megatron_lm.features import feature, has_async_utils, takes
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
     checkpointing,
-    has_async_utils,
     original,
     unwrap,
 )
@@ -54,10 +53,11 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         announced = None
         if not call.non_persistent:
             announced = around.announce_save(margs, call.iteration, margs.save)
+        starting.check_alone(call.model, call.optimizer)
         checkpointer = session.checkpointer(margs.save)
         chunks = unwrap(call.model)
         optimizer = None if getattr(margs, "no_save_optim", False) else call.optimizer
-        dataloader = getattr(stock, "maybe_save_dataloader_state", None)
+        dataloader = feature("maybe_save_dataloader_state")
         if dataloader is not None:
             dataloader(call.data_iterator, call.iteration, getattr(margs, "dataloader_save", None))
         report = checkpointer.save(
@@ -96,12 +96,12 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
 
 def _rerun_state(call: SaveCall) -> Any:
     """Return the rerun state machine's state (None unless a step is being rerun)."""
-    get_machine = getattr(checkpointing(), "get_rerun_state_machine", None)
+    get_machine = feature("get_rerun_state_machine")
     if get_machine is None:
         return None
     machine = get_machine()
     # Until core 0.11: `use_dist_ckpt`, which wraps all of it.
-    early = "use_dist_ckpt" in inspect.signature(machine.state_dict).parameters
+    early = takes(machine.state_dict, "use_dist_ckpt")
     form = {"use_dist_ckpt": False} if early else {"ckpt_format": "torch_dist"}
     state = machine.state_dict(data_iterator=call.data_iterator, **form)
     if state is not None and hasattr(state.get("sharded"), "data"):
@@ -124,18 +124,12 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         FlashCkptError: on every rank alike; on disk nothing was changed.
     """
     call = LoadCall.of(args, kwargs)
-    stock = checkpointing()
-    margs = stock.get_args()
-    optimizer = call.optimizer
-    loaded = resume.load(call, margs)
+    # What cannot be saved is not loaded for training either.
+    starting.check(call.model, call.optimizer)
+    loaded = resume.load(call, checkpointing().get_args())
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
-    if margs.save:
-        checkpointer = session.checkpointer(margs.save)
-        checkpointer.prepare(
-            unwrap(call.model), None if getattr(margs, "no_save_optim", False) else optimizer
-        )
-        checkpointer.start_run()
+    starting.begin(call.model, call.optimizer)
     return loaded
 
 

@@ -16,13 +16,14 @@ from megatron_flashckpt.errors import FlashCkptError
 
 def install() -> None:
     """Put our functions in the place of Megatron's, in every module that has imported them."""
-    from megatron_flashckpt import checkpointing
-    from megatron_flashckpt.megatron_lm import around, stock
+    from megatron_flashckpt import checkpointing, starting
+    from megatron_flashckpt.megatron_lm import around, features, stock
 
     stock.replace("checkpointing", "save_checkpoint", checkpointing.save_checkpoint)
     stock.replace("checkpointing", "load_checkpoint", checkpointing.load_checkpoint)
     stock.replace("training", "evaluate", around.evaluate_and_report)
-    if stock.has_async_utils():
+    starting.watch()
+    if features.has_async_utils():
         from megatron_flashckpt import async_utils
 
         stock.replace(

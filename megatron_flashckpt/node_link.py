@@ -14,6 +14,7 @@ from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outco
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlabGeometry, align
 from megatron_flashckpt.memory.stager import Stager
 from megatron_flashckpt.tracing import Span
 
@@ -21,6 +22,13 @@ logger = logging.getLogger(__name__)
 
 #: Room for descriptions of later saves that are a little longer.
 _META_RESERVE = 64 * 1024
+#: For the descriptions of saves before there was one.
+_FIRST_META = 8 * _META_RESERVE
+
+
+def slab_nbytes(slots: int, data_nbytes: int) -> int:
+    """Return the memory that `prepare` takes for checkpoints of `data_nbytes`."""
+    return SlabGeometry(slots, align(_FIRST_META + _META_RESERVE), align(data_nbytes)).nbytes
 
 
 class NodeLink:
@@ -46,18 +54,24 @@ class NodeLink:
 
     def prepare(self, nbytes: int | None) -> None:
         """Start the agent and reserve a slab of `nbytes` (None: later), in the background."""
-        if self._preparing is None and self._slab is None:
-            self._preparing = threading.Thread(
-                target=self._prepare, args=(nbytes,), name="flashckpt-prepare", daemon=True
-            )
-            self._preparing.start()
+        if self._slab is not None or (nbytes is None and self._preparing is not None):
+            return
+        self._preparing = threading.Thread(
+            target=self._prepare,
+            args=(nbytes, self._preparing),
+            name="flashckpt-prepare",
+            daemon=True,
+        )
+        self._preparing.start()
 
-    def _prepare(self, nbytes: int | None) -> None:
+    def _prepare(self, nbytes: int | None, earlier: threading.Thread | None) -> None:
+        if earlier is not None:
+            earlier.join()
         try:
             if nbytes is None:
                 self._connected()
             else:
-                self._ensure(nbytes, 8 * _META_RESERVE)
+                self._ensure(nbytes, _FIRST_META)
         except FlashCkptError as error:
             # The first save will meet the same trouble and report it where it can be acted on.
             logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)
@@ -66,6 +80,11 @@ class NodeLink:
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
+
+    @property
+    def has_slab(self) -> bool:
+        """Whether memory is reserved already: that of an earlier incarnation, after a restart."""
+        return self._slab is not None
 
     def client(self) -> AgentClient:
         """Return the connection to the node's agent, made (and the agent started) if need be."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import os
 from typing import Any
@@ -21,6 +20,7 @@ from megatron_flashckpt.loading import (
     load_from_storage,
 )
 from megatron_flashckpt.megatron_lm import around, side_state
+from megatron_flashckpt.megatron_lm.features import feature, takes
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
@@ -141,8 +141,9 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
     stock = checkpointing()
     common = loaded.common
     stock.set_checkpoint_version(common["checkpoint_version"])
-    if hasattr(stock, "set_loaded_iteration"):
-        stock.set_loaded_iteration(loaded.origin.iteration)
+    set_loaded_iteration = feature("set_loaded_iteration")
+    if set_loaded_iteration is not None:
+        set_loaded_iteration(loaded.origin.iteration)
     iteration = 0 if margs.finetune else int(common["iteration"])
     if not margs.finetune:
         _check_and_take_args(margs, common["args"])
@@ -180,7 +181,7 @@ def _check_and_take_args(margs: Any, saved: Any) -> None:
     margs.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
     update = stock.update_num_microbatches
     # Since core 0.9 it can say what it did.
-    verbose = {"verbose": True} if "verbose" in inspect.signature(update).parameters else {}
+    verbose = {"verbose": True} if takes(update, "verbose") else {}
     update(consumed_samples=margs.consumed_train_samples, **verbose)
     margs.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
 
@@ -224,7 +225,7 @@ def _finish_rank(margs: Any, saved: Any, state: dict[str, Any] | None) -> None:
         return
     if not same_world:
         checkpointing().print_rank_0("job sharding has changed: rerun state is ignored")
-    get_machine = getattr(checkpointing(), "get_rerun_state_machine", None)
+    get_machine = feature("get_rerun_state_machine")
     if get_machine is not None and same_world and _is_rerun(get_machine(), state["rerun"]):
         get_machine().load_state_dict(state["rerun"])
     # Random state last: nothing after it may draw from the generators.

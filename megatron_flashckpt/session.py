@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import logging
+import operator
 import os
 import sys
+from typing import Any
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.checkpointer import Checkpointer
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 class _Open:
     checkpointer: Checkpointer
     announced: dict[int, around.AnnouncedSave] = dataclasses.field(default_factory=dict)
+    checked: tuple[Any, ...] = ()
+    """Model chunks and optimizer that passed the self-check last."""
     failures_in_a_row: int = 0
 
     def why_stop(self, failed: Outcome, config: Config) -> str | None:
@@ -48,6 +52,8 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        #: Whether there was a training step, and what it made of the optimizer was looked at.
+        self.has_stepped = False
         self._open: dict[str, _Open] = {}
 
     def checkpointer(self, root: str) -> Checkpointer:
@@ -57,6 +63,14 @@ class Session:
             around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
             self._open[root] = _Open(Checkpointer(root, self.config))
         return self._open[root].checkpointer
+
+    def is_checked(self, root: str, chunks: list[Any], optimizer: Any) -> bool:
+        """Return whether these passed the self-check, as `note_checked` was told."""
+        checked, asked = self._open[os.path.abspath(root)].checked, (*chunks, optimizer)
+        return len(checked) == len(asked) and all(map(operator.is_, checked, asked))
+
+    def note_checked(self, root: str, chunks: list[Any], optimizer: Any) -> None:
+        self._open[os.path.abspath(root)].checked = (*chunks, optimizer)
 
     def announced(self, root: str, save: around.AnnouncedSave) -> None:
         """Remember what to say when `save` is committed."""

@@ -42,6 +42,7 @@ LAYERS = (
     {"loading"},
     {"recovery"},
     {"resume"},
+    {"starting"},
     {"checkpointing", "async_utils"},
     {"launch"},
 )
@@ -62,6 +63,7 @@ KNOW_MEGATRON = {
     "loading",
     "recovery",
     "resume",
+    "starting",
     "checkpointing",
     "async_utils",
     "launch",

@@ -10,9 +10,10 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from megatron_flashckpt.errors import LayoutError
-from megatron_flashckpt.layout.piece import BUFFER, RANK_STATE, WEIGHT, Shape
+from megatron_flashckpt.layout.piece import BUFFER, RANK_STATE, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.plan import Source, pieces_of
 
 #: Kinds whose tensors must be there as a whole. Optimizers keep nothing of frozen parameters, so a
@@ -25,6 +26,34 @@ _Box = tuple[Shape, Shape]
 """Offset and shape."""
 _Runs = dict[_Box, list[tuple[int, int, int]]]
 """Start, end, rank: what is there of each box."""
+
+
+class Tally(NamedTuple):
+    """How many elements of one tensor are there, and how many there must be.
+
+    Both add up over the ranks, of which one stands for the whole tensor.
+    """
+
+    held: int
+    wanted: int
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(self.held + other.held, self.wanted + other.wanted)
+
+
+def tally(pieces: Iterable[Piece], wanted: Iterable[tuple[str, str, Shape]]) -> dict[str, Tally]:
+    """Count what one rank has of the tensors that must be there as a whole, by kind and key.
+
+    Args:
+        wanted: kind, key and global shape of the tensors that this rank stands for.
+    """
+    counts = [(it.kind, it.key, Tally(it.numel, 0)) for it in pieces if it.kind in _WHOLE]
+    counts += [(kind, key, Tally(0, math.prod(shape))) for kind, key, shape in wanted]
+    found: dict[str, Tally] = {}
+    for kind, key, count in counts:
+        name = f"{kind}/{key}"
+        found[name] = found.get(name, Tally(0, 0)).plus(count)
+    return found
 
 
 def incomplete(sources: Iterable[Source]) -> list[str]:

@@ -17,6 +17,7 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
+from megatron_flashckpt.megatron_lm.features import feature
 from megatron_flashckpt.megatron_lm.stock import checkpointing, original
 from megatron_flashckpt.megatron_lm.writers import wandb_writer
 from megatron_flashckpt.metrics import report_metric
@@ -80,7 +81,7 @@ def ask_for_memory_saves(args: Any, interval: int | None) -> None:
 @contextlib.contextmanager
 def save_hooks() -> Iterator[None]:
     """Tell the fault-tolerance monitor, where there is one, that checkpointing is going on."""
-    monitor = getattr(checkpointing(), "ft_integration", None)
+    monitor = feature("ft_integration")
     if monitor is None:
         yield
         return
@@ -96,7 +97,7 @@ def announce_save(args: Any, iteration: int, root: str) -> AnnouncedSave:
     from megatron.core import parallel_state
 
     stock = checkpointing()
-    start = getattr(stock, "on_save_checkpoint_start", None)
+    start = feature("on_save_checkpoint_start")
     metrics = start(getattr(args, "async_save", None)) if start is not None else None
     stock.print_rank_0(
         f"[{_now()}] saving checkpoint at iteration {iteration:7d} to {root} in {FORMAT} format"
@@ -123,7 +124,6 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
 
     Also called while the process exits, when the process group may be gone already.
     """
-    stock = checkpointing()
     if save.first_rank:
         print(
             f"  [{_now()}] successfully saved checkpoint from iteration {save.iteration:7d} to "
@@ -131,7 +131,7 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
             f"p {save.pipeline[0]}/{save.pipeline[1]} ]",
             flush=True,
         )
-    log = getattr(stock, "append_to_progress_log", None)
+    log = feature("append_to_progress_log")
     if (
         log is not None
         and getattr(args, "log_progress", False)
@@ -140,10 +140,10 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
         log(f"Saved async checkpoint\tIteration: {save.iteration}", barrier=False)
     if not save.last_rank:
         return
-    success = getattr(stock, "on_save_checkpoint_success", None)
+    success = feature("on_save_checkpoint_success")
     if success is not None:
         success(save.productive_metrics, getattr(args, "async_save", None))
-    wandb = getattr(stock, "wandb_utils", None)
+    wandb = feature("wandb_utils")
     if wandb is not None and wandb_writer() is not None:
         wandb.on_save_checkpoint_success(
             f"{save.root}/{iteration_dir(save.iteration)}",
@@ -181,9 +181,9 @@ def announce_loaded(root: str, iteration: int, source: str, cost: str) -> None:
         f"at iteration {iteration}"
     )
     stock.print_rank_0(f"  flashckpt: iteration {iteration} was restored from {source}: {cost}")
-    wandb = getattr(stock, "wandb_utils", None)
+    wandb = feature("wandb_utils")
     if wandb is not None and _is_last_rank():
         wandb.on_load_checkpoint_success(f"{root}/{iteration_dir(iteration)}", root)
-    monitor = getattr(stock, "ft_integration", None)
+    monitor = feature("ft_integration")
     if monitor is not None and iteration > 0:
         monitor.on_checkpoint_loaded(is_local_chkpt=source == "memory")

@@ -9,7 +9,6 @@ without storage shows which elements go where.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +24,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.megatron_lm import legacy_geometry
+from megatron_flashckpt.megatron_lm.features import takes
 from megatron_flashckpt.megatron_lm.runs import Geometry, Run
 
 #: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
@@ -94,7 +94,7 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
 def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
     """Yield `(state-dict name, entry)`; a parameter listed under two names only once."""
     keywords = {}
-    if "metadata" in inspect.signature(chunk.sharded_state_dict).parameters:
+    if takes(chunk.sharded_state_dict, "metadata"):
         keywords["metadata"] = {
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
             # One key for both halves of SwiGLU, as global tensors have it.

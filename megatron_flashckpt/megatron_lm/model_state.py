@@ -15,7 +15,7 @@ import torch
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, equal_shares
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, Shape, equal_shares
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
@@ -70,7 +70,6 @@ class ModelState:
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
-        held_whole: set[int] = set()
         for entry in optimizer_state.entries(optimizer):
             geo = by_id.get(id(entry.parameter))
             if geo is None:
@@ -89,16 +88,15 @@ class ModelState:
                     for kind, tensor in {WEIGHT: weight, **tensors}.items():
                         found += _cut(geo, kind, tensor, entry.start, entry.end)
             else:
-                held_whole.add(id(entry.parameter))
                 group = _replica_group(geo, entry.parameter)
                 shared[(*group, self._replicated.optimizer)] += [
                     _Replicated(geo, kind, tensor) for kind, tensor in tensors.items()
                 ]
-        # A distributed optimizer does not list parameters that lie wholly in other ranks' ranges:
-        # all trainable ones that no other optimizer holds are its own.
-        distributed = optimizer_state.has_distributed(optimizer)
+        # No entry tells of parameters that lie wholly in other ranks' ranges. Whether they want
+        # gradients says nothing either: they may have been frozen since.
+        sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
         for parameter, geo in geometry.parameters:
-            if distributed and parameter.requires_grad and id(parameter) not in held_whole:
+            if id(parameter) in sharded:
                 continue
             group = _replica_group(geo, parameter)
             weight_entry = _Replicated(geo, WEIGHT, parameter.data)
@@ -109,6 +107,23 @@ class ModelState:
             if geo.main and geo.replica == 0:
                 found += _cut(geo, BUFFER, tensor, 0, tensor.numel(), early=True)
         return found
+
+    def stands_for(self, chunks: list[Any]) -> list[tuple[str, str, Shape]]:
+        """Return kind, key and global shape of the tensors that begin on this rank.
+
+        Megatron's own numbering of replicas says so, which `owned` does not go by: that other
+        ranks write the tensor makes no difference.
+        """
+        geometry = self.geometry(chunks)
+        described = [(WEIGHT, geo) for _, geo in geometry.parameters]
+        described += [(BUFFER, geo) for _, _, geo in geometry.buffers]
+        return [
+            (kind, run.key, run.global_shape)
+            for kind, geo in described
+            if geo.main and geo.replica == 0
+            for run in geo.runs
+            if run.box_start == 0 and not any(run.offset)
+        ]
 
     def wanted(
         self,

@@ -23,6 +23,11 @@ DistributedOptimizer = stock_module(
 ).DistributedOptimizer
 Float16OptimizerWithFloat16Params = _optimizers.Float16OptimizerWithFloat16Params
 FP32Optimizer = _optimizers.FP32Optimizer
+ChainedOptimizer = _optimizers.ChainedOptimizer
+#: Its method that tells which part of a parameter is this rank's; renamed in core 0.6.
+RANGE_MAP = ("_get_model_param_range_map", "get_model_param_range_map")
+#: Its gradient buffers, which know the parameters of all replicas; renamed in core 0.6.
+BUFFERS = ("buffers", "grad_buffers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,18 +51,46 @@ class OptimizerEntry:
     """Whether the parameter itself may lag behind `owned` until the next forward."""
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return the live per-element state tensors by name; empty before the first step."""
+        """Return the live per-element state tensors by name; empty before the first step.
+
+        Raises:
+            UnsupportedError: there is state that is neither that nor a count of steps.
+        """
         # `state` is a defaultdict: a plain look-up would leave an empty entry behind, which stops
         # later allocation.
         if self.owned not in self.inner.state:
             return {}
-        return {
-            name: value
-            for name, value in self.inner.state[self.owned].items()
-            if isinstance(value, torch.Tensor)
+        state = self.inner.state[self.owned]
+        found = {name: value for name, value in state.items() if self._is_per_element(value)}
+        # Steps are tensors of one element, and kept with the param groups.
+        odd = [
+            f"'{name}' ({_shape(value)})"
+            for name, value in state.items()
+            if name not in found
+            and value is not None
+            and not (name == "step" and isinstance(value, torch.Tensor) and value.numel() == 1)
+        ]
+        if odd:
+            raise UnsupportedError(
+                f"optimizer {type(self.inner).__name__} keeps {', '.join(odd)} for a parameter of "
+                f"{self.end - self.start} elements: neither one element for each nor a count of "
+                "steps, which is all that this release saves; use another optimizer, or keep "
+                "Megatron's own checkpointing for this job"
+            )
+        return found
+
+    def _is_per_element(self, value: Any) -> bool:
+        return (
+            isinstance(value, torch.Tensor)
             and value.dim() > 0
             and value.numel() == self.end - self.start
-        }
+        )
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"of shape {tuple(value.shape)}"
+    return f"of type {type(value).__name__}"
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
@@ -68,9 +101,8 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
     """
     if optimizer is None:
         return []
-    if hasattr(optimizer, "chained_optimizers") and not isinstance(
-        optimizer, DistributedOptimizer | Float16OptimizerWithFloat16Params | FP32Optimizer
-    ):
+    if isinstance(optimizer, ChainedOptimizer):
+        _refuse_layer_wise(optimizer)
         return [sub for part in optimizer.chained_optimizers for sub in sub_optimizers(part)]
     if getattr(optimizer, "is_stub_optimizer", False):
         return []
@@ -78,33 +110,52 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
     return [] if optimizer.optimizer is None else [optimizer]
 
 
-def _refuse_unknown(optimizer: Any) -> None:
-    config = getattr(optimizer, "config", None)  # none before core 0.6
-    for flag, remedy in (
-        ("use_precision_aware_optimizer", "--use-precision-aware-optimizer"),
-        ("optimizer_cpu_offload", "--optimizer-cpu-offload"),
-    ):
-        if getattr(config, flag, False):
-            raise UnsupportedError(
-                f"{remedy} keeps optimizer state in a layout that this release does not save; "
-                "start without it, or keep Megatron's own checkpointing for this job"
-            )
-    if getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False):
+def _refuse_layer_wise(optimizer: Any) -> None:
+    if any(kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).__mro__):
         raise UnsupportedError(
-            "--use-megatron-fsdp shards parameters itself, which this release does not save; "
-            "keep Megatron's own checkpointing (--ckpt-format fsdp_dtensor) for this job"
+            "LayerWiseDistributedOptimizer (--optimizer dist_muon and the like) gives whole "
+            "parameters to single replicas, which this release does not save; use --optimizer muon "
+            "or adam, or keep Megatron's own checkpointing for this job"
         )
-    known = DistributedOptimizer | Float16OptimizerWithFloat16Params | FP32Optimizer
-    if not isinstance(optimizer, known):
+
+
+def _refuse_unknown(optimizer: Any) -> None:
+    if not isinstance(
+        optimizer, DistributedOptimizer | Float16OptimizerWithFloat16Params | FP32Optimizer
+    ):
         raise UnsupportedError(
             f"optimizer {type(optimizer).__name__} is not one whose state this release saves "
-            "(DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)"
+            "(DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer); use one of "
+            "them, or keep Megatron's own checkpointing for this job"
+        )
+    flags = {
+        "--use-precision-aware-optimizer": ("config", "use_precision_aware_optimizer"),
+        "--optimizer-cpu-offload": ("config", "optimizer_cpu_offload"),
+        "--use-megatron-fsdp": ("ddp_config", "use_megatron_fsdp"),
+    }
+    # No config before core 0.6.
+    given = [
+        flag
+        for flag, (config, name) in flags.items()
+        if getattr(getattr(optimizer, config, None), name, False)
+    ]
+    if given:
+        raise UnsupportedError(
+            f"{' and '.join(given)}: the optimizer keeps its state in a layout that this release "
+            "does not save; start without, or keep Megatron's own checkpointing for this job (with "
+            "Megatron-FSDP --ckpt-format fsdp_dtensor)"
         )
 
 
-def has_distributed(optimizer: Any) -> bool:
-    """Return whether a DistributedOptimizer shards state over the replicas."""
-    return any(isinstance(sub, DistributedOptimizer) for sub in sub_optimizers(optimizer))
+def sharded(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters whose state a DistributedOptimizer shards over the replicas.
+
+    Also those of which all is other replicas' part.
+    """
+    for sub in sub_optimizers(optimizer):
+        if isinstance(sub, DistributedOptimizer):
+            for buffer in getattr(sub, next(name for name in BUFFERS if hasattr(sub, name))):
+                yield from buffer.param_index_map
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -138,7 +189,7 @@ def _in_place(parameters: list[Any], sub: Any) -> Iterator[OptimizerEntry]:
 
 
 def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
-    range_map = getattr(sub, "_get_model_param_range_map", None) or sub.get_model_param_range_map
+    range_map = getattr(sub, next(name for name in RANGE_MAP if hasattr(sub, name)))
     main = getattr(sub, "distributed_optimizer_instance_id", 0) == 0
     # Before core 0.7 an overlapped all-gather lands in a buffer beside the parameters, even on the
     # rank that owns a range; the next forward copies it over.

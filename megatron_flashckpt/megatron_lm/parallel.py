@@ -18,17 +18,31 @@ def data_parallel() -> tuple[int, int]:
     )
 
 
-def data_parallel_group() -> Any:
+def tensor_parallel_group() -> Any:
+    """Return the group of the ranks that share each layer's tensors."""
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def pipeline_parallel_group() -> Any:
+    """Return the group of the ranks that have the stages of one pipeline."""
+    return parallel_state.get_pipeline_model_parallel_group()
+
+
+def data_parallel_group(*, with_context_parallel: bool = True) -> Any:
     """Return the group of the replicas of dense parameters, context parallel ones too."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
+
+
+def expert_data_parallel_group() -> Any:
+    """Return the group of the replicas of expert parameters."""
+    if hasattr(parallel_state, "get_expert_data_parallel_group"):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_modulo_expert_parallel_group()  # before core 0.9
 
 
 def expert_data_parallel() -> tuple[int, int]:
     """Return `(count, index)` of the replicas of expert parameters."""
-    if hasattr(parallel_state, "get_expert_data_parallel_group"):
-        group = parallel_state.get_expert_data_parallel_group()
-    else:  # before core 0.9
-        group = parallel_state.get_data_modulo_expert_parallel_group()
+    group = expert_data_parallel_group()
     return dist.get_world_size(group), dist.get_rank(group)
 
 

@@ -1,8 +1,8 @@
 """Megatron's own checkpointing module, whichever release it is, and calls in its signature.
 
-Features are detected, versions are not parsed: what the stock module imports under its name
-(`get_args`, `unwrap_model`, `ft_integration`, ...) is taken from it, and arguments are bound to the
-signature that the stock function has.
+Versions are not parsed: what the stock module imports under its name (`get_args`, `unwrap_model`)
+is taken from it, arguments are bound to the signature that the stock function has, and what only
+some releases have is in `features`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm.arguments import refuse_unknown
 
 _HOMES = ("megatron.training", "megatron")
 #: Optimizers moved to the library in core 0.6.
@@ -64,18 +66,52 @@ def original(module: str, name: str) -> Callable[..., Any]:
     return _ORIGINALS.get((module, name)) or getattr(stock_module(module), name)
 
 
-def has_async_utils() -> bool:
-    """Return whether this release finalizes asynchronous saves (since core 0.7)."""
-    try:
-        stock_module("async_utils")
-    except UnsupportedError:
-        return False
-    return True
-
-
 def checkpointing() -> ModuleType:
     """Return Megatron's own `checkpointing` module."""
     return stock_module("checkpointing")
+
+
+def is_replaced(module: str, name: str) -> bool:
+    """Return whether `replace` was called for a function."""
+    return (module, name) in _ORIGINALS
+
+
+def loaded(name: str) -> ModuleType | None:
+    """Return `stock_module(name)` if something has imported it already."""
+    for home in _HOMES:
+        # `megatron.training` was a module before it became a package.
+        found = sys.modules.get(f"{home}.{name}")
+        if found is not None and not hasattr(found, "__path__"):
+            return found
+    return None
+
+
+def door() -> str:
+    """Return which way in the training script took, as far as it can be seen."""
+    if is_replaced("checkpointing", "save_checkpoint"):
+        return "through the launcher"
+    training = loaded("training")
+    if training is not None and _is_ours(getattr(training, "save_checkpoint", None)):
+        return f"by the imports of {training.__file__}"
+    return "called by the training script itself"
+
+
+def half_swapped() -> str | None:
+    """Return how only one of the two imports leads to us; None: that is not so."""
+    training = loaded("training")
+    there = {name: getattr(training, name, None) for name in ("save_checkpoint", "load_checkpoint")}
+    ours = [name for name, function in there.items() if _is_ours(function)]
+    stock = [name for name in there if there[name] is original("checkpointing", name)]
+    if training is None or not ours or not stock:
+        return None
+    return (
+        f"{training.__file__} has {ours[0]} from megatron_flashckpt, but {stock[0]} from Megatron: "
+        "swap both imports"
+    )
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("megatron_flashckpt")
 
 
 def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,6 +123,17 @@ def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     bound = inspect.signature(function).bind_partial(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
+
+
+#: What the shims act on, by Megatron's names: in every release, then in later ones.
+SAVE_REQUIRED: tuple[str, ...] = (
+    *("iteration", "model", "optimizer", "opt_param_scheduler"),
+    "num_floating_point_operations_so_far",
+)
+SAVE_ARGUMENTS = (*SAVE_REQUIRED, "non_persistent_ckpt", "train_data_iterator", "release")
+#: But for the first, the model, which was renamed in core 0.12.
+LOAD_REQUIRED = ("optimizer", "opt_param_scheduler", "load_arg", "strict")
+LOAD_ARGUMENTS = (*LOAD_REQUIRED, "skip_load_to_model_and_opt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +151,16 @@ class SaveCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SaveCall:
-        named = bind(original("checkpointing", "save_checkpoint"), args, kwargs)
+        """Return the call; a release checkpoint, which stock makes, with whatever arguments.
+
+        Raises:
+            TypeError: an argument that this release does not have.
+            UnsupportedError: one that the shim does not know, and not at its default.
+        """
+        stock = original("checkpointing", "save_checkpoint")
+        named = bind(stock, args, kwargs)
+        if not named.get("release", False):
+            refuse_unknown("save_checkpoint", inspect.signature(stock), named, SAVE_ARGUMENTS)
         return cls(
             iteration=int(named["iteration"]),
             model=named["model"] if isinstance(named["model"], list) else [named["model"]],
@@ -131,11 +187,13 @@ class LoadCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoadCall:
+        """Return the call; raises as `SaveCall.of` does."""
         stock = original("checkpointing", "load_checkpoint")
         # Renamed in core 0.12; callers of either age use either name.
         first = next(iter(inspect.signature(stock).parameters))
         renamed = {"model": first, "ddp_model": first}
         named = bind(stock, args, {renamed.get(key, key): value for key, value in kwargs.items()})
+        refuse_unknown("load_checkpoint", inspect.signature(stock), named, {first, *LOAD_ARGUMENTS})
         model = named[first]
         return cls(
             model=model if isinstance(model, list) else [model],

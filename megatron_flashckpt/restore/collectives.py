@@ -1,10 +1,14 @@
-"""Small objects and errors between the ranks of a group. Collective; used in loads only."""
+"""Small objects and errors between the ranks of a group. Collective: for the start and for loads.
+
+Of saves only those under `busy: skip` use one, `reduce_int`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from megatron_flashckpt import errors
@@ -32,6 +36,16 @@ def broadcast_object(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def reduce_int(value: int, how: Literal["sum", "max"]) -> int:
+    """Return the sum or the largest of all ranks' values, below 2**63. Collective."""
+    if not dist.is_initialized():
+        return value
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    reduced = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX)
+    return int(reduced.item())
 
 
 def together(work: Callable[[], _T], group: Group = None) -> _T:

@@ -1,0 +1,204 @@
+"""Whether all that training changes on this rank is saved, each element once.
+
+The optimizer's lists are read under names that Megatron may change, and what is in none of them
+would be missing from every checkpoint. So they are compared with what cannot lie: the parameters
+that want gradients, the tensors that the inner optimizer steps, and the gradient buffers. Nothing
+is copied, and nothing communicated.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm.optimizer_state import (
+    BUFFERS,
+    RANGE_MAP,
+    ChainedOptimizer,
+    DistributedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    OptimizerEntry,
+)
+
+#: What is looked up in optimizers of each kind: one name of each tuple must be there.
+_ATTRIBUTES: tuple[tuple[type, tuple[tuple[str, ...], ...]], ...] = (
+    (
+        DistributedOptimizer,
+        (
+            *(("model_float16_groups",), ("shard_fp32_from_float16_groups",)),
+            *(("model_fp32_groups",), ("shard_fp32_groups",)),
+            *(RANGE_MAP, ("gbuf_ranges",), BUFFERS, ("grad_scaler",)),
+        ),
+    ),
+    (
+        Float16OptimizerWithFloat16Params,
+        (
+            *(("float16_groups",), ("fp32_from_float16_groups",), ("fp32_from_fp32_groups",)),
+            ("grad_scaler",),
+        ),
+    ),
+)
+#: A message that names thousands of parameters is read by nobody.
+_MOST_NAMES = 20
+
+
+def unaccounted(chunks: list[Any], optimizer: Any) -> list[str]:
+    """Return what is wrong with how `optimizer` covers the unwrapped model `chunks`, line by line.
+
+    Only of this rank: that the ranges of all ranks make up the parameters is for them to add up.
+    """
+    if optimizer is None:
+        return []
+    try:
+        if found := list(_broken_chain(optimizer)):
+            return found
+        subs = optimizer_state.sub_optimizers(optimizer)
+        if found := [line for sub in subs for line in _lacking(sub)]:
+            return found
+        entries = [(sub, list(optimizer_state.entries(sub))) for sub in subs]
+        for entry in (entry for _, of_sub in entries for entry in of_sub):
+            entry.states()
+    except UnsupportedError as error:
+        return [str(error)]
+    names = _names(chunks)
+    for sub, of_sub in entries:
+        found += _wrong_entries(sub, of_sub, names)
+    return found + list(_wrong_parameters(chunks, entries, names))
+
+
+def has_states(optimizer: Any) -> bool:
+    """Return whether the optimizer has made its state, as it does in the first step.
+
+    Raises:
+        UnsupportedError: it is of a kind that cannot be saved.
+    """
+    states = [entry.states() for entry in optimizer_state.entries(optimizer)]
+    return any(states)
+
+
+def _broken_chain(optimizer: Any) -> Iterator[str]:
+    """Yield what keeps `optimizer` from being taken apart."""
+    name = "chained_optimizers" if isinstance(optimizer, ChainedOptimizer) else "optimizer"
+    if not hasattr(optimizer, name):
+        yield f"{type(optimizer).__name__} has no '{name}'"
+    elif isinstance(optimizer, ChainedOptimizer):
+        for part in optimizer.chained_optimizers:
+            yield from _broken_chain(part)
+
+
+def _lacking(sub: Any) -> Iterator[str]:
+    for kind, wanted in _ATTRIBUTES:
+        for names in wanted if isinstance(sub, kind) else ():
+            if not any(hasattr(sub, name) for name in names):
+                yield f"{type(sub).__name__} has no {' or '.join(map(repr, names))}"
+
+
+def _names(chunks: list[Any]) -> dict[int, str]:
+    several = len(chunks) > 1
+    return {
+        id(parameter): f"chunk {number}: {name}" if several else name
+        for number, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def _wrong_entries(sub: Any, entries: list[OptimizerEntry], names: dict[int, str]) -> Iterator[str]:
+    """Compare what `sub` lists with what its inner optimizer steps, and with its buffers."""
+    kind = type(sub).__name__
+    shown = {id(entry.owned): _name(entry.parameter, names) for entry in entries}
+    listed = Counter(id(entry.owned) for entry in entries)
+    yield from _line(
+        f"{kind} lists several times", (shown[it] for it, count in listed.items() if count > 1)
+    )
+    groups = sub.optimizer.param_groups
+    stepped = {id(tensor): tensor for group in groups for tensor in group["params"]}
+    # In a group because it was there first, but frozen: it has no state, and is a weight.
+    idle = {it for it, tensor in stepped.items() if it in names and not tensor.requires_grad}
+    yield from _line(
+        f"{type(sub.optimizer).__name__} steps what {kind} does not list",
+        (_name(stepped[it], names) for it in stepped.keys() - listed.keys() - idle),
+    )
+    yield from _line(
+        f"{kind} lists what {type(sub.optimizer).__name__} does not step",
+        (shown[it] for it in listed.keys() - stepped.keys()),
+    )
+    yield from _line(
+        f"{kind} has tensors of another size than their part of",
+        (
+            shown[id(entry.owned)]
+            for entry in entries
+            if not isinstance(entry.owned, torch.Tensor)
+            or not 0 <= entry.start < entry.end <= entry.parameter.numel()
+            or entry.owned.numel() != entry.end - entry.start
+        ),
+    )
+    if isinstance(sub, DistributedOptimizer):
+        held = {id(entry.parameter) for entry in entries}
+        yield from _line(
+            f"{kind} has no master or state for its part of",
+            (
+                _name(parameter, names)
+                for parameter in _in_own_part(sub)
+                if id(parameter) not in held
+            ),
+        )
+
+
+def _wrong_parameters(
+    chunks: list[Any], entries: list[tuple[Any, list[OptimizerEntry]]], names: dict[int, str]
+) -> Iterator[str]:
+    """Compare what all optimizers together hold with the parameters that want gradients."""
+    held: Counter[int] = Counter()
+    foreign: dict[int, torch.Tensor] = {}
+    for sub, of_sub in entries:
+        for parameter in _parameters_of(sub, of_sub):
+            held[id(parameter)] += 1
+            if id(parameter) not in names:
+                foreign[id(parameter)] = parameter
+    wanted = [
+        parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad
+    ]
+    yield from _line(
+        "in no optimizer of this rank, though it wants gradients",
+        (names[id(parameter)] for parameter in wanted if not held[id(parameter)]),
+    )
+    yield from _line(
+        "in more than one place of the optimizers",
+        (names[id(parameter)] for parameter in wanted if held[id(parameter)] > 1),
+    )
+    yield from _line(
+        "in an optimizer, but in no model chunk",
+        (_name(parameter, names) for parameter in foreign.values()),
+    )
+
+
+def _parameters_of(sub: Any, entries: list[OptimizerEntry]) -> Iterable[torch.Tensor]:
+    """Return the parameters that `sub` trains, also where all of one is other replicas' part."""
+    if isinstance(sub, DistributedOptimizer):
+        return optimizer_state.sharded(sub)
+    return [entry.parameter for entry in entries]
+
+
+def _in_own_part(sub: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters of which this rank's part of the gradient buffers has something."""
+    for of_buffer in sub.gbuf_ranges:
+        for buckets in of_buffer.values():
+            for bucket in buckets:
+                yield from bucket["param_map"]
+
+
+def _name(tensor: torch.Tensor, names: dict[int, str]) -> str:
+    return names.get(id(tensor), f"a tensor of shape {tuple(tensor.shape)}")
+
+
+def _line(what: str, names: Iterable[str]) -> Iterator[str]:
+    """Yield one line if there are `names` at all."""
+    listed = list(names)
+    if listed:
+        more = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
+        yield f"{what}: {', '.join(listed[:_MOST_NAMES])}{more}"

@@ -1,0 +1,79 @@
+"""Arguments of `save_checkpoint` and `load_checkpoint` that the shim does not act on.
+
+Some need no action here. Any other may be given at its default only: a newer Megatron that asks for
+something must not be answered with something else.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm import parallel
+
+#: They steer how Megatron's own formats are written and how its local checkpoints are found.
+_NOT_NEEDED = frozenset(
+    {"checkpointing_context", "preprocess_common_state_dict_fn", "ft_client", "terminate"}
+)
+
+
+def refuse_unknown(
+    function: str, signature: inspect.Signature, named: dict[str, Any], used: Collection[str]
+) -> None:
+    """Raise unless all that was passed beside `used` is known not to matter, or a default.
+
+    Args:
+        named: what was passed, by name, with or without defaults.
+        used: the parameters that the shim acts on.
+
+    Raises:
+        UnsupportedError: naming every such argument.
+    """
+    unknown = []
+    for name, value in named.items():
+        if name in used or name in _NOT_NEEDED or _is_default(value, signature.parameters[name]):
+            continue
+        own = _OWN_GROUPS.get(name)
+        if own is None or not _is_same_group(value, own()):
+            unknown.append(f"{name}={_shown(value)}")
+    if unknown:
+        raise UnsupportedError(
+            f"{function} was called with {', '.join(unknown)}, which this release of "
+            "megatron_flashckpt does not know how to follow; leave it at its default, or keep "
+            "Megatron's own checkpointing for this call"
+        )
+
+
+#: Since core 0.16 callers may name the groups; they are fine if they are the job's own.
+_OWN_GROUPS: dict[str, Callable[[], Any]] = {
+    "tp_group": parallel.tensor_parallel_group,
+    "pp_group": parallel.pipeline_parallel_group,
+    "dp_cp_group": parallel.data_parallel_group,
+    "dp_group": lambda: parallel.data_parallel_group(with_context_parallel=False),
+    "expt_dp_group": parallel.expert_data_parallel_group,
+}
+
+
+def _is_same_group(one: Any, other: Any) -> bool:
+    return one is other or (
+        isinstance(one, dist.ProcessGroup)
+        and dist.get_process_group_ranks(one) == dist.get_process_group_ranks(other)
+    )
+
+
+def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
+    if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+        return not value
+    # Not `==` alone: a tensor would answer with a tensor.
+    return value is parameter.default or (
+        isinstance(value, str | int | float) and bool(value == parameter.default)
+    )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -1,0 +1,207 @@
+"""What happens once, before the first training step: check, say what will happen, reserve memory.
+
+Doors lead here at different moments. A load is the first occasion, if there is one; else the first
+training step, whose function is replaced for it: by the launcher at once, and where only imports
+were swapped by the first call of `maybe_finalize_async_save`, right before that step. Releases
+before core 0.7 have no such call: there, with swapped imports and without a load, the first save
+makes do with the check of its own rank, because saves do not communicate.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import torch
+import xxhash
+from megatron.core import package_info
+
+import megatron_flashckpt
+from megatron_flashckpt.checkpointer import Checkpointer, Expected
+from megatron_flashckpt.config import Config, Retention
+from megatron_flashckpt.layout.completeness import Tally, tally
+from megatron_flashckpt.megatron_lm import self_check, stock
+from megatron_flashckpt.megatron_lm.accounting import has_states
+from megatron_flashckpt.memory.available import available_nbytes
+from megatron_flashckpt.node_link import slab_nbytes
+from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
+from megatron_flashckpt.session import session
+
+#: Sums of as many remainders as there can be ranks stay below 2**63.
+_PRIME = 2**45 - 55
+
+
+def check(model: list[Any], optimizer: Any) -> None:
+    """Raise on all ranks if a rank has what would not be saved, unless this was checked before.
+
+    Collective. Jobs that do not save have nothing to fear.
+
+    Raises:
+        UnsupportedError: names all that differs from what we expect.
+    """
+    margs = stock.checkpointing().get_args()
+    if margs.save and not _is_checked(margs, model, optimizer):
+        together(lambda: _check_own(margs, model, optimizer))
+
+
+def check_alone(model: list[Any], optimizer: Any) -> None:
+    """Do what `check` does on this rank alone, for saves that nothing came before."""
+    margs = stock.checkpointing().get_args()
+    if not _is_checked(margs, model, optimizer):
+        _check_own(margs, model, optimizer)
+        _note_checked(margs, model, optimizer)
+
+
+def begin(model: list[Any], optimizer: Any) -> None:
+    """Check all, say on rank 0 what will happen, and reserve the memory in the background.
+
+    Collective; does nothing for a model and optimizer that it was called for before.
+
+    Raises:
+        UnsupportedError: as `check`; or some element would be saved not at all, or twice.
+    """
+    margs = stock.checkpointing().get_args()
+    if not margs.save or _is_checked(margs, model, optimizer):
+        return
+    started = time.perf_counter()
+    check(model, optimizer)
+    checkpointer = session.checkpointer(margs.save)
+    chunks, saved = _saved(margs, model, optimizer)
+    expected = together(lambda: checkpointer.expected(chunks, saved))
+    _add_up(tally(expected.pieces, checkpointer.model_state.stands_for(chunks)))
+    _announce(margs, checkpointer, expected, started)
+    checkpointer.prepare(expected)
+    checkpointer.start_run()
+    _note_checked(margs, model, optimizer)
+
+
+def watch() -> None:
+    """See to it that `begin` comes before the first training step, also without a load."""
+    if stock.loaded("training") is not None and not stock.is_replaced("training", "train_step"):
+        stock.replace("training", "train_step", train_step)
+
+
+def train_step(*args: Any, **kwargs: Any) -> Any:
+    """Do what Megatron's own `train_step` does; before the first, `begin`.
+
+    Raises:
+        UnsupportedError: as `begin`; or the first step made state that cannot be saved.
+    """
+    step = stock.original("training", "train_step")
+    margs = stock.checkpointing().get_args()
+    if not margs.save or session.has_stepped:
+        return step(*args, **kwargs)
+    named = stock.bind(step, args, kwargs)
+    begin(named["model"], named["optimizer"])
+    result = step(*args, **kwargs)
+    # State of a kind that cannot be saved shows now: not in the first save, hours later.
+    _, saved = _saved(margs, named["model"], named["optimizer"])
+    session.has_stepped = saved is None or has_states(saved)
+    return result
+
+
+def _saved(margs: Any, model: list[Any], optimizer: Any) -> tuple[list[Any], Any]:
+    """Return the unwrapped chunks, and the optimizer unless it is not to be saved."""
+    return stock.unwrap(model), None if getattr(margs, "no_save_optim", False) else optimizer
+
+
+def _is_checked(margs: Any, model: list[Any], optimizer: Any) -> bool:
+    session.checkpointer(margs.save)
+    return session.is_checked(margs.save, *_saved(margs, model, optimizer))
+
+
+def _note_checked(margs: Any, model: list[Any], optimizer: Any) -> None:
+    session.note_checked(margs.save, *_saved(margs, model, optimizer))
+
+
+def _check_own(margs: Any, model: list[Any], optimizer: Any) -> None:
+    state = session.checkpointer(margs.save).model_state
+    self_check.check(margs, state, *_saved(margs, model, optimizer))
+
+
+def _add_up(mine: dict[str, Tally]) -> None:
+    """Raise unless all ranks together hold every element once. Collective.
+
+    One number per rank says whether they do; only if not, all of them are compared.
+    """
+    products = (
+        xxhash.xxh3_64_intdigest(name.encode()) * (it.held - it.wanted) for name, it in mine.items()
+    )
+    if reduce_int(sum(products) % _PRIME, "sum") % _PRIME == 0:
+        return
+    total: dict[str, Tally] = {}
+    for of_rank in gather_objects(mine):
+        for name, it in of_rank.items():
+            total[name] = total.get(name, Tally(0, 0)).plus(it)
+    raise self_check.refusal(
+        [
+            f"{name}: all ranks together would save {it.held} of {it.wanted} elements"
+            for name, it in sorted(total.items())
+            if it.held != it.wanted
+        ]
+    )
+
+
+def _announce(margs: Any, checkpointer: Checkpointer, expected: Expected, started: float) -> None:
+    """Say what will happen, on rank 0. Collective."""
+    config = checkpointer.config
+    slab = slab_nbytes(config.slots, expected.nbytes)
+    available = available_nbytes()
+    largest = reduce_int(slab, "max")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = int(largest * ranks * (1 + _held_for_others(config)))
+    took = time.perf_counter() - started
+    every = getattr(margs, "save_interval", None)
+    lines = [
+        f"{megatron_flashckpt.__version__}, {stock.door()}; megatron-core "
+        f"{package_info.__version__}, torch {torch.__version__}",
+        f"saves to {checkpointer.root}{f' every {every} iterations' if every else ''}"
+        f"{_in_between(margs)}; {_kept(config.retention, margs)}; redundancy: {config.redundancy}",
+        f"host memory: {config.slots} slots of {_shown(expected.nbytes)} on rank 0, at most "
+        f"{_shown(largest)} per rank; {_shown(needed)} on this node ({ranks} ranks) of "
+        f"{_shown(available)} available",
+        f"self-check of {len(expected.pieces)} pieces on rank 0 passed in {1000 * took:.0f} ms; "
+        + (
+            "memory of the run before is used again"
+            if checkpointer.link.has_slab
+            else "agent and memory are made ready in the background, so that the first save costs "
+            "no more than later ones"
+        ),
+    ]
+    if needed > available and not checkpointer.link.has_slab:
+        lines.append(
+            f"WARNING: this node lacks {_shown(needed - available)} of memory, so saves will fail; "
+            "free memory, lower 'slots', or use more nodes"
+        )
+    for line in lines:
+        stock.checkpointing().print_rank_0(f"  flashckpt: {line}")
+
+
+def _held_for_others(config: Config) -> float:
+    """Return what a node holds for others, relative to its own slots."""
+    if config.redundancy == "none":
+        return 0.0
+    return 1.0 if config.redundancy == "copy" else 1 / (config.redundancy_group - 1)
+
+
+def _in_between(margs: Any) -> str:
+    interval = getattr(margs, "non_persistent_save_interval", None)
+    return f", to host memory only every {interval}" if interval else ""
+
+
+def _kept(rules: Retention, margs: Any) -> str:
+    given = {
+        "latest": rules.latest,
+        "every": rules.every,
+        "best": rules.best and f"{rules.best.keep} by {rules.best.metric}",
+        "hours": rules.max_age_hours,
+        "--save-retain-interval": getattr(margs, "save_retain_interval", None),
+    }
+    kept = [f"{name} {value}" for name, value in given.items() if value is not None]
+    return f"kept: {', '.join(kept) or 'all'}"
+
+
+def _shown(nbytes: int) -> str:
+    unit, said = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+    return f"{nbytes / unit:.1f} {said}"

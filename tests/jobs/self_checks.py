@@ -1,0 +1,277 @@
+"""One Megatron job in which Megatron is changed as a newer release might, case by case.
+
+Run by torchrun from the tests. Each case changes the real modules, model or optimizer, calls
+`begin` (what every door does before the first step), traces what it raised, and undoes the change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import megatron.training.training as training
+import pretrain_gpt_tiny as tiny
+import torch
+from megatron.core import parallel_state
+from megatron.training import checkpointing, get_args
+from megatron.training.initialize import initialize_megatron
+
+from megatron_flashckpt import starting
+from megatron_flashckpt.checkpointing import save_checkpoint
+from megatron_flashckpt.session import session
+
+RANK = int(os.environ["RANK"])
+_GONE = object()
+
+Job = tuple[list[Any], Any]
+"""Model chunks and optimizer, as Megatron made them."""
+
+
+def trace(**event: Any) -> None:
+    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
+        print(json.dumps({"attempt": 0, **event}), file=file)
+
+
+@contextlib.contextmanager
+def changed(holder: Any, name: str, value: Any = _GONE) -> Iterator[None]:
+    """Set or remove an attribute; a renamed method is one that is gone."""
+    there = name in vars(holder)
+    before = getattr(holder, name)
+    if value is _GONE:
+        delattr(holder, name)
+    else:
+        setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        if there:
+            setattr(holder, name, before)
+        else:
+            delattr(holder, name)
+
+
+def renamed(holder: Any, name: str) -> contextlib.AbstractContextManager[None]:
+    return changed(holder, name)
+
+
+def sub(job: Job) -> Any:
+    """The DistributedOptimizer, which Megatron wraps in a chain."""
+    return job[1].chained_optimizers[0]
+
+
+def first_parameter(job: Job) -> Any:
+    """A parameter of which this rank has a part."""
+    return next(p for group in sub(job).model_float16_groups for p in group)
+
+
+def without_last(groups: list[list[Any]]) -> list[list[Any]]:
+    return [group[:-1] if group else [] for group in groups]
+
+
+@contextlib.contextmanager
+def master_left_out(job: Job) -> Iterator[None]:
+    """A list of the optimizer that lost what its inner optimizer goes on stepping."""
+    it = sub(job)
+    with (
+        changed(it, "model_float16_groups", without_last(it.model_float16_groups)),
+        changed(
+            it, "shard_fp32_from_float16_groups", without_last(it.shard_fp32_from_float16_groups)
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def master_doubled(job: Job) -> Iterator[None]:
+    it = sub(job)
+    with (
+        changed(it, "model_float16_groups", [g + g[:1] for g in it.model_float16_groups]),
+        changed(
+            it,
+            "shard_fp32_from_float16_groups",
+            [g + g[:1] for g in it.shard_fp32_from_float16_groups],
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def buffer_lacks(job: Job) -> Iterator[None]:
+    """A parameter that no gradient buffer has, so that no rank's optimizer would step it."""
+    (buffer,) = sub(job).buffers
+    lost = job[0][0].module.module.decoder.layers[0].mlp.linear_fc2.weight
+    rest = {p: at for p, at in buffer.param_index_map.items() if p is not lost}
+    with changed(buffer, "param_index_map", rest):
+        yield
+
+
+@contextlib.contextmanager
+def added(job: Job, *, frozen: bool) -> Iterator[None]:
+    """A parameter that nobody but its module knows."""
+    model = job[0][0].module.module
+    model.extra = torch.nn.Parameter(torch.zeros(3), requires_grad=not frozen)
+    try:
+        yield
+    finally:
+        del model.extra
+
+
+@contextlib.contextmanager
+def not_in_state_dict(job: Job) -> Iterator[None]:
+    """A parameter that its model does not list for checkpoints."""
+    model = job[0][0].module.module
+
+    def listed(*args: Any, **kwargs: Any) -> Any:
+        found = sharded_state_dict(*args, **kwargs)
+        return {name: it for name, it in found.items() if name != "extra"}
+
+    with added(job, frozen=True):
+        sharded_state_dict = model.sharded_state_dict
+        with changed(model, "sharded_state_dict", functools.wraps(sharded_state_dict)(listed)):
+            yield
+
+
+@contextlib.contextmanager
+def frozen_in_optimizer(job: Job) -> Iterator[None]:
+    """Frozen after the optimizer was made, as Megatron itself does for a while."""
+    parameter = first_parameter(job)
+    parameter.requires_grad = False
+    try:
+        yield
+    finally:
+        parameter.requires_grad = True
+
+
+def new_signature(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """Return a function that calls `function`, with one parameter called otherwise."""
+
+    def newer(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    parameters = inspect.signature(function).parameters.values()
+    newer.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(name=new) if p.name == old else p for p in parameters]
+    )
+    return newer
+
+
+def wrong_part(job: Job) -> contextlib.AbstractContextManager[None]:
+    """A rank that leaves its part to another one: nothing is wrong but the sum over the ranks."""
+    return changed(sub(job), "distributed_optimizer_instance_id", RANK)
+
+
+@contextlib.contextmanager
+def odd_state(job: Job) -> Iterator[None]:
+    inner = sub(job).optimizer
+    owned = next(p for group in inner.param_groups for p in group["params"])
+    inner.state[owned] = {"row_factor": torch.zeros(2), "scale": 1.5}
+    try:
+        yield
+    finally:
+        del inner.state[owned]
+
+
+@contextlib.contextmanager
+def unsupported_flags(job: Job) -> Iterator[None]:
+    with (
+        changed(sub(job).config, "use_precision_aware_optimizer", True),
+        changed(sub(job).ddp_config, "use_megatron_fsdp", True),
+    ):
+        yield
+
+
+CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
+    "as it is": lambda job: contextlib.nullcontext(),
+    "chained_optimizers": lambda job: renamed(job[1], "chained_optimizers"),
+    "shard_fp32_from_float16_groups": lambda job: renamed(
+        sub(job), "shard_fp32_from_float16_groups"
+    ),
+    "range map": lambda job: renamed(type(sub(job)), "_get_model_param_range_map"),
+    "get_rerun_state_machine": lambda job: renamed(checkpointing, "get_rerun_state_machine"),
+    "maybe_save_dataloader_state": lambda job: renamed(
+        checkpointing, "maybe_save_dataloader_state"
+    ),
+    "expert ranks": lambda job: renamed(parallel_state, "get_expert_model_parallel_rank"),
+    "flops": lambda job: changed(
+        checkpointing,
+        "save_checkpoint",
+        new_signature(
+            checkpointing.save_checkpoint, "num_floating_point_operations_so_far", "flops"
+        ),
+    ),
+    "train_data_iterator": lambda job: changed(
+        checkpointing,
+        "save_checkpoint",
+        new_signature(checkpointing.save_checkpoint, "train_data_iterator", "iterator"),
+    ),
+    "no_load_rng": lambda job: renamed(get_args(), "no_load_rng"),
+    "master left out": master_left_out,
+    "master doubled": master_doubled,
+    "no buffer": buffer_lacks,
+    "trainable, unknown": lambda job: added(job, frozen=False),
+    "not in the state dict": not_in_state_dict,
+    "frozen, unknown": lambda job: added(job, frozen=True),
+    "frozen": frozen_in_optimizer,
+    "left to another rank": wrong_part,
+    "odd state": odd_state,
+    "flags": unsupported_flags,
+}
+
+
+def caught(name: str, call: Callable[[], None]) -> None:
+    error = None
+    try:
+        call()
+    except Exception as failure:
+        error = [type(failure).__name__, str(failure)]
+    trace(event=name, error=error)
+    session.close(leave=True)
+    torch.distributed.barrier()
+
+
+def first_step(job: Job) -> None:
+    """Let Megatron's loop make a step which makes state that cannot be saved."""
+
+    def step(model: list[Any], optimizer: Any) -> None:
+        trace(event="stepped", error=None)
+        (owned, *_) = sub(job).optimizer.param_groups[0]["params"]
+        sub(job).optimizer.state[owned] = {"row_factor": torch.zeros(2)}
+
+    with changed(training, "train_step", step):
+        starting.watch()
+        training.train_step(*job)
+
+
+def main() -> None:
+    initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = get_args()
+    save, args.save = args.save, None
+    model_type = tiny.ModelType.encoder_or_decoder
+    job = training.setup_model_and_optimizer(tiny.model_provider, model_type)[:2]
+    args.save = save
+    for name, change in CASES.items():
+        with change(job):
+            caught(name, lambda: starting.begin(*job))
+    calls: dict[str, dict[str, Any]] = {
+        "arguments at their defaults": {"pipeline_rank": None, "tp_group": None},
+        "own group": {"tp_group": parallel_state.get_tensor_model_parallel_group()},
+        "unknown arguments": {"pipeline_rank": 3, "dp_cp_group": "grid", "expert_rank": 0},
+    }
+    for name, keywords in calls.items():
+        caught(name, functools.partial(save_checkpoint, 5, *job, None, 0, **keywords))
+    with renamed(job[1], "chained_optimizers"):
+        caught("save without a start", lambda: save_checkpoint(6, *job, None, 0))
+    caught("first step", lambda: first_step(job))
+
+
+if __name__ == "__main__":
+    main()
