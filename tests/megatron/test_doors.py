@@ -74,6 +74,19 @@ def test_both_doors_train_exactly_as_stock(
     assert launched.losses() == stock.losses()
 
 
+def test_the_log_says_before_the_first_step_which_door_was_taken(
+    where: Path, swapped: Result, launched: Result
+) -> None:
+    for result, door in (
+        (launched, "through the launcher"),
+        (swapped, f"by the imports of {patched_megatron(where)}/megatron/training/training.py"),
+    ):
+        start, _, rest = result.log.partition("flashckpt: self-check of ")
+        assert f"{door}; megatron-core 0." in start
+        assert " iteration        1/" in rest
+        assert " iteration        1/" not in start
+
+
 def test_both_doors_save_the_same(where: Path, swapped: Result, launched: Result) -> None:
     one, other = tensors(where / "swap", 4), tensors(where / "launch", 4)
     assert one.keys() == other.keys()
