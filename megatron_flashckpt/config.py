@@ -56,6 +56,21 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     persist_threads: int = 2
     """Slots written at the same time per node."""
 
+    write_threads: int = 4
+    """Chunks (4 MiB each) of one slot that are digested and written at the same time."""
+
+    write_mib_per_s: float | None = None
+    """What all ranks of the node together write to storage, at most, MiB/s; `None`: as fast as it
+    goes. Not for an agent that was told to end (SIGTERM)."""
+
+    writer_nice: int = 0
+    """How much lower the priority (CPU, and I/O where the device's scheduler has priorities) of the
+    threads that write is than that of training; at most 19."""
+
+    direct_io: Literal["auto", "always", "never"] = "auto"
+    """Writing past the page cache (O_DIRECT): wherever the file system can (`always`), nowhere
+    (`never`), or where it can and the first chunks show that it is not slower (`auto`)."""
+
     address: str | None = None
     """Address of this node that the agents of other nodes reach; used with `redundancy` only.
     `None`: the one on the way to the job's rendezvous (`MASTER_ADDR`)."""
@@ -216,6 +231,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("read_threads", self.read_threads, 1),
             ("read_memory_mib", self.read_memory_mib, 64),
             ("agent.persist_threads", self.agent.persist_threads, 1),
+            ("agent.write_threads", self.agent.write_threads, 1),
+            ("agent.write_mib_per_s", self.agent.write_mib_per_s, 1),
+            ("agent.writer_nice", self.agent.writer_nice, 0),
             ("agent.grace_s", self.agent.grace_s, 0),
             ("agent.start_timeout_s", self.agent.start_timeout_s, 0.1),
             ("agent.answer_timeout_s", self.agent.answer_timeout_s, 0.1),

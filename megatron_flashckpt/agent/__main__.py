@@ -10,11 +10,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import get_args
 
 from megatron_flashckpt import faults
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
 from megatron_flashckpt.agent.server import Agent, listen
+from megatron_flashckpt.storage.direct_io import DirectMode
 
 
 class _ErrorSeen(logging.Handler):
@@ -32,6 +34,10 @@ def main() -> int:
     parser.add_argument("--root", required=True)
     parser.add_argument("--grace-s", type=float, required=True)
     parser.add_argument("--persist-threads", type=int, required=True)
+    parser.add_argument("--write-threads", type=int, required=True)
+    parser.add_argument("--write-mib-per-s", type=float)
+    parser.add_argument("--writer-nice", type=int, required=True)
+    parser.add_argument("--direct-io", choices=get_args(DirectMode), required=True)
     parser.add_argument("--commit-timeout-s", type=float, required=True)
     parser.add_argument("--slow-save-s", type=float, required=True)
     parser.add_argument("--sigterm-timeout-s", type=float, required=True)
@@ -73,6 +79,10 @@ def main() -> int:
         root=arguments.root,
         grace_s=arguments.grace_s,
         persist_threads=arguments.persist_threads,
+        write_threads=arguments.write_threads,
+        write_mib_per_s=arguments.write_mib_per_s,
+        writer_nice=arguments.writer_nice,
+        direct_io=arguments.direct_io,
         commit_timeout_s=arguments.commit_timeout_s,
         slow_save_s=arguments.slow_save_s,
         sigterm_timeout_s=arguments.sigterm_timeout_s,

@@ -247,6 +247,14 @@ def _start(directory: Path, root: str, config: Config) -> None:
         *("--directory", str(directory), "--root", root),
         *("--grace-s", str(config.agent.grace_s)),
         *("--persist-threads", str(config.agent.persist_threads)),
+        *("--write-threads", str(config.agent.write_threads)),
+        *(
+            ()
+            if config.agent.write_mib_per_s is None
+            else ("--write-mib-per-s", str(config.agent.write_mib_per_s))
+        ),
+        *("--writer-nice", str(config.agent.writer_nice)),
+        *("--direct-io", config.agent.direct_io),
         *("--commit-timeout-s", str(config.agent.commit_timeout_s)),
         *("--slow-save-s", str(config.agent.slow_save_s)),
         *("--sigterm-timeout-s", str(config.agent.sigterm_timeout_s)),

@@ -8,8 +8,10 @@ import threading
 from typing import TYPE_CHECKING
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.traces import Traces
+from megatron_flashckpt.storage.direct_io import DirectIo, DirectMode
 from megatron_flashckpt.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ class AgentOptions:
     root: str
     grace_s: float
     persist_threads: int
+    write_threads: int
+    write_mib_per_s: float | None
+    writer_nice: int
+    direct_io: DirectMode
     commit_timeout_s: float
     slow_save_s: float
     sigterm_timeout_s: float
@@ -62,7 +68,9 @@ class Node:
 
     def __init__(self, options: AgentOptions) -> None:
         self.options = options
-        self.storage = PosixStorage(options.root)
+        self.direct_io = DirectIo(options.direct_io)
+        self.storage = PosixStorage(options.root, self.direct_io)
+        self.flow = Flow(options.write_threads, Pace(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace_directory, options.trace_keep)
         self.changed = threading.Condition()
         self.ranks: dict[int, Trainer] = {}

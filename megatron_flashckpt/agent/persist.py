@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import contextvars
+import threading
 import time
 from collections.abc import Generator, Iterator
 
 import msgspec
 import xxhash
 
+from megatron_flashckpt.agent.flow import Flow
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.layout.manifest import (
@@ -28,7 +32,7 @@ from megatron_flashckpt.layout.shard_file import (
     header_nbytes,
 )
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
-from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.base import Storage, Writer
 from megatron_flashckpt.tracing import phase
 
 
@@ -38,6 +42,7 @@ def persist_slot(
     header: SlotHeader,
     meta: SlotMeta,
     cost: RankCost | None = None,
+    flow: Flow = Flow(),  # noqa: B008, a frozen one
 ) -> tuple[str, ...]:
     """Make the slot's shard durable, then its commit record; return the chunk digests.
 
@@ -52,7 +57,9 @@ def persist_slot(
 
     # Closed at once, whatever happens: a slab with views of it in use cannot be given back.
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
-        return write_shard(storage, header.iteration, header.save_id, meta, data_section, cost)
+        return write_shard(
+            storage, header.iteration, header.save_id, meta, data_section, cost, flow
+        )
 
 
 def stored_digests(storage: Storage, header: SlotHeader, rank: int) -> tuple[str, ...]:
@@ -69,14 +76,59 @@ def digest_slot(slot: Slot, header: SlotHeader) -> tuple[str, ...]:
     Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
     """
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section, phase("digest"):
-        return tuple(chunk_digest(chunk) for chunk in data_section)
+        return tuple(_digest(chunk) for chunk in data_section)
+
+
+def _digest(chunk: memoryview) -> str:
+    with chunk:
+        return chunk_digest(chunk)
 
 
 def _chunks(slot: Slot, nbytes: int) -> Generator[memoryview, None, None]:
+    """Yield views of a slot, which whoever gets them releases."""
     with slot.data() as data:
         for start in range(0, nbytes, CHUNK_NBYTES):
-            with data[start : start + CHUNK_NBYTES] as chunk:
-                yield chunk
+            yield data[start : start + CHUNK_NBYTES]
+
+
+def _write_chunks(
+    writer: Writer, data_offset: int, chunks: Iterator[memoryview], flow: Flow
+) -> list[str]:
+    """Digest and write all chunks, one per thread at a time; return the digests in order.
+
+    While storage works on the chunks of some threads, another digests the next one: the queue is
+    never longer than there are threads.
+    """
+    digests: dict[int, str] = {}
+    numbered = enumerate(chunks)
+    taking = threading.Lock()
+    failed = threading.Event()
+
+    def write_some() -> None:
+        try:
+            while not failed.is_set():
+                with taking:
+                    number, chunk = next(numbered, (-1, None))
+                if chunk is None:
+                    return
+                with chunk:
+                    with phase("digest"):
+                        digests[number] = chunk_digest(chunk)
+                    flow.pace.wait(chunk.nbytes)
+                    with phase("write"):
+                        writer.write_at(data_offset + number * CHUNK_NBYTES, chunk)
+                reach("persist.chunk")
+        except BaseException:
+            failed.set()
+            raise
+
+    with concurrent.futures.ThreadPoolExecutor(flow.threads, "write") as pool:
+        # In the context of this thread, so that the phases are recorded with those of the save.
+        contexts = [contextvars.copy_context() for _ in range(flow.threads)]
+        writing = [pool.submit(context.run, write_some) for context in contexts]
+    for each in writing:
+        each.result()
+    return [digests[number] for number in range(len(digests))]
 
 
 def write_shard(
@@ -86,11 +138,14 @@ def write_shard(
     meta: SlotMeta,
     chunks: Iterator[memoryview],
     cost: RankCost | None = None,
+    flow: Flow = Flow(),  # noqa: B008, a frozen one
 ) -> tuple[str, ...]:
     """Make one rank's shard durable, then its commit record; return the chunk digests.
 
     Args:
-        chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter.
+        chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter; each is
+            released when it is written. With more than one of `flow.threads`, several are in use
+            at a time.
         cost: what the save has taken on this rank so far.
 
     Raises:
@@ -112,16 +167,9 @@ def write_shard(
     data_offset = len(shard_header(["0" * 16] * chunk_count(meta.template.nbytes)))
     nbytes = data_offset + meta.template.nbytes
     writer = storage.create(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
-    digests: list[str] = []
     reach("persist.created")
     try:
-        for chunk in chunks:
-            position = data_offset + len(digests) * CHUNK_NBYTES
-            with phase("digest"):
-                digests.append(chunk_digest(chunk))
-            with phase("write"):
-                writer.write_at(position, chunk)
-            reach("persist.chunk")
+        digests = _write_chunks(writer, data_offset, chunks, flow)
         reach("persist.chunks")
         encoded = shard_header(digests)
         # Header after data: a file cut short by a crash has no header and cannot pass for a shard.

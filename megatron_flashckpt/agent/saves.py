@@ -17,6 +17,7 @@ from megatron_flashckpt.agent.commit import (
     leave_note,
     outcome_of,
 )
+from megatron_flashckpt.agent.flow import give_way
 from megatron_flashckpt.agent.history import PastSave, append
 from megatron_flashckpt.agent.leftovers import Sweeper
 from megatron_flashckpt.agent.node import Node, Trainer
@@ -45,9 +46,14 @@ class Saves:
         self._node = node
         self.pending: dict[str, PendingSave] = {}
         self.sweeper = Sweeper(node.storage)
-        self._pool = concurrent.futures.ThreadPoolExecutor(node.options.persist_threads, "persist")
+
+        def pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
+            nice = node.options.writer_nice
+            return concurrent.futures.ThreadPoolExecutor(threads, name, give_way, (nice,))
+
+        self._pool = pool(node.options.persist_threads, "persist")
         # Of its own: what takes a second must not wait for what takes minutes.
-        self._digest_pool = concurrent.futures.ThreadPoolExecutor(1, "digest")
+        self._digest_pool = pool(1, "digest")
         self._closing = False
         #: Saves that were concluded while storage did not answer; their files are still there.
         self._given_up: list[PendingSave] = []
@@ -105,7 +111,7 @@ class Saves:
         save = self.pending.setdefault(
             header.save_id,
             PendingSave(
-                PosixStorage(meta.root),
+                PosixStorage(meta.root, self._node.direct_io),
                 header.iteration,
                 header.save_id,
                 time.monotonic(),
@@ -159,9 +165,8 @@ class Saves:
                     self._node.traces.recording(save.iteration, save.save_id, number),
                     phase("persist"),
                 ):
-                    digests = persist_slot(
-                        save.storage, slot, header, save.metas[number], save.costs.get(number)
-                    )
+                    meta, cost = save.metas[number], save.costs.get(number)
+                    digests = persist_slot(save.storage, slot, header, meta, cost, self._node.flow)
         except Exception as failure:  # whatever it is, the trainers must learn of it
             error = str(failure)
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)

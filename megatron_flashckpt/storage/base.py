@@ -33,7 +33,7 @@ class Writer(Protocol):
     """One file being written; nothing of it counts before `finish` has returned."""
 
     def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
-        """Write `chunk` at `offset`."""
+        """Write `chunk` at `offset`; may be called from several threads for parts of their own."""
 
     def finish(self) -> None:
         """Return when every byte written is durable."""

@@ -6,12 +6,14 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.storage.base import Kind, temporary_name
+from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, REFUSALS, DirectIo, is_aligned
 
 _REMEDY = {
     errno.ENOSPC: "free space there or save elsewhere",
@@ -29,6 +31,10 @@ _REMEDY = {
 }
 
 
+#: How much of a file being written may be in the page cache before it is sent to storage.
+_CACHED_NBYTES = 64 * 1024 * 1024
+
+
 @contextlib.contextmanager
 def _explained(path: Path, action: str) -> Iterator[None]:
     """Turn an OSError into one with fact, place and remedy; FileNotFoundError passes."""
@@ -44,10 +50,18 @@ def _explained(path: Path, action: str) -> Iterator[None]:
 
 
 class PosixWriter:
-    """See `storage.base.Writer`."""
+    """See `storage.base.Writer`.
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    Whole pages of aligned memory go past the page cache where that pays; the rest, and everything
+    where it does not, through it, and is dropped from it once it is durable: checkpoints must not
+    evict what the data loader has cached.
+    """
+
+    def __init__(self, path: Path, nbytes: int, direct_io: DirectIo) -> None:
         self._path = path
+        self._direct_fd = -1
+        self._lock = threading.Lock()
+        self._cached_nbytes = 0
         with _explained(path, "create"):
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -60,6 +74,9 @@ class PosixWriter:
         try:
             with _explained(path, f"reserve {nbytes} bytes for"):
                 self._reserve(nbytes)
+            with _explained(path, "open"):
+                self._file_system = direct_io.of(self._fd, path)
+                self._direct_fd = self._file_system.open(path)
         except OSError:
             self.abandon()
             raise
@@ -74,25 +91,63 @@ class PosixWriter:
                 raise
 
     def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
+        view = memoryview(chunk)
         with _explained(self._path, "write"):
-            view = memoryview(chunk)
-            while view.nbytes:
-                written = os.pwrite(self._fd, view, offset)
-                view, offset = view[written:], offset + written
+            pages = 0
+            if self._direct_fd >= 0 and is_aligned(offset, view):
+                pages = view.nbytes - view.nbytes % ALIGNMENT
+                with self._file_system.turn(self._fd, pages) as direct:
+                    write = self._write_past_cache if direct else self._write_through_cache
+                    write(offset, view[:pages])
+            self._write_through_cache(offset + pages, view[pages:])
+
+    def _write_past_cache(self, offset: int, view: memoryview) -> None:
+        while view.nbytes and is_aligned(offset, view):
+            try:
+                written = os.pwrite(self._direct_fd, view, offset)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                self._file_system.refused()
+                break
+            view, offset = view[written:], offset + written
+        # Nothing is left, unless it was refused or cut short in the middle of a page.
+        self._write_through_cache(offset, view)
+
+    def _write_through_cache(self, offset: int, view: memoryview) -> None:
+        with self._lock:
+            self._cached_nbytes += view.nbytes
+            drop = self._cached_nbytes >= _CACHED_NBYTES
+            if drop:
+                self._cached_nbytes = 0
+        while view.nbytes:
+            written = os.pwrite(self._fd, view, offset)
+            view, offset = view[written:], offset + written
+        if drop:
+            self._drop_cached()
+
+    def _drop_cached(self) -> None:
+        """Drop from the page cache what is durable, and send the rest on its way to storage."""
+        with contextlib.suppress(OSError):  # advice, which nothing depends on
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
         with _explained(self._path, "make durable"):
             os.fdatasync(self._fd)
-            os.close(self._fd)
-            self._fd = -1
+            self._drop_cached()
+            self._close()
             reach("file.synced")
             _sync_directory(self._path.parent)
 
+    def _close(self) -> None:
+        fds = [fd for fd in (self._direct_fd, self._fd) if fd >= 0]
+        self._direct_fd = self._fd = -1
+        for fd in fds:
+            os.close(fd)
+
     def abandon(self) -> None:
-        if self._fd >= 0:
-            with contextlib.suppress(OSError):
-                os.close(self._fd)
-            self._fd = -1
+        with contextlib.suppress(OSError):
+            self._close()
         with contextlib.suppress(OSError):
             self._path.unlink()
 
@@ -100,8 +155,9 @@ class PosixWriter:
 class PosixStorage:
     """See `storage.base.Storage`. The root is created with the first write."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], direct_io: DirectIo = NEVER) -> None:
         self._root = Path(root).absolute()
+        self._direct_io = direct_io
 
     @property
     def place(self) -> str:
@@ -144,7 +200,7 @@ class PosixStorage:
             _sync_directory(path.parent)
 
     def create(self, name: str, nbytes: int) -> PosixWriter:
-        return PosixWriter(self._own(name), nbytes)
+        return PosixWriter(self._own(name), nbytes, self._direct_io)
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(name)

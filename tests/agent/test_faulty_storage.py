@@ -82,6 +82,7 @@ def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     """Serve trainers of `root` from a thread of this process."""
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
     values |= {"sigterm_timeout_s": 0.0, "persist_on_leave": True}
+    values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
     listener = listen(node.directory(root), SOCKET)
     agent = Agent(listener, AgentOptions(root=str(root), persist_threads=2, **values))
     server = threading.Thread(target=agent.serve)
