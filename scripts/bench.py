@@ -1,4 +1,4 @@
-"""Benchmarks: `scripts/bench plan | load | share | scale | model`; see `--help`."""
+"""Benchmarks: `scripts/bench plan | load | share | persist | scale | model`; see `--help`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench_load import bench_load
 from bench_model import bench_model
+from bench_persist import bench_persist
 from bench_plan import bench_plan
 from bench_scale import bench_scale
 from bench_share import bench_share
@@ -31,7 +32,12 @@ def main() -> None:
     model = commands.add_parser("model", help="what flashckpt plan predicts, and what comes of it")
     model.add_argument("--rounds", type=int, default=5)
     model.add_argument("--mib", type=int, default=512, help="state of one rank")
-    for command in (load, share, scale, model):
+    persist = commands.add_parser("persist", help="from call to commit, against raw writes")
+    persist.add_argument("--rounds", type=int, default=7)
+    persist.add_argument(
+        "--mib", type=int, nargs="+", default=[253, 1024], help="about the size of a rank's state"
+    )
+    for command in (load, share, persist, scale, model):
         command.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
     args = parser.parse_args()
     out = Console(soft_wrap=True, highlight=False)
@@ -45,6 +51,8 @@ def main() -> None:
             bench_model(out, Path(root), args.mib, args.rounds)
         elif args.command == "scale":
             bench_scale(out, Path(root), args.most)
+        elif args.command == "persist":
+            bench_persist(out, Path(root), args.mib, args.rounds)
         else:
             bench_share(out, Path(root), args.replicas, args.rounds)
 

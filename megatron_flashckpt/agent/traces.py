@@ -40,6 +40,7 @@ _TOLD = "outcome told"
 @dataclasses.dataclass
 class _Save:
     iteration: int
+    began: float = dataclasses.field(default_factory=time.time)
     spans: list[tuple[int | None, Span]] = dataclasses.field(default_factory=list)
     """By rank; None: what the agent does for all of them."""
 
@@ -53,6 +54,8 @@ class Traces:
         self.first_rank = 0
         """The lowest one of this node, which tells its files from those of others."""
         self._lock = threading.Lock()
+        #: Held while a file is replaced, or an earlier view of a save could replace a later one.
+        self._writing = threading.Lock()
         self._saves: dict[str, _Save] = {}
         #: Saves of which something was told since they were written.
         self._unwritten: set[str] = set()
@@ -103,6 +106,10 @@ class Traces:
 
     def write(self, save_id: str) -> None:
         """Write what is known of a save, over what was known before; failing costs a warning."""
+        with self._writing:
+            self._write(save_id)
+
+    def _write(self, save_id: str) -> None:
         with self._lock:
             save = self._saves.get(save_id)
             if self._directory is None or save is None:
@@ -116,6 +123,8 @@ class Traces:
             self._directory.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(encoded)
+                # What a save's outcome adds to its trace makes it no newer than the next one's.
+                os.utime(temporary, (save.began, save.began))
                 os.replace(temporary, self._directory / name)
             finally:
                 temporary.unlink(missing_ok=True)
