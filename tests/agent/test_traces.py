@@ -56,7 +56,7 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
     trainers = [node.trainer(root, rank, 2, config=config_with_traces(node)) for rank in range(2)]
     before = time.time()
     traced_save(trainers, 7)
-    (path,) = written(root)
+    (path,) = eventually("its trace", lambda: written(root))
     assert path.name.startswith("iter_0000007-")
     both = [("rank 0", "outcome told"), ("rank 1", "outcome told")]
     found = eventually("both are told", lambda: (it := phases(path)).keys() >= set(both) and it)
@@ -92,8 +92,11 @@ def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, roo
     trainer = node.trainer(root, config=config_with_traces(node, keep=2))
     for iteration in range(1, 5):
         traced_save([trainer], iteration)
-    kept = [path.name.partition("-")[0] for path in written(root) if path != foreign]
-    assert kept == ["iter_0000003", "iter_0000004"]
+
+    def kept() -> list[str]:
+        return [path.name.partition("-")[0] for path in written(root) if path != foreign]
+
+    eventually("the newest two", lambda: kept() == ["iter_0000003", "iter_0000004"])
     assert foreign.exists()
 
 
