@@ -43,6 +43,25 @@ def test_an_io_error_reaches_every_rank_and_training_goes_on(tmp_path: Path) -> 
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
 
 
+def test_a_save_that_finds_no_free_slot_is_skipped_by_all_ranks_alike_and_said(
+    tmp_path: Path,
+) -> None:
+    """Storage takes far longer for a save than an iteration does."""
+    save = tmp_path / "save"
+    every = ["--train-iters", "8", "--save", str(save), "--save-interval", "1"]
+    # 1.4 MiB in all, and chunks are let through one by one.
+    env = {"FLASHCKPT_BUSY": "skip", "FLASHCKPT_AGENT__WRITE_MIB_PER_S": "1"}
+    result = succeeded(run_job(tmp_path, "skip", [*MODEL, *every], ranks=RANKS, env=env))
+    assert sorted(result.losses()) == [*range(1, 9)]
+    said = re.findall(r"iteration (\d) is not saved: previous saves are still", result.log)
+    skipped = {int(iteration) for iteration in said}
+    assert skipped
+    assert sorted(map(int, said)) == sorted([*skipped] * RANKS)
+    committed = {int(path.parent.name[5:]) for path in save.glob("*/manifest.json")}
+    assert committed == set(range(1, 9)) - skipped
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == str(max(committed))
+
+
 def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
     result = failing_save(tmp_path, env={"FLASHCKPT_ON_FAILURE": "raise"})
     assert result.returncode != 0
