@@ -227,7 +227,12 @@ def _finish_rank(margs: Any, saved: Any, state: dict[str, Any] | None) -> None:
         checkpointing().print_rank_0("job sharding has changed: rerun state is ignored")
     get_machine = feature("get_rerun_state_machine")
     if get_machine is not None and same_world and _is_rerun(get_machine(), state["rerun"]):
-        get_machine().load_state_dict(state["rerun"])
+        try:
+            get_machine().load_state_dict(state["rerun"])
+        except Exception as error:  # of whatever release saved it; as stock does
+            checkpointing().print_rank_0(
+                f"Unable to restore RerunMachine from checkpoint: {error}. Skipping."
+            )
     # Random state last: nothing after it may draw from the generators.
     if not margs.no_load_rng and state["rng"] is not None:
         side_state.load_rng_state(state["rng"])

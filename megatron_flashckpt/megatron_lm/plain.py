@@ -1,9 +1,9 @@
 """Side state as bytes that load with `torch.load(weights_only=True)` and no allow-list.
 
-Megatron's args hold enums, dtypes, functions and more. They are turned into plain types: an enum
-becomes a tagged name and is restored only if its class is already imported; what has no plain form
-is recorded by its `repr` for people to read and is left out on loading. Nothing in a checkpoint
-can make a loader import or call anything.
+Megatron's args hold enums, dtypes, functions and more. They are turned into plain types: an enum or
+a named tuple becomes a tagged name and is restored only if its class is already imported; what has
+no plain form is recorded by its `repr` for people to read and is left out on loading. Nothing in a
+checkpoint can make a loader import or call anything.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ def decode_dict(encoded: bytes, place: str, keys: Collection[str]) -> dict[str, 
 def to_plain(value: Any) -> Any:
     """Return `value` made of dicts, lists, tuples, atoms and CPU tensors only."""
     if isinstance(value, enum.Enum):  # before int: some enums are both
-        kind = type(value)
-        return {_TAG: "enum", "class": f"{kind.__module__}:{kind.__qualname__}", "name": value.name}
+        return {_TAG: "enum", "class": _path(value), "name": value.name}
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, np.ndarray):
@@ -120,6 +119,9 @@ def to_plain(value: Any) -> Any:
             return {_TAG: "dict", "items": items}
     if type(value) in (list, tuple):
         return type(value)(to_plain(item) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [to_plain(item) for item in value]
+        return {_TAG: "namedtuple", "class": _path(value), "items": items}
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         return {_TAG: "namespace", "value": to_plain(vars(value))}
     if isinstance(value, set | frozenset):
@@ -130,6 +132,10 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, io.BytesIO):
         return {_TAG: "bytesio", "value": to_plain(value.getvalue())}
     return {_TAG: "repr", "value": repr(value)}
+
+
+def _path(value: Any) -> str:
+    return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
 def from_plain(value: Any) -> Any:
@@ -143,6 +149,8 @@ def _restore(value: Any) -> Any:
         match value[_TAG]:
             case "enum":
                 return _enum_member(value["class"], value["name"])
+            case "namedtuple":
+                return _named_tuple(value["class"], [_restore(item) for item in value["items"]])
             case "ndarray":
                 flat = np.frombuffer(_restore(value["value"]), dtype=np.dtype(value["dtype"]))
                 return flat.reshape(value["shape"]).copy()
@@ -171,12 +179,30 @@ def _restore(value: Any) -> Any:
 
 def _enum_member(path: str, name: str) -> Any:
     """Return the member if its class is an Enum that this process has imported by itself."""
+    found = _imported(path)
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        return found.__members__.get(name, _LEFT_OUT)
+    return _LEFT_OUT
+
+
+def _named_tuple(path: str, items: list[Any]) -> Any:
+    """Return the tuple if its class is one that this process has imported, and has such fields."""
+    found = _imported(path)
+    if isinstance(found, type) and issubclass(found, tuple):
+        fields = vars(found).get("_fields")
+        whole = all(item is not _LEFT_OUT for item in items)
+        if whole and isinstance(fields, tuple) and len(fields) == len(items):
+            # Not found(*items): a class may run anything when it is called.
+            return tuple.__new__(found, items)
+    return _LEFT_OUT
+
+
+def _imported(path: str) -> Any:
+    """Return what `module:qualified.name` is; None if it is nothing that is there already."""
     module, _, qualified = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         # Not getattr: the __getattr__ of a module or a metaclass may import or call something.
         space = vars(found) if isinstance(found, types.ModuleType | type) else {}
         found = space.get(part)
-    if isinstance(found, type) and issubclass(found, enum.Enum):
-        return found.__members__.get(name, _LEFT_OUT)
-    return _LEFT_OUT
+    return found

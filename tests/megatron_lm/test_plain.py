@@ -131,8 +131,35 @@ def test_an_enum_comes_back_as_the_very_member(member):
     assert round_trip({"a": [member]})["a"][0] is member
 
 
+@pytest.mark.parametrize("pair", [Pair(1, 2), Pair(Pair(Colour.RED, torch.ones(2)), [Pair(0, ())])])
+def test_a_named_tuple_comes_back_as_one(pair):
+    restored = round_trip({"a": pair, pair[:0]: 1})["a"]
+    assert type(restored) is Pair
+    assert repr(restored) == repr(pair)
+
+
 @pytest.mark.parametrize(
-    "key", [Colour.RED, (Colour.RED, 1), frozenset({Level.LOW}), b"", torch.float32, None, TAG]
+    ("path", "items"),
+    [
+        ("tests.megatron_lm.test_plain:Absent", [1, 2]),
+        ("module_that_is_not_imported:Pair", [1, 2]),
+        (f"{__name__}:Pair", [1]),
+        (f"{__name__}:Opaque", [1, 2]),
+        ("os:system", ["true"]),
+        ("builtins:tuple", [1, 2]),
+    ],
+)
+def test_nothing_but_a_named_tuple_that_is_there_is_made(path, items):
+    made = {TAG: "namedtuple", "class": path, "items": items}
+    assert plain.decode(saved({"a": made, "b": 1}), PLACE) == {"b": 1}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(Colour.RED, Pair(1, 2), (Colour.RED, 1), frozenset({Level.LOW})),
+        *(b"", torch.float32, None, TAG),
+    ],
 )
 def test_any_key_of_a_dict_comes_back(key):
     assert typed(round_trip({key: 1, "other": 2})) == typed({key: 1, "other": 2})
@@ -230,7 +257,7 @@ def test_subclasses_of_dict_come_back_as_plain_dicts():
         np.array([object()]),
         np.datetime64("2024-01-01"),
         np.longdouble(1),
-        Pair(1, 2),
+        Pair(1, len),
         range(3),
         bytearray(b"x"),
         torch.device("cpu"),
