@@ -6,6 +6,7 @@ overwritten: an error on one rank is raised on all.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import logging
 import time
@@ -127,15 +128,15 @@ def newest_saves(everyone: list[list[dict[str, Any]]], count: int) -> tuple[str,
 
 
 def load_from_memory(
-    request: LoadRequest, state: ModelState, rank: int, found_there: InMemory
+    request: LoadRequest, state: ModelState, rank: int, found_there: InMemory, threads: int
 ) -> Loaded:
-    """Fill the model from the slots of all ranks. Collective.
+    """Fill the model from the slots of all ranks, with `threads` threads. Collective.
 
     Raises:
         FlashCkptError: on every rank alike; nothing was overwritten.
     """
     offer = found_there.offer
-    meta, own = together(lambda: verified_slot(found_there, rank))
+    meta, own = together(lambda: verified_slot(found_there, rank, threads))
     place = f"the memory of iteration {offer.iteration}"
     layouts = gather_objects(
         msgspec.msgpack.encode((meta.rank, meta.template.items, meta.placement, meta.coordinates))
@@ -148,7 +149,7 @@ def load_from_memory(
 
     def fill(plan: LoadPlan) -> ReadReport:
         started = time.perf_counter()
-        received = exchange(own, rank, plan.reads, plan.targets)
+        received = exchange(own, rank, plan.reads, plan.targets, threads)
         return ReadReport(0, received, time.perf_counter() - started, 2 * ROUND_NBYTES)
 
     return _load(
@@ -261,7 +262,9 @@ class _Summary(msgspec.Struct, array_like=True):
     coordinates: Coordinates
 
 
-def verified_slot(found_there: InMemory, rank: int) -> tuple[SlotMeta, torch.Tensor]:
+def verified_slot(
+    found_there: InMemory, rank: int, threads: int = 1
+) -> tuple[SlotMeta, torch.Tensor]:
     """Return the description and the data (flat uint8) of this rank's slot.
 
     The digests were taken when the agent read the slot; one that has not come to that has none.
@@ -286,7 +289,8 @@ def verified_slot(found_there: InMemory, rank: int) -> tuple[SlotMeta, torch.Ten
         )
     own = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
     own = own[slot.data_offset : slot.data_offset + header.data_nbytes]
-    for chunk, expected in enumerate(offer.digests or ()):
+
+    def check(chunk: int, expected: str) -> None:
         start = chunk * CHUNK_NBYTES
         found = chunk_digest(own[start : start + CHUNK_NBYTES].numpy().data)
         if found != expected:
@@ -294,4 +298,9 @@ def verified_slot(found_there: InMemory, rank: int) -> tuple[SlotMeta, torch.Ten
                 f"{place}, chunk {chunk}: digest {found}, expected {expected}; host memory changed "
                 "after it was staged"
             )
+
+    digests = offer.digests or ()
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        # `list`: the error of the first chunk that has one is raised.
+        list(pool.map(check, range(len(digests)), digests))
     return meta, own

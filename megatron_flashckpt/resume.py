@@ -81,7 +81,11 @@ def _load_newest(
             if isinstance(current, InMemory):
                 checkpointer = session.checkpointer(margs.save)
                 loaded = load_from_memory(
-                    request, checkpointer.model_state, checkpointer.rank, current
+                    request,
+                    checkpointer.model_state,
+                    checkpointer.rank,
+                    current,
+                    session.config.read_threads,
                 )
             else:
                 state = ModelState(session.config.replicated)

@@ -6,11 +6,13 @@ restart the parts are exchanged. All ranks call these functions together.
 
 from __future__ import annotations
 
+import concurrent.futures
+
 import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.coverage import ReadPlan
+from megatron_flashckpt.layout.coverage import Read, ReadPlan
 from megatron_flashckpt.restore.collectives import gather_objects
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
@@ -19,16 +21,23 @@ from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
 ROUND_NBYTES = 64 * 1024 * 1024
 
 
-def exchange(own: torch.Tensor, rank: int, plan: ReadPlan, targets: Targets) -> int:
+def exchange(
+    own: torch.Tensor, rank: int, plan: ReadPlan, targets: Targets, threads: int = 1
+) -> int:
     """Fill `targets` from all ranks' slots; return the bytes that came from others. Collective.
 
     Args:
         own: the data section of this rank's slot, as flat uint8.
         plan: this rank's reads.
+        threads: that copy what is this rank's own.
     """
-    for read in plan.reads.get(rank, []):
+
+    def put(read: Read) -> None:
         source = own[read.source_offset : read.source_offset + read.nbytes]
         targets.put_tensor(read, 0, source)
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(put, plan.reads.get(rank, [])))
     reach("load.half")
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world == 1:
