@@ -31,7 +31,7 @@ setup(
         "xxhash>=3",
     ],
     extras_require={
-        # `flashckpt report --png`
+        # `flashckpt report --png`, `scripts/bench save --png`
         "plot": ["matplotlib>=3.7"],
     },
     entry_points={

@@ -1,15 +1,18 @@
-"""Benchmarks: `scripts/bench plan | load | share | persist | scale | model`; see `--help`."""
+"""Benchmarks of saves, loads and their parts: `scripts/bench --help` lists them."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
+from bench_growth import bench_growth
 from bench_load import bench_load
 from bench_model import bench_model
 from bench_persist import bench_persist
 from bench_plan import bench_plan
+from bench_save import add_arguments, run
 from bench_scale import bench_scale
 from bench_share import bench_share
 from rich.console import Console
@@ -18,6 +21,11 @@ from rich.console import Console
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
+    save = commands.add_parser("save", help="saves and loads, beside other checkpoint systems")
+    add_arguments(save)
+    growth = commands.add_parser("growth", help="saves and loads of ours as state or ranks grow")
+    growth.add_argument("--only", choices=("mib", "pieces", "ranks"), help="what grows")
+    growth.add_argument("--json", type=Path, help="where to write all figures")
     plan = commands.add_parser("plan", help="planning one rank's reads of 16,384 ranks' checkpoint")
     plan.add_argument("--rounds", type=int, default=5)
     load = commands.add_parser("load", help="a resharding load against raw reads of the same files")
@@ -37,12 +45,20 @@ def main() -> None:
     persist.add_argument(
         "--mib", type=int, nargs="+", default=[253, 1024], help="about the size of a rank's state"
     )
-    for command in (load, share, persist, scale, model):
+    for command in (save, growth, load, share, persist, scale, model):
         command.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
     args = parser.parse_args()
-    out = Console(soft_wrap=True, highlight=False)
+    width = None if sys.stdout.isatty() else 140
+    out = Console(soft_wrap=True, highlight=False, width=width)
     if args.command == "plan":
         bench_plan(out, args.rounds)
+        return
+    if args.command == "save":
+        run(out, args)
+        return
+    if args.command == "growth":
+        steps = [args.only] if args.only else ["mib", "pieces", "ranks"]
+        bench_growth(out, args.dir, steps, args.json)
         return
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
         if args.command == "load":

@@ -1,0 +1,119 @@
+"""What a benchmark takes of the machine: CPU time and memory of processes, and its disk."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import psutil
+import torch
+
+#: What `O_DIRECT` writes go out in.
+_WRITE_NBYTES = 16 << 20
+_PAGE = 4096
+
+
+class ProcessTree:
+    """This process, its descendants, and processes that work for it without being such.
+
+    Args:
+        outside: returns the ids of the latter.
+    """
+
+    def __init__(self, outside: Callable[[], set[int]]) -> None:
+        self._own = psutil.Process()
+        self._outside = outside
+
+    def _others(self) -> list[psutil.Process]:
+        found = {process.pid: process for process in self._own.children(recursive=True)}
+        for pid in self._outside() - found.keys():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[pid] = psutil.Process(pid)
+        return list(found.values())
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that all have used so far, those already ended included."""
+        own = self._own.cpu_times()
+        used = own.user + own.system + own.children_user + own.children_system
+        for process in self._others():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                used += times.user + times.system
+        return used
+
+    def memory_nbytes(self) -> int:
+        """Return the memory of all; what several share counts once."""
+        return sum(map(_pss, [self._own, *self._others()]))
+
+    def outside_nbytes(self) -> int:
+        """Return what the processes outside have to themselves."""
+        nbytes = 0
+        for pid in self._outside():
+            with contextlib.suppress(psutil.Error):
+                nbytes += psutil.Process(pid).memory_full_info().uss
+        return nbytes
+
+
+def _pss(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_full_info().pss)
+    return 0
+
+
+class PeakMemory:
+    """Within this context: by how much the memory of a `ProcessTree` rose at most."""
+
+    def __init__(self, outside: Callable[[], set[int]]) -> None:
+        self.nbytes = 0
+        self._tree = ProcessTree(outside)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._before = self._tree.memory_nbytes()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.02):
+            self.nbytes = max(self.nbytes, self._tree.memory_nbytes() - self._before)
+
+
+def drop_from_cache(paths: Iterable[Path]) -> None:
+    """Drop the files from the page cache."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def write_raw(path: Path, source: torch.Tensor, *, direct: bool) -> float:
+    """Write `source`, which begins at a page, and make it durable; return the seconds.
+
+    With `direct`, a part at the end that is no whole page is left out.
+    """
+    view = memoryview(source.numpy())
+    if direct:
+        view = view[: len(view) // _PAGE * _PAGE]
+    flags = os.O_CREAT | os.O_WRONLY | (os.O_DIRECT if direct else 0)
+    fd = os.open(path, flags, 0o600)
+    try:
+        started = time.perf_counter()
+        position = 0
+        while position < len(view):
+            position += os.pwrite(fd, view[position : position + _WRITE_NBYTES], position)
+        os.fdatasync(fd)
+        return time.perf_counter() - started
+    finally:
+        os.close(fd)

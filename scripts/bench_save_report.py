@@ -1,0 +1,168 @@
+"""Tables of what `scripts/bench save` measured."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_GB = 1e9
+
+
+def median(values: list[float] | None) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def ratio(
+    above: list[float] | None, below: list[float] | None, *, plus: list[float] | None = None
+) -> float | None:
+    """Return the median of the ratios of what was measured together."""
+    if not above or not below:
+        return None
+    extra = plus or [0.0] * len(above)
+    return statistics.median(
+        (a + p) / b for a, p, b in zip(above, extra, below, strict=True) if b > 0
+    )
+
+
+def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
+    """Return one system's figures: medians, and ratios within the run."""
+    found = results["systems"][name]
+    nbytes = results["rank_nbytes"]
+    whole = nbytes * results["size"]["ranks"]
+    raw_s = raw_write_s(results)
+    durable = median(found.get("durable_s"))
+    blocked = median(found.get("blocked_s"))
+    first = found.get("first", {}).get("blocked_s")
+    cpu = median(found.get("cpu_s"))
+    limits = results["limits"]
+    cold, warm = median(found.get("cold_s")), median(found.get("warm_s"))
+
+    def share(limit: float | None, took: float | None) -> float | None:
+        return limit / took if limit and took else None
+
+    return {
+        "first_blocked_s": first,
+        "blocked_s": blocked,
+        "first_over_later": first / blocked if first and blocked else None,
+        "blocked_over_memcpy": ratio(found.get("blocked_s"), found.get("memcpy_s")),
+        "settled_s": median(found.get("settled_s")),
+        "settled_over_memcpy": ratio(found.get("settled_s"), found.get("memcpy_s")),
+        "owed_s": median(found.get("owed_s")),
+        "durable_s": durable,
+        "durable_over_raw": durable / raw_s if durable and raw_s else None,
+        "training_lost_s": median(found.get("training_lost_s")),
+        "training_blocked_s": median(found.get("training_blocked_s")),
+        "training_slowed_s": median(found.get("training_slowed_s")),
+        "cpu_s_per_gb": cpu / (whole / _GB) if cpu else None,
+        "cold_s": cold,
+        "cold_share": share(median(limits.get("read_cold_s")), cold),
+        "warm_s": warm,
+        "warm_share": share(median(limits.get("read_warm_s")), warm),
+        "memory_s": median(found.get("memory_s")),
+        "memory_share": ratio(found.get("memory_memcpy_s"), found.get("memory_s")),
+        "host_memory": found["memory_nbytes"] / whole if "memory_nbytes" in found else None,
+        "agent_mib": found["agent_nbytes"] / 2**20 if "agent_nbytes" in found else None,
+        "agent_start_s": found.get("agent_start_s"),
+        "disk": found["disk_nbytes"] / whole if "disk_nbytes" in found else None,
+        "files": found.get("files"),
+    }
+
+
+def raw_write_s(results: dict[str, Any]) -> float | None:
+    """Return the time of a raw write of the state, by the faster of the ways tried."""
+    limits = results["limits"]
+    tried = [median(limits.get(name)) for name in ("raw_direct_s", "raw_buffered_s")]
+    return min((took for took in tried if took), default=None)
+
+
+def _number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def print_report(out: Console, results: dict[str, Any]) -> None:
+    """Print the tables of a run."""
+    size, limits = results["size"], results["limits"]
+    out.print(
+        f"{size['ranks']} ranks, each {results['rank_nbytes'] / 1e6:.0f} MB in "
+        f"{results['pieces']} tensors; medians of {size['saves']} saves, {size['train_saves']} in "
+        f"training, {size['loads']} loads; {results['seconds']:.0f} s in all"
+    )
+    memcpy = [s for found in results["systems"].values() for s in found.get("memcpy_s", [])]
+    said = {
+        "memcpy": median(memcpy),
+        "raw write, O_DIRECT": median(limits.get("raw_direct_s")),
+        "raw write, buffered + fdatasync": median(limits.get("raw_buffered_s")),
+        "read cold": median(limits.get("read_cold_s")),
+        "read warm": median(limits.get("read_warm_s")),
+    }
+    nbytes = results["rank_nbytes"]
+    out.print(
+        "limits, all ranks at once (GB/s of each): "
+        + "; ".join(f"{name} {nbytes / _GB / s:.2f}" for name, s in said.items() if s)
+    )
+    for name, label in results["labels"].items():
+        out.print(f"{name}: {label}")
+    rows = {name: summary(results, name) for name in results["systems"]}
+    for title, columns in _TABLES.items():
+        table = Table("system", *columns, title=title, title_justify="left", box=None)
+        for name, row in rows.items():
+            cells = [show(row) for show in columns.values()]
+            table.add_row(name, *cells)
+        out.print(table)
+    for name, found in results["systems"].items():
+        phases = [taken for taken in found.get("phases", []) if taken]
+        if phases:
+            shown = {key: median([taken.get(key, 0.0) for taken in phases]) for key in phases[-1]}
+            split = ", ".join(f"{key} {1000 * s:.1f}" for key, s in shown.items())
+            out.print(f"phases of a save on rank 0, {name} (ms): {split}")
+    for name, found in results["systems"].items():
+        if "busy" in found:
+            busy = found["busy"]
+            tries = ", ".join(
+                f"{word} after {s:.2f} s"
+                for word, s in zip(busy["said"], busy["blocked_s"], strict=True)
+            )
+            out.print(
+                f"busy, {name}: three saves in a row: {tries}; newest complete: {busy['latest']}"
+            )
+    for name, found in results["systems"].items():
+        for error in found["errors"]:
+            out.print(f"{name}: {error}")
+
+
+_TABLES = {
+    "a save blocks training for (s; x: times a memcpy of the same bytes at that moment)": {
+        "first": lambda row: _number(row["first_blocked_s"], 3),
+        "later": lambda row: _number(row["blocked_s"], 3),
+        "x memcpy": lambda row: _number(row["blocked_over_memcpy"], 2),
+        "first / later": lambda row: _number(row["first_over_later"], 1),
+        "until tensors may change": lambda row: _number(row["settled_s"], 3),
+        "x memcpy ": lambda row: _number(row["settled_over_memcpy"], 2),
+    },
+    "until it is durable (s, with the fsync it owes), and what that costs": {
+        "durable": lambda row: _number(row["durable_s"]),
+        "of it owed": lambda row: _number(row["owed_s"]),
+        "x raw write": lambda row: _number(row["durable_over_raw"]),
+        "CPU s per GB": lambda row: _number(row["cpu_s_per_gb"]),
+        "training lost, s": lambda row: _number(row["training_lost_s"]),
+        "blocked": lambda row: _number(row["training_blocked_s"]),
+        "slowed": lambda row: _number(row["training_slowed_s"]),
+    },
+    "loads (s; share of a raw read, or of a memcpy)": {
+        "cold": lambda row: _number(row["cold_s"]),
+        "share": lambda row: _number(row["cold_share"]),
+        "warm": lambda row: _number(row["warm_s"]),
+        "share ": lambda row: _number(row["warm_share"]),
+        "from memory": lambda row: _number(row["memory_s"], 3),
+        "share  ": lambda row: _number(row["memory_share"]),
+    },
+    "memory and disk (times the state)": {
+        "host memory": lambda row: _number(row["host_memory"]),
+        "agent's own, MiB": lambda row: _number(row["agent_mib"], 0),
+        "disk": lambda row: _number(row["disk"], 4),
+        "files": lambda row: _number(row["files"], 0),
+    },
+}

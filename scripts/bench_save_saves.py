@@ -1,0 +1,135 @@
+"""Saves of all systems in turn: what they block, when they are durable, what they take."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch.distributed as dist
+from bench_resources import PeakMemory, ProcessTree, write_raw
+from bench_save_job import Job, slowest, total
+
+
+def saves(job: Job, rounds: int) -> None:
+    """Set every system up and measure its first save, then the others in turn."""
+    job.state.fill()
+    job.memcpy_s()
+    for turn, name in job.turns(rounds + 1):
+        tree = ProcessTree(job.systems[name].pids)
+        before = total(tree.memory_nbytes()) if turn == 0 else 0.0
+        with job.reported(name, "setup"):
+            if turn == 0:
+                started = time.perf_counter()
+                job.systems[name].setup(job.state)
+                job.found[name]["setup_s"] = slowest(time.perf_counter() - started)
+                job.found[name] |= job.systems[name].figures
+        if name not in job.systems:
+            continue
+        with job.reported(name, "save"):
+            _one_save(job, name, tree, first=turn == 0)
+        if turn == 0 and name in job.systems:
+            job.found[name]["held_nbytes"] = total(tree.memory_nbytes()) - before
+        if name == next(iter(job.systems), None):
+            _raw_write(job)
+
+
+def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
+    system = job.systems[name]
+    job.step += 1
+    job.state.tag(job.step)
+    memcpy_s = job.memcpy_s()
+    cpu = tree.cpu_s()
+    dist.barrier()
+    started = time.perf_counter()
+    saved = system.save(job.step, job.state)
+    returned = time.perf_counter()
+    system.settle(job.step)
+    settled = time.perf_counter()
+    system.wait(job.step)
+    complete = time.perf_counter()
+    times = [slowest(moment - started) for moment in (returned, settled, complete)]
+    files = system.files(job.step)
+    owed = time.perf_counter()
+    if job.rank == 0:
+        for path in files:
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+    owed_s = slowest(time.perf_counter() - owed if job.rank == 0 else 0.0)
+    values = {
+        "blocked_s": times[0],
+        "settled_s": times[1],
+        "complete_s": times[2],
+        "owed_s": owed_s,
+        "durable_s": times[2] + owed_s,
+        "memcpy_s": memcpy_s,
+        "cpu_s": total(tree.cpu_s() - cpu),
+    }
+    if not saved:
+        raise RuntimeError(f"step {job.step} was left out")
+    if first:
+        job.found[name]["first"] = values
+    else:
+        job.note(name, **values, phases=system.phases(job.step))
+    job.found[name]["files"] = len(files)
+    job.found[name]["disk_nbytes"] = sum(path.stat().st_size for path in files)
+    system.prune(job.step)
+
+
+def _raw_write(job: Job) -> None:
+    """Note what the disk takes: the bytes of the state, written with nothing else done."""
+    path = job.args.root / f"raw_{job.rank}"
+    for name, direct in (("raw_direct_s", True), ("raw_buffered_s", False)):
+        path.unlink(missing_ok=True)
+        dist.barrier()
+        took = write_raw(path, job.scratch, direct=direct)
+        job.found.setdefault("limits", {}).setdefault(name, []).append(slowest(took))
+    path.unlink(missing_ok=True)
+
+
+def memory(job: Job) -> None:
+    """Measure by how much one more save raises the memory of all processes."""
+    for _, name in job.turns(1):
+        system = job.systems[name]
+        job.step += 1
+        job.state.tag(job.step)
+        with job.reported(name, "memory"), PeakMemory(system.pids) as peak:
+            system.save(job.step, job.state)
+            system.settle(job.step)
+            system.wait(job.step)
+        if name in job.systems:
+            found = job.found[name]
+            found["transient_nbytes"] = total(peak.nbytes)
+            found["memory_nbytes"] = found["held_nbytes"] + found["transient_nbytes"]
+            agents = ProcessTree(system.pids).outside_nbytes()
+            if agents:
+                found["agent_nbytes"] = agents
+            system.prune(job.step)
+
+
+def busy(job: Job) -> None:
+    """Ask for three saves in a row, the next before the last is complete."""
+    for _, name in job.turns(1):
+        system = job.systems[name]
+        if not system.background:
+            continue
+        first = job.step + 1
+        took, said = [], []
+        with job.reported(name, "busy"):
+            for _ in range(3):
+                job.step += 1
+                job.state.tag(job.step)
+                dist.barrier()
+                started = time.perf_counter()
+                saved = system.save(job.step, job.state)
+                system.settle(job.step)
+                took.append(slowest(time.perf_counter() - started))
+                said.append("saved" if saved else "left out")
+            newest = max(first + n for n, word in enumerate(said) if word == "saved")
+            system.wait(newest)
+            dist.barrier()
+            job.found[name]["busy"] = {
+                "blocked_s": took,
+                "said": said,
+                "latest": system.latest() - first + 1,
+            }

@@ -1,0 +1,95 @@
+"""What this project has set itself, against what a run of `scripts/bench save` has reached."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from bench_save_report import median, summary
+from rich.console import Console
+from rich.table import Table
+
+OURS, BLOCKING, RIVAL = "flashckpt", "flashckpt-blocking", "dlrover"
+_MIB = 2**20
+Row = dict[str, float | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One row: met if what is reached is at most the limit (at least, where `least`)."""
+
+    what: str
+    limit: float
+    reached: Callable[[dict[str, Any], Row], float | None]
+    unit: str = ""
+    least: bool = False
+
+    def met(self, reached: float) -> bool:
+        return reached >= self.limit if self.least else reached <= self.limit
+
+
+def _beyond_memcpy_ms(results: dict[str, Any], row: Row) -> float | None:
+    """Return how much longer than a twentieth of a memcpy a save blocks."""
+    found = results["systems"][OURS]
+    pairs = zip(found["blocked_s"], found["memcpy_s"], strict=True)
+    return median([1000 * (blocked - 0.05 * memcpy) for blocked, memcpy in pairs])
+
+
+def _synchronous(results: dict[str, Any], row: Row) -> float | None:
+    if BLOCKING not in results["systems"]:
+        return None
+    return summary(results, BLOCKING)["blocked_over_memcpy"]
+
+
+def _against_rival(results: dict[str, Any], row: Row) -> float | None:
+    if RIVAL not in results["systems"]:
+        return None
+    theirs = summary(results, RIVAL)["training_lost_s"]
+    ours = row["training_lost_s"]
+    return ours / theirs if theirs and ours is not None else None
+
+
+def _beside_slots_mib(results: dict[str, Any], row: Row) -> float | None:
+    """Return the memory of a rank, its part of the agent's included, beside two slots."""
+    if row["host_memory"] is None:
+        return None
+    return (row["host_memory"] - 2) * float(results["rank_nbytes"]) / _MIB
+
+
+def _of(name: str) -> Callable[[dict[str, Any], Row], float | None]:
+    return lambda _, row: row[name]
+
+
+TARGETS = (
+    Target("blocked, deferred, beyond 5 % of a memcpy", 10, _beyond_memcpy_ms, "ms"),
+    Target("blocked, staging: blocking", 1.15, _synchronous, "x memcpy"),
+    Target("training lost per save, against DLRover", 0.5, _against_rival, "x"),
+    Target("CPU per GB made durable", 0.4, _of("cpu_s_per_gb"), "s"),
+    Target("first save against later ones", 1.2, _of("first_over_later"), "x"),
+    Target("durable, against a raw write", 1.15, _of("durable_over_raw"), "x"),
+    Target("load from memory", 0.7, _of("memory_share"), "of a memcpy", least=True),
+    Target("load, page cache warm", 0.6, _of("warm_share"), "of a raw read", least=True),
+    Target("load, page cache cold", 0.9, _of("cold_share"), "of a raw read", least=True),
+    Target("host memory of a rank beside two slots", 64, _beside_slots_mib, "MiB"),
+    Target("the agent's own memory", 60, _of("agent_mib"), "MiB"),
+    Target("start of the agent", 0.5, _of("agent_start_s"), "s"),
+    Target("bytes on disk, against the state", 1.001, _of("disk"), "x"),
+)
+
+
+def print_targets(out: Console, results: dict[str, Any]) -> None:
+    """Print every target with what this run has reached."""
+    if OURS not in results["systems"]:
+        return
+    row = summary(results, OURS)
+    table = Table("what", "target", "reached", "", title="targets", title_justify="left", box=None)
+    for target in TARGETS:
+        reached = target.reached(results, row)
+        bound = f"{'>=' if target.least else '<='} {target.limit:g} {target.unit}"
+        if reached is None:
+            table.add_row(target.what, bound, "-", "not measured")
+        else:
+            verdict = "" if target.met(reached) else "missed"
+            table.add_row(target.what, bound, f"{reached:.4g} {target.unit}", verdict)
+    out.print(table)

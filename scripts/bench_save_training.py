@@ -1,0 +1,88 @@
+"""What training loses to a save, with every core busy."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from bench_save_job import Job, slowest
+from systems import System
+
+#: Steps without a save, before and after each one that is measured in training.
+_STEPS_BEFORE, _STEPS_AFTER = 5, 3
+_LONGEST_SAVE_S = 60.0
+
+
+class Training:
+    """Steps that keep a core of every rank busy, as the CPU side of training never does less of."""
+
+    def __init__(self, step_s: float) -> None:
+        self._matrix = torch.randn(256, 256)
+        self._products = 1
+        started = time.perf_counter()
+        for _ in range(50):
+            self._multiply()
+        self._products = max(1, int(slowest(step_s * 50 / (time.perf_counter() - started))))
+
+    def _multiply(self) -> None:
+        for _ in range(self._products):
+            self._matrix @ self._matrix
+
+    def step(self, system: System | None = None, saved: int = 0) -> tuple[float, float]:
+        """Compute, wait for `system` to let the tensors change, meet the other ranks.
+
+        Returns the seconds of the step, and those of them that it waited for `system`.
+        """
+        started = time.perf_counter()
+        self._multiply()
+        waiting = time.perf_counter()
+        if system is not None:
+            system.settle(saved)
+        waited = time.perf_counter() - waiting
+        slowest(0.0)
+        return time.perf_counter() - started, waited
+
+
+def training(job: Job, rounds: int) -> None:
+    """Measure what steps lose while a save is under way, with all cores busy."""
+    training = Training(job.args.step_ms / 1000)
+    training.step()
+    for _, name in job.turns(rounds):
+        if job.systems[name].background:
+            with job.reported(name, "training"):
+                _one_save_in_training(job, name, training)
+
+
+def _one_save_in_training(job: Job, name: str, training: Training) -> None:
+    system = job.systems[name]
+    usual = [training.step()[0] for _ in range(_STEPS_BEFORE)]
+    job.step += 1
+    job.state.tag(job.step)
+    dist.barrier()
+    started = time.perf_counter()
+    system.save(job.step, job.state)
+    blocked = time.perf_counter() - started
+    under_way = []
+    complete = False
+    while not complete and time.perf_counter() - started < _LONGEST_SAVE_S:
+        took, waited = training.step(system, job.step)
+        polling = time.perf_counter()
+        done = system.poll(job.step)
+        blocked += waited
+        under_way.append(took - waited + time.perf_counter() - polling)
+        complete = slowest(float(not done)) == 0
+    usual += [training.step()[0] for _ in range(_STEPS_AFTER)]
+    system.wait(job.step)
+    usual_s = statistics.median(usual)
+    slowed = sum(took - usual_s for took in under_way)
+    job.note(
+        name,
+        step_s=usual_s,
+        steps_under_way=len(under_way),
+        training_blocked_s=slowest(blocked),
+        training_slowed_s=slowest(slowed),
+        training_lost_s=slowest(blocked + slowed),
+    )
+    system.prune(job.step)

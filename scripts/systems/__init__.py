@@ -1,0 +1,81 @@
+"""Checkpoint systems that `scripts/bench save` measures side by side, one module each."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from systems.base import System
+
+__all__ = ["CATALOGUE", "QUICK", "Entry", "System", "make"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One system, or one way of using it."""
+
+    label: str
+    home: str
+    """Module of this package and the class in it."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    """Modules without which it cannot run."""
+    install: str = ""
+    """What `pip install` must be told to get them."""
+    usual: bool = True
+    """Whether it is measured without being asked for."""
+
+    def lacking(self) -> str | None:
+        """Return what to install before this system can be measured; None: nothing."""
+        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return f"pip install {self.install}" if missing else None
+
+
+_DLROVER = {
+    "needs": ("dlrover", "grpc", "kubernetes"),
+    "install": "--no-deps dlrover==0.6.1 && pip install grpcio protobuf kubernetes psutil "
+    "requests deprecated nvidia-ml-py tornado importlib-metadata",
+}
+
+CATALOGUE: dict[str, Entry] = {
+    "flashckpt": Entry("flashckpt", "ours:Ours"),
+    "flashckpt-blocking": Entry(
+        "flashckpt, staging: blocking", "ours:Ours", {"staging": "blocking"}
+    ),
+    "torch.save": Entry("torch.save per rank", "torch_save:TorchSave"),
+    "gather": Entry("gather to rank 0 + torch.save", "gather:Gather"),
+    "dlrover": Entry("DLRover flash checkpoint", "dlrover_flash:DLRover", **_DLROVER),
+    "dcp": Entry("PyTorch DCP", "dcp:DCP", {"kind": "sync", "threads": 1}),
+    "dcp-thread": Entry(
+        "PyTorch DCP async, thread, cached plans",
+        "dcp:DCP",
+        {"kind": "thread", "threads": 2, "cached": True},
+    ),
+    # Its first save starts processes with a process group of their own: many seconds, and now and
+    # then no end on a busy machine, which would take all other figures of the run with it.
+    "dcp-process": Entry(
+        "PyTorch DCP async, process, cached plans",
+        "dcp:DCP",
+        {"kind": "process", "threads": 2, "cached": True},
+        usual=False,
+    ),
+    "torch_dist": Entry(
+        "Megatron torch_dist async, fully parallel, cached",
+        "torch_dist:TorchDist",
+        needs=("megatron.core",),
+        install="--no-deps megatron-core==0.17.1",
+    ),
+}
+#: Those of `--quick`.
+QUICK = ("flashckpt", "torch.save", "dlrover")
+
+
+def make(name: str, root: Path, rank: int, world_size: int) -> System:
+    """Return the system called `name` on this rank."""
+    entry = CATALOGUE[name]
+    module, _, kind = entry.home.partition(":")
+    system: type[System] = getattr(importlib.import_module(f"systems.{module}"), kind)
+    return system(root, rank, world_size, entry.options)

@@ -1,0 +1,98 @@
+"""PyTorch's `torch.distributed.checkpoint`: `save`, and `async_save` by thread or process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from workload import State
+
+from systems.base import COMMON, System
+
+
+class DCP(System):
+    """Tensors as DTensors cut along the first dimension, which is how FSDP hands them over.
+
+    The asynchronous ways stage into shared memory that is kept, with a stager that is kept, too
+    (pinning left out: there is nothing to pin here). The thread has a gloo group of its own: its
+    collectives must not come between those of training.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.background = self.options["kind"] != "sync"
+        self._stager: DefaultStager | None = None
+        self._staged: dict[int, Future[Any]] = {}
+        self._written: dict[int, Future[Any]] = {}
+
+    def setup(self, state: State) -> None:
+        self._group = dist.new_group(backend="gloo")
+        if self.background:
+            self._stager = DefaultStager(StagingOptions(False, True, False, False))
+
+    def save(self, step: int, state: State) -> bool:
+        content = {**self._sharded(state), "common": {**COMMON, "iteration": step}}
+        writer = FileSystemWriter(self.directory(step), thread_count=self.options["threads"])
+        planner = DefaultSavePlanner(enable_plan_caching=self.options.get("cached", False))
+        if self._stager is None:
+            dcp.save(content, storage_writer=writer, planner=planner, process_group=self._group)
+            return True
+        # As the documentation asks: the one before must be complete.
+        for earlier in list(self._written):
+            self.wait(earlier)
+        process = self.options["kind"] == "process"
+        response = dcp.async_save(
+            content,
+            storage_writer=writer,
+            planner=planner,
+            async_stager=self._stager,
+            process_group=None if process else self._group,
+            async_checkpointer_type=(
+                AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+            ),
+        )
+        if isinstance(response, Future):
+            self._written[step] = response
+        else:
+            self._written[step] = response.upload_completion
+            self._staged[step] = response.staging_completion
+        return True
+
+    def _sharded(self, state: State) -> dict[str, DTensor]:
+        mesh = init_device_mesh("cpu", (self.world_size,))
+        return {
+            name: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
+            for name, tensor in state.tensors.items()
+        }
+
+    def settle(self, step: int) -> None:
+        if (staged := self._staged.pop(step, None)) is not None:
+            staged.result()
+
+    def poll(self, step: int) -> bool:
+        return step not in self._written or self._written[step].done()
+
+    def wait(self, step: int) -> None:
+        if (written := self._written.pop(step, None)) is not None:
+            written.result()
+
+    def latest(self) -> int:
+        found = [int(path.parent.name[5:]) for path in self.root.glob("iter_*/.metadata")]
+        return max(found, default=-1)
+
+    def load(self, state: State) -> int:
+        step = self.latest()
+        dcp.load(self._sharded(state), checkpoint_id=self.directory(step))
+        return step
+
+    def close(self, *, keep: bool) -> None:
+        if self._stager is not None:
+            self._stager.close()

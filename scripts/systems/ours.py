@@ -1,0 +1,184 @@
+"""This project: `Checkpointer`, as Megatron's training loop drives it.
+
+Nothing of the path is left out or replaced. The weights are parameters of a module whose
+`sharded_state_dict` says how they are cut, as Megatron's modules do; masters and moments are those
+of Megatron's `Float16OptimizerWithFloat16Params` around torch's Adam. Both are built around the
+tensors of the workload instead of tensors of their own. So a save enumerates and plans the pieces
+through the project's own code for Megatron, stages them, and hands them to an agent: a process of
+its own, which this job starts. Training waits for what is still being copied in the optimizer's
+step, through the hook that the save has installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from workload import State
+
+from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
+from megatron_flashckpt.config import AgentConfig, Config
+from megatron_flashckpt.load_plan import LoadRequest
+from megatron_flashckpt.loading import held_in_memory, load_from_memory, load_from_storage
+from megatron_flashckpt.megatron_lm import side_state
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.storage.posix import PosixStorage
+from systems.base import COMMON, System
+
+
+class Weights(torch.nn.Module):
+    """The weights of the workload, cut along their first dimension over all ranks."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], rank: int, world_size: int) -> None:
+        super().__init__()
+        self._cut = (0, rank, world_size)
+        self._names = list(weights)
+        self._weights = torch.nn.ParameterList(weights.values())
+
+    def sharded_state_dict(self) -> dict[str, ShardedTensor]:
+        return {
+            name: ShardedTensor.from_rank_offsets(name, weight, self._cut)
+            for name, weight in zip(self._names, self._weights, strict=True)
+        }
+
+
+class MixedPrecision(Float16OptimizerWithFloat16Params):
+    """Megatron's optimizer around tensors that exist already; a step changes nothing."""
+
+    def __init__(self, weights: Weights, state: State) -> None:
+        masters = [torch.nn.Parameter(master) for master in state.of("master").values()]
+        self.float16_groups = [list(weights.parameters())]
+        self.fp32_from_float16_groups = [masters]
+        self.fp32_from_fp32_groups = [[]]
+        self.grad_scaler = None
+        self.is_stub_optimizer = False
+        self.optimizer = torch.optim.Adam(masters)
+        moments = zip(
+            masters, state.of("exp_avg").values(), state.of("exp_avg_sq").values(), strict=True
+        )
+        for master, first, second in moments:
+            self.optimizer.state[master] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": first,
+                "exp_avg_sq": second,
+            }
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+
+class Ours(System):
+    """`staging: deferred` unless the options say otherwise; all else as by default."""
+
+    memory_survives = True
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._config = Config(
+            runtime_dir=str(self.root / "run"),
+            staging=self.options.get("staging", "deferred"),
+            agent=AgentConfig(grace_s=120.0),
+        )
+        self._checkpointer: Checkpointer | None = None
+        #: Of the saves that are complete.
+        self._phases: dict[int, dict[str, float]] = {}
+
+    def setup(self, state: State) -> None:
+        self._adopt(state)
+        started = time.perf_counter()
+        self._checkpointer.link.client()
+        self.figures["agent_start_s"] = time.perf_counter() - started
+        expected = self._checkpointer.expected([self._weights], self._optimizer)
+        self._checkpointer.prepare(expected)
+        # Training has begun by the first save: what is prepared in the background is there.
+        self._checkpointer.link.client()
+
+    def _adopt(self, state: State) -> None:
+        self._weights = Weights(state.of("weight"), self.rank, self.world_size)
+        self._optimizer = MixedPrecision(self._weights, state)
+        self._checkpointer = Checkpointer(str(self.root), self._config)
+        self._checkpointer.start_run()
+
+    def save(self, step: int, state: State) -> bool:
+        return not self._checkpointer.save(
+            SaveRequest(
+                iteration=step,
+                chunks=[self._weights],
+                optimizer=self._optimizer,
+                rank_state=self._rank_state,
+                common_state=lambda: side_state.common_state(
+                    argparse.Namespace(**COMMON), step, None, 0
+                ),
+                description={},
+            )
+        ).skipped
+
+    def _rank_state(self) -> dict[str, Any]:
+        geometry = self._checkpointer.model_state.geometry([self._weights])
+        return side_state.rank_state(
+            [self._weights], geometry, self._optimizer, None, save_rng=True
+        )
+
+    def settle(self, step: int) -> None:
+        self._optimizer.step()
+
+    def poll(self, step: int) -> bool:
+        self._note(self._checkpointer.poll())
+        return step in self._phases
+
+    def wait(self, step: int) -> None:
+        self._note(self._checkpointer.wait())
+
+    def _note(self, outcomes: list[Outcome]) -> None:
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise RuntimeError(outcome.error)
+            recorder = self._checkpointer.traces.end(outcome.save_id)
+            self._phases[outcome.iteration] = {} if recorder is None else recorder.seconds
+
+    def load(self, state: State) -> int:
+        self._loads(state)
+        loaded = load_from_storage(
+            self._load_request(),
+            ModelState(self._config.replicated),
+            self.rank,
+            PosixStorage(self.root),
+            self.latest(),
+            self._config,
+        )
+        return loaded.origin.iteration
+
+    def load_from_memory(self, state: State) -> int:
+        self._loads(state)
+        held = held_in_memory(self._checkpointer)
+        found = load_from_memory(
+            self._load_request(),
+            self._checkpointer.model_state,
+            self.rank,
+            held[0],
+            self._config.read_threads,
+        )
+        return found.origin.iteration
+
+    def _loads(self, state: State) -> None:
+        if self._checkpointer is None:
+            self._adopt(state)
+
+    def _load_request(self) -> LoadRequest:
+        return LoadRequest(chunks=[self._weights], optimizer=self._optimizer, strict=True)
+
+    def phases(self, step: int) -> dict[str, float]:
+        return self._phases[step]
+
+    def pids(self) -> set[int]:
+        client = None if self._checkpointer is None else self._checkpointer.link.current
+        return {client.agent_pid} if client is not None and self.rank == 0 else set()
+
+    def close(self, *, keep: bool) -> None:
+        if self._checkpointer is not None:
+            self._checkpointer.close(leave=not keep)

@@ -1,0 +1,26 @@
+"""Megatron's `--ckpt-format torch`: every rank saves its part with `torch.save`."""
+
+from __future__ import annotations
+
+import torch
+from workload import State
+
+from systems.base import COMMON, System, fill
+
+
+class TorchSave(System):
+    """`torch.save` per rank, then a barrier, then the tracker. Nothing is fsynced."""
+
+    background = False
+
+    def save(self, step: int, state: State) -> bool:
+        path = self.make_directory(step) / f"rank_{self.rank}.pt"
+        torch.save({"iteration": step, **COMMON, "state": state.tensors}, path)
+        self.track(step)
+        return True
+
+    def load(self, state: State) -> int:
+        step = self.latest()
+        path = self.directory(step) / f"rank_{self.rank}.pt"
+        fill(state, torch.load(path, map_location="cpu", weights_only=False)["state"])
+        return step
