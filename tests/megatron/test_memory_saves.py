@@ -7,11 +7,13 @@ iteration 7; C loses a rank and the agent in iteration 7.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.layout.manifest import HISTORY
 from tests.agent.trainer import eventually
 from tests.megatron.jobs import Result, differing, run_job, succeeded, tensors
 
@@ -85,10 +87,13 @@ def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs:
         began = re.findall(r"saving checkpoint at iteration +(\d+)", result.log)
         assert list(map(int, began)) == [4, 8]
         assert sorted(path.name for path in (jobs.tmp_path / name).iterdir()) == [
+            HISTORY,
             "iter_0000004",
             "iter_0000008",
             "latest_checkpointed_iteration.txt",
         ]
+        lines = (jobs.tmp_path / name / HISTORY).read_text().splitlines()
+        assert [json.loads(line)["iteration"] for line in lines] == [4, 8]
     assert "memory_interval 2: as with --non-persistent-save-interval 2" in jobs.b.log
     assert list((jobs.tmp_path / "run").iterdir()) == [], "no agent, and nothing of one"
 
