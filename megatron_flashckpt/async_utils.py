@@ -12,7 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flashckpt import starting
-from megatron_flashckpt.megatron_lm.stock import bind, checkpointing, original, stock_module
+from megatron_flashckpt.megatron_lm.stock import (
+    bind,
+    checkpointing,
+    left_to_megatron,
+    original,
+    stock_module,
+)
 from megatron_flashckpt.session import session
 
 
@@ -27,10 +33,10 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
     """
     stock = original("async_utils", "maybe_finalize_async_save")
     named = bind(stock, args, kwargs)
-    save = checkpointing().get_args().save
-    if save and not named.get("terminate", False):
+    margs = checkpointing().get_args()
+    if margs.save and not named.get("terminate", False) and not left_to_megatron(margs):
         starting.watch()
-        session.checkpointer(save).start_run()
+        session.checkpointer(margs.save).start_run()
     session.finalize(blocking=bool(named["blocking"]))
     if named.get("terminate", False):
         session.close(leave=True)

@@ -22,7 +22,7 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.piece import MASTER, Piece
+from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, order
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
@@ -39,6 +39,8 @@ from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 logger = logging.getLogger(__name__)
 
 _WAIT_SLICE_S = 5.0
+#: Room for what a rank keeps beside tensors.
+_SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +143,16 @@ class Checkpointer:
         """Return what this rank will save. No communication, and no copies."""
         owned = self.model_state.owned(chunks, optimizer)
         nbytes = sum(local.piece.nbytes for local in owned)
-        if not any(entry.states() for entry in optimizer_state.entries(optimizer)):
+        entries = list(optimizer_state.entries(optimizer))
+        if not any(entry.states() for entry in entries):
+            if any(entry.keeps_master for entry in entries):  # the copies come with the moments
+                weights = [local.piece for local in owned if local.piece.kind == WEIGHT]
+                nbytes += 12 * sum(piece.numel for piece in weights)
             steppable = [local.piece for local in owned if local.piece.kind == MASTER]
             if not steppable and optimizer is not None:
                 steppable = [local.piece for local in owned if local.piece.dtype == "F32"]
             nbytes += 2 * sum(piece.nbytes for piece in steppable)
-        return Expected([local.piece for local in owned], nbytes + 8 * side_state.RANK_STATE_STEP)
+        return Expected([local.piece for local in owned], nbytes + _SIDE_NBYTES)
 
     # ------------------------------------------------------------------ save
 

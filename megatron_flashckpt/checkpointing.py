@@ -22,6 +22,7 @@ from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
     checkpointing,
+    left_to_megatron,
     original,
     unwrap,
 )
@@ -42,6 +43,9 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
     call = SaveCall.of(args, kwargs)
     stock = checkpointing()
     margs = stock.get_args()
+    if _left_to_megatron(margs):
+        original("checkpointing", "save_checkpoint")(*args, **kwargs)
+        return
     if not has_async_utils():
         # No iteration asks for outcomes in these releases: the next save and the exit do.
         session.finalize(blocking=False)
@@ -49,12 +53,16 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         # A release checkpoint is made once, by hand: Megatron's own format serves it best.
         original("checkpointing", "save_checkpoint")(*args, **kwargs)
         return
+    checkpointer = session.checkpointer(margs.save)
+    announced = around.announce_save(
+        margs,
+        call.iteration,
+        margs.save,
+        memory_only=call.non_persistent,
+        pending=checkpointer.pending,
+    )
     with around.save_hooks():
-        announced = None
-        if not call.non_persistent:
-            announced = around.announce_save(margs, call.iteration, margs.save)
         starting.check_alone(call.model, call.optimizer)
-        checkpointer = session.checkpointer(margs.save)
         chunks = unwrap(call.model)
         optimizer = None if getattr(margs, "no_save_optim", False) else call.optimizer
         dataloader = feature("maybe_save_dataloader_state")
@@ -84,14 +92,22 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
             )
         )
         if not report.skipped:
-            if announced is not None:
+            if not call.non_persistent:
                 session.announced(margs.save, announced)
+                around.announce_staged(margs, announced)
             stock.print_rank_0(
                 f"  flashckpt: iteration {call.iteration} staged"
                 f"{' for host memory only' if call.non_persistent else ''}, "
                 f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked "
                 f"{1000 * report.blocked_s:.1f} ms"
             )
+
+
+def _left_to_megatron(margs: Any) -> bool:
+    flag = left_to_megatron(margs)
+    if flag is not None:
+        around.announce_left_to_megatron(flag)
+    return flag is not None
 
 
 def _rerun_state(call: SaveCall) -> Any:
@@ -124,9 +140,13 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         FlashCkptError: on every rank alike; on disk nothing was changed.
     """
     call = LoadCall.of(args, kwargs)
+    margs = checkpointing().get_args()
+    if _left_to_megatron(margs):
+        left: tuple[int, Any] = original("checkpointing", "load_checkpoint")(*args, **kwargs)
+        return left
     # What cannot be saved is not loaded for training either.
     starting.check(call.model, call.optimizer)
-    loaded = resume.load(call, checkpointing().get_args())
+    loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
     starting.begin(call.model, call.optimizer)

@@ -16,11 +16,12 @@ from megatron_flashckpt.errors import FlashCkptError
 
 def install() -> None:
     """Put our functions in the place of Megatron's, in every module that has imported them."""
-    from megatron_flashckpt import checkpointing, starting
+    from megatron_flashckpt import arguments, checkpointing, starting
     from megatron_flashckpt.megatron_lm import around, features, stock
 
     stock.replace("checkpointing", "save_checkpoint", checkpointing.save_checkpoint)
     stock.replace("checkpointing", "load_checkpoint", checkpointing.load_checkpoint)
+    stock.replace("checkpointing", "load_args_from_checkpoint", arguments.load_args_from_checkpoint)
     stock.replace("training", "evaluate", around.evaluate_and_report)
     starting.watch()
     if features.has_async_utils():

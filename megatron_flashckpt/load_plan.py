@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
+
+import torch
 
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.coverage import ReadPlan, missing_state, read_plan, superfluous
@@ -105,15 +108,21 @@ def _wanted(
     """
     if not request.fill:
         return [], set()
-    optimizer_kinds = {
-        item.kind: torch_dtype(item.dtype)
-        for item in stored_items(found.sources)
-        if item.kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE)
-    }
-    wanted = together(lambda: state.wanted(request.chunks, request.optimizer, optimizer_kinds))
+    stored: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
+    for item in stored_items(found.sources):
+        if item.kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE):
+            stored[item.key][item.kind] = torch_dtype(item.dtype)
+    states: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
+    # What any rank finds counts for all: nothing that is missing for a whole rank goes unnoticed.
+    for theirs in gather_objects(
+        together(lambda: state.states_of(request.chunks, request.optimizer, stored))
+    ):
+        for family, kinds_there in theirs.items():
+            states[family].update(kinds_there)
+    wanted = together(lambda: state.wanted(request.chunks, request.optimizer, states))
     kinds = {WEIGHT, BUFFER}
     if request.optimizer is not None:
-        kinds |= {MASTER, *optimizer_kinds}
+        kinds |= {MASTER}.union(*stored.values())
     unwanted = set.intersection(
         *gather_objects(superfluous([local.piece for local in wanted], found.sources, kinds))
     )

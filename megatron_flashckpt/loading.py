@@ -231,6 +231,11 @@ def _load(
     encoded = broadcast_object(together(lambda: common() if rank == 0 else b""))
     said = together(lambda: plain.decode_dict(encoded, name, side_state.COMMON_STATE))
     side = load_side_state(found, rank, fill)
+    if request.fill and request.optimizer is not None and not side.optimizer:
+        raise MissingStateError(
+            f"{found.place}: has no optimizer state (it was saved with --no-save-optim, or without "
+            "an optimizer); load it with --no-load-optim or --finetune; nothing was loaded"
+        )
     plan = plan_load(request, state, found, rank)
     if request.fill and request.optimizer is not None:
         together(lambda: hyper_parameters.check(request.optimizer, side.optimizer))

@@ -45,6 +45,10 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     pretrained = getattr(margs, "pretrained_checkpoint", None)
     memory = _in_memory(margs, load_dir)
     if not memory and pretrained is not None and not stock.checkpoint_exists(load_dir):
+        stock.print_rank_0(
+            f"Checkpoint file not found in load directory {load_dir} attempting to finetune with "
+            f"checkpoint in {pretrained}"
+        )
         load_dir = pretrained
         if stock.checkpoint_exists(load_dir):
             margs.finetune = True
@@ -79,6 +83,7 @@ def _load_newest(
     while (current := candidates.current) is not None:
         try:
             if isinstance(current, InMemory):
+                around.announce_loading(margs, load_dir, current.offer.iteration)
                 checkpointer = session.checkpointer(margs.save)
                 loaded = load_from_memory(
                     request,
@@ -88,6 +93,7 @@ def _load_newest(
                     session.config.read_threads,
                 )
             else:
+                around.announce_loading(margs, load_dir, current)
                 state = ModelState(session.config.replicated)
                 assert storage is not None
                 loaded = load_from_storage(
@@ -149,8 +155,11 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
     if set_loaded_iteration is not None:
         set_loaded_iteration(loaded.origin.iteration)
     iteration = 0 if margs.finetune else int(common["iteration"])
-    if not margs.finetune:
+    if margs.finetune:
+        stock.print_rank_0("could not find arguments in the checkpoint ...")
+    else:
         _check_and_take_args(margs, common["args"])
+    stock.print_rank_0(f" checkpoint version {common['checkpoint_version']}")
     _finish_optimizer(call, margs, loaded)
     chunks = unwrap(call.model)
     geometry = ModelState(session.config.replicated).geometry(chunks)
@@ -163,7 +172,8 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
         reach("load.adopted")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    around.announce_loaded(load_dir, iteration, loaded.origin.source, _said(loaded))
+    origin = loaded.origin
+    around.announce_loaded(load_dir, iteration, (origin.iteration, origin.source), _said(loaded))
     return iteration, common["num_floating_point_operations_so_far"]
 
 

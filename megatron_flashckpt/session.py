@@ -84,8 +84,11 @@ class Session:
         """
         failures = []
         for each in self._open.values():
+            if blocking and each.checkpointer.pending:
+                around.announce_drain(checkpointing().get_args())
             outcomes = each.checkpointer.wait() if blocking else each.checkpointer.poll()
-            for outcome in outcomes:
+            # Whoever follows the log or the latest artifact must end up with the newest.
+            for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
                 if not self._report(each, outcome):
                     each.failures_in_a_row += 1
                     failures.append(each.why_stop(outcome, self.config))

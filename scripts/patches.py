@@ -28,12 +28,19 @@ TAGS = {
 }
 #: Where releases keep their training loop; the first of early 2024.
 TRAINING = ("megatron/training.py", "megatron/training/training.py")
+#: And where they read arguments from checkpoints.
+ARGUMENTS = (
+    "megatron/initialize.py",
+    "megatron/training/initialize.py",
+    "megatron/training/arguments.py",
+)
 #: Stock modules (the old home, the new one, relative), and which names are taken from ours.
 _IMPORT = re.compile(
-    r"^from (?:megatron(?:\.training)?|)\.(?P<module>checkpointing|async_utils) import "
-    r"(?P<names>.*)$"
+    r"^(?P<indent> *)from (?:megatron(?:\.training)?|)\.(?P<module>checkpointing|async_utils) "
+    r"import (?P<names>.*)$"
 )
 _SWAPPED = ("load_checkpoint", "save_checkpoint", "maybe_finalize_async_save")
+_ARGUMENTS = "load_args_from_checkpoint"
 _VERSION = re.compile(r"^(MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
 
 
@@ -42,7 +49,7 @@ class PatchError(Exception):
 
 
 def swapped(text: str) -> str:
-    """Return a training module's text with our imports in the place of Megatron's."""
+    """Return a module's text with our imports in the place of Megatron's."""
     lines = text.splitlines(keepends=True)
     for number, line in enumerate(lines):
         match = _IMPORT.match(line.rstrip("\n"))
@@ -53,46 +60,68 @@ def swapped(text: str) -> str:
         if names == "(":
             end = next(n for n in range(number, len(lines)) if lines[n].startswith(")"))
             names = "".join(lines[number + 1 : end])
-        if any(name in re.findall(r"\w+", names) for name in _SWAPPED):
-            lines[number] = f"from megatron_flashckpt.{match['module']} import {match['names']}\n"
+        module = "arguments" if names == _ARGUMENTS else match["module"]
+        if any(name in re.findall(r"\w+", names) for name in (*_SWAPPED, _ARGUMENTS)):
+            ours = f"from megatron_flashckpt.{module} import {match['names']}"
+            lines[number] = f"{match['indent']}{ours}\n"
     return "".join(lines)
 
 
 def make(checkout: Path, revision: str) -> str:
     """Return the patch for a revision of a Megatron-LM clone."""
-    path = _training_path(checkout, revision)
     with tempfile.TemporaryDirectory() as scratch:
-        text = _git(checkout, "show", f"{revision}:{path}")
-        for side, content in (("a", text), ("b", swapped(text))):
-            file = Path(scratch, side, path)
-            file.parent.mkdir(parents=True)
-            file.write_text(content)
+        for path, text in _patched(checkout, revision).items():
+            for side, content in (("a", text), ("b", swapped(text))):
+                file = Path(scratch, side, path)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(content)
         done = subprocess.run(
-            ["git", "diff", "--no-index", "--no-prefix", "--unified=1", f"a/{path}", f"b/{path}"],
+            ["git", "diff", "--no-index", "--no-prefix", "--unified=1", "a", "b"],
             cwd=scratch,
             capture_output=True,
             text=True,
         )
     if done.returncode != 1:
-        raise PatchError(f"{revision}:{path} has no imports to swap {done.stderr}")
+        raise PatchError(f"{revision} has no imports to swap {done.stderr}")
     return done.stdout
+
+
+def _patched(checkout: Path, revision: str) -> dict[str, str]:
+    """Return the files of a revision whose imports are swapped: path and text."""
+    listed = _git(checkout, "ls-tree", "-r", "--name-only", revision, "megatron").split()
+    if not set(TRAINING) & set(listed):
+        raise PatchError(f"{checkout}: {revision} has no {' or '.join(TRAINING)}")
+    texts = {
+        path: _git(checkout, "show", f"{revision}:{path}")
+        for path in (*TRAINING, *ARGUMENTS)
+        if path in listed
+    }
+    return {path: text for path, text in texts.items() if swapped(text) != text}
 
 
 def check(checkout: Path, name: str) -> None:
     """Raise PatchError unless a patch is what `make` makes, and applies in both ways."""
     patch, revision = PATCHES / f"{name}.patch", TAGS[name]
-    path = _training_path(checkout, revision)
-    text = _git(checkout, "show", f"{revision}:{path}")
+    texts = _patched(checkout, revision)
     if patch.read_text() != make(checkout, revision):
         raise PatchError(f"{patch.name} is not what 'scripts/patches make' writes: write it anew")
     for command in (["git", "apply", str(patch)], ["patch", "-s", "-p1", "-i", str(patch)]):
-        with tempfile.TemporaryDirectory() as scratch:
+        if (said := _tried(command, texts)) is not None:
+            raise PatchError(f"{' '.join(command)} fails on {revision}: {said}")
+
+
+def _tried(command: list[str], texts: dict[str, str]) -> str | None:
+    """Run a command that applies a patch on copies of files; return why they are not as wanted."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for path, text in texts.items():
             file = Path(scratch, path)
-            file.parent.mkdir(parents=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
-            done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
-            if done.returncode or file.read_text() != swapped(text):
-                raise PatchError(f"{' '.join(command)} fails on {revision}: {done.stderr}")
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        if done.returncode:
+            return done.stderr
+        wrong = [p for p, text in texts.items() if Path(scratch, p).read_text() != swapped(text)]
+        return f"{', '.join(wrong)} are not as they should be" if wrong else None
 
 
 def apply(tree: Path, asked: str | None) -> str:
@@ -131,15 +160,12 @@ def apply(tree: Path, asked: str | None) -> str:
 
 def _fits(tree: Path, name: str) -> bool:
     """Return whether a patch applies where its lines stand, and swaps all imports there are."""
-    path = next(path for path in TRAINING if (tree / path).is_file())
-    text = (tree / path).read_text()
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch, path)
-        file.parent.mkdir(parents=True)
-        file.write_text(text)
-        command = ["git", "apply", str(PATCHES / f"{name}.patch")]
-        done = subprocess.run(command, cwd=scratch, capture_output=True)
-        return done.returncode == 0 and file.read_text() == swapped(text)
+    texts = {
+        path: (tree / path).read_text()
+        for path in (*TRAINING, *ARGUMENTS)
+        if (tree / path).is_file()
+    }
+    return _tried(["git", "apply", str(PATCHES / f"{name}.patch")], texts) is None
 
 
 def _nearest_first(version: str) -> list[str]:
@@ -156,13 +182,6 @@ def _version(tree: Path) -> str:
         raise PatchError(f"{info}: is missing; name the root of a Megatron-LM checkout")
     found = dict(_VERSION.findall(info.read_text()))
     return ".".join(found[part] for part in ("MAJOR", "MINOR", "PATCH"))
-
-
-def _training_path(checkout: Path, revision: str) -> str:
-    for path in reversed(TRAINING):
-        if _git(checkout, "ls-tree", "--name-only", revision, path).strip():
-            return path
-    raise PatchError(f"{checkout}: {revision} has no {' or '.join(TRAINING)}")
 
 
 def _git(directory: Path, *arguments: str) -> str:

@@ -43,6 +43,7 @@ LAYERS = (
     {"recovery"},
     {"resume"},
     {"starting"},
+    {"arguments"},
     {"checkpointing", "async_utils"},
     {"launch"},
 )
@@ -64,6 +65,7 @@ KNOW_MEGATRON = {
     "recovery",
     "resume",
     "starting",
+    "arguments",
     "checkpointing",
     "async_utils",
     "launch",

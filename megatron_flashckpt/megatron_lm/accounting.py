@@ -16,6 +16,7 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm.offload import below
 from megatron_flashckpt.megatron_lm.optimizer_state import (
     BUFFERS,
     RANGE_MAP,
@@ -68,7 +69,8 @@ def unaccounted(chunks: list[Any], optimizer: Any) -> list[str]:
     names = _names(chunks)
     for sub, of_sub in entries:
         found += _wrong_entries(sub, of_sub, names)
-    return found + list(_wrong_parameters(chunks, entries, names))
+    elsewhere = {id(parameter) for parameter in optimizer_state.dealt_out(optimizer)}
+    return found + list(_wrong_parameters(chunks, entries, names, elsewhere))
 
 
 def has_states(optimizer: Any) -> bool:
@@ -115,7 +117,7 @@ def _wrong_entries(sub: Any, entries: list[OptimizerEntry], names: dict[int, str
     yield from _line(
         f"{kind} lists several times", (shown[it] for it, count in listed.items() if count > 1)
     )
-    groups = sub.optimizer.param_groups
+    groups = [group for inner in below(sub.optimizer) for group in inner.param_groups]
     stepped = {id(tensor): tensor for group in groups for tensor in group["params"]}
     # In a group because it was there first, but frozen: it has no state, and is a weight.
     idle = {it for it, tensor in stepped.items() if it in names and not tensor.requires_grad}
@@ -150,9 +152,16 @@ def _wrong_entries(sub: Any, entries: list[OptimizerEntry], names: dict[int, str
 
 
 def _wrong_parameters(
-    chunks: list[Any], entries: list[tuple[Any, list[OptimizerEntry]]], names: dict[int, str]
+    chunks: list[Any],
+    entries: list[tuple[Any, list[OptimizerEntry]]],
+    names: dict[int, str],
+    elsewhere: set[int],
 ) -> Iterator[str]:
-    """Compare what all optimizers together hold with the parameters that want gradients."""
+    """Compare what all optimizers together hold with the parameters that want gradients.
+
+    Args:
+        elsewhere: ids of parameters that may be other replicas' as a whole.
+    """
     held: Counter[int] = Counter()
     foreign: dict[int, torch.Tensor] = {}
     for sub, of_sub in entries:
@@ -165,7 +174,11 @@ def _wrong_parameters(
     ]
     yield from _line(
         "in no optimizer of this rank, though it wants gradients",
-        (names[id(parameter)] for parameter in wanted if not held[id(parameter)]),
+        (
+            names[id(parameter)]
+            for parameter in wanted
+            if not held[id(parameter)] and id(parameter) not in elsewhere
+        ),
     )
     yield from _line(
         "in more than one place of the optimizers",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
@@ -78,6 +79,15 @@ def ask_for_memory_saves(args: Any, interval: int | None) -> None:
     checkpointing().print_rank_0(f"  flashckpt: {said}; these saves stay in host memory")
 
 
+@functools.cache
+def announce_left_to_megatron(flag: str) -> None:
+    """Say, once, that our functions do nothing in this job."""
+    checkpointing().print_rank_0(
+        f"  flashckpt: with {flag} the model shards its parameters itself, which this release "
+        "neither saves nor loads: Megatron's own functions do, as if flashckpt were not there"
+    )
+
+
 @contextlib.contextmanager
 def save_hooks() -> Iterator[None]:
     """Tell the fault-tolerance monitor, where there is one, that checkpointing is going on."""
@@ -92,15 +102,28 @@ def save_hooks() -> Iterator[None]:
         monitor.on_checkpointing_end(is_async_finalization=False)
 
 
-def announce_save(args: Any, iteration: int, root: str) -> AnnouncedSave:
-    """Say that a save begins; return what `announce_committed` needs."""
+def announce_save(
+    args: Any, iteration: int, root: str, *, memory_only: bool, pending: bool
+) -> AnnouncedSave:
+    """Say that a save begins; return what `announce_committed` needs.
+
+    Args:
+        pending: whether an earlier save is not committed yet.
+    """
     from megatron.core import parallel_state
 
     stock = checkpointing()
+    asynchronous = getattr(args, "async_save", None)
+    if asynchronous and pending:
+        stock.print_rank_0(
+            "WARNING: Starting a checkpoint save before previous has finished. Consider increasing "
+            "the checkpoint interval."
+        )
     start = feature("on_save_checkpoint_start")
-    metrics = start(getattr(args, "async_save", None)) if start is not None else None
+    metrics = start(asynchronous) if start is not None else None
     stock.print_rank_0(
-        f"[{_now()}] saving checkpoint at iteration {iteration:7d} to {root} in {FORMAT} format"
+        f"[{_now()}] saving checkpoint at iteration {iteration:7d} to "
+        f"{'host memory' if memory_only else root} in {FORMAT} format"
     )
     return AnnouncedSave(
         iteration,
@@ -119,6 +142,23 @@ def announce_save(args: Any, iteration: int, root: str) -> AnnouncedSave:
     )
 
 
+def announce_staged(args: Any, save: AnnouncedSave) -> None:
+    """Say what stock says when training goes on before a save is committed."""
+    if getattr(args, "async_save", None):
+        checkpointing().print_rank_0(
+            f"  [{_now()}] scheduled an async checkpoint save at iteration {save.iteration:7d} to "
+            f"{save.root}"
+        )
+
+
+def announce_drain(args: Any) -> None:
+    """Say that what is not committed yet is waited for."""
+    if getattr(args, "async_save", None):
+        checkpointing().print_rank_0(
+            "Unfinalized async checkpoint saves. Finalizing them synchronously now."
+        )
+
+
 def announce_committed(args: Any, save: AnnouncedSave) -> None:
     """Say that the save is committed, as stock's finalizers do. No communication.
 
@@ -135,6 +175,8 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
     if (
         log is not None
         and getattr(args, "log_progress", False)
+        # Without --async-save Megatron's loop has written "Saved checkpoint" already.
+        and getattr(args, "async_save", None)
         and torch.distributed.is_initialized()
     ):
         log(f"Saved async checkpoint\tIteration: {save.iteration}", barrier=False)
@@ -167,11 +209,23 @@ def evaluate_and_report(*args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def announce_loaded(root: str, iteration: int, source: str, cost: str) -> None:
-    """Say what was loaded and from where, as stock does after a load."""
+def announce_loading(args: Any, root: str | None, iteration: int) -> None:
+    """Say which checkpoint is being loaded, in the words of the format that was asked for."""
+    kind = "distributed " if getattr(args, "use_dist_ckpt", False) else ""
+    checkpointing().print_rank_0(f" loading {kind}checkpoint from {root} at iteration {iteration}")
+
+
+def announce_loaded(root: str, iteration: int, origin: tuple[int, str], cost: str) -> None:
+    """Say what was loaded and from where, as stock does after a load.
+
+    Args:
+        iteration: the one that training goes on with; 0 for fine-tuning.
+        origin: the iteration that was loaded, and from where (`memory` or `storage`).
+    """
     from megatron.core import parallel_state
 
     stock = checkpointing()
+    loaded, source = origin
     stock.print_rank_0(
         f"  successfully loaded checkpoint from {root} "
         f"[ t {parallel_state.get_tensor_model_parallel_rank() + 1}/"
@@ -180,10 +234,10 @@ def announce_loaded(root: str, iteration: int, source: str, cost: str) -> None:
         f"{parallel_state.get_pipeline_model_parallel_world_size()} ] "
         f"at iteration {iteration}"
     )
-    stock.print_rank_0(f"  flashckpt: iteration {iteration} was restored from {source}: {cost}")
+    stock.print_rank_0(f"  flashckpt: iteration {loaded} was restored from {source}: {cost}")
     wandb = feature("wandb_utils")
     if wandb is not None and _is_last_rank():
-        wandb.on_load_checkpoint_success(f"{root}/{iteration_dir(iteration)}", root)
+        wandb.on_load_checkpoint_success(f"{root}/{iteration_dir(loaded)}", root)
     monitor = feature("ft_integration")
     if monitor is not None and iteration > 0:
         monitor.on_checkpoint_loaded(is_local_chkpt=source == "memory")

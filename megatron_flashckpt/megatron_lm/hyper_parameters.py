@@ -14,6 +14,12 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.megatron_lm.offload import (
+    below,
+    finish_loading,
+    groups_below,
+    is_offloading,
+)
 from megatron_flashckpt.megatron_lm.optimizer_state import sub_optimizers
 from megatron_flashckpt.megatron_lm.stock import OPTIMIZER_HOMES, stock_module
 
@@ -44,24 +50,30 @@ def hyper_parameters(optimizer: Any) -> _Saved:
                     {key: value for key, value in group.items() if key != "params"}
                     for group in inner.param_groups
                 ],
-                "step": _per_parameter_step(inner),
+                "step": _step_below(inner),
                 "grad_scaler": scaler.state_dict() if scaler else None,
             }
         )
     return saved
 
 
-def _per_parameter_step(inner: torch.optim.Optimizer) -> float | None:
-    """Return the step that torch's own optimizers keep per parameter (Apex and TE: per group).
+def _step_below(inner: torch.optim.Optimizer) -> Any:
+    """Return the step if it is not in the param groups: torch's optimizers keep it per parameter.
+
+    (Apex and TE: per group; but with --optimizer-cpu-offload in groups below those that we see.)
 
     Raises:
         UnsupportedError: parameters have taken different numbers of steps.
     """
     steps = {
         float(state["step"])
-        for state in inner.state.values()
+        for optimizer in below(inner)
+        for state in optimizer.state.values()
         if isinstance(state.get("step"), torch.Tensor)
     }
+    if is_offloading(inner):
+        groups = (group for optimizer in below(inner) for group in optimizer.param_groups)
+        steps |= {float(group["step"]) for group in groups if "step" in group}
     if len(steps) > 1:
         raise UnsupportedError(
             f"parameters of one {type(inner).__name__} have different steps {sorted(steps)}"
@@ -84,8 +96,9 @@ def merge(of_ranks: list[_Saved]) -> _Saved:
             for group in entry["param_groups"]:
                 if (number, _identity(group)) not in seen:
                     seen.add((number, _identity(group)))
-                    counted = made is None or _step_of(entry, group) is not None
-                    fresh.append(group if counted else {**group, "step": made})
+                    others = made.get(_settings(group))
+                    counted = others is None or _step_of(entry, group) is not None
+                    fresh.append(group if counted else {**group, "step": others})
             if fresh:
                 merged.append({**entry, "param_groups": fresh})
     return merged
@@ -114,12 +127,13 @@ def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
         if found is not None:
             entry, values = found
             step = _step_of(entry, values)
-            _take(inner, group, values, made if step is None else step)
+            _take(inner, group, values, made.get(_settings(values)) if step is None else step)
     scalers = [entry["grad_scaler"] for entry in saved if entry["grad_scaler"] is not None]
     for sub in sub_optimizers(optimizer):
         scaler = getattr(sub, "grad_scaler", None)
         if scaler and scalers:
             scaler.load_state_dict(scalers[0])
+        finish_loading(sub.optimizer)
 
 
 def knows_steps(saved: _Saved) -> bool:
@@ -127,7 +141,7 @@ def knows_steps(saved: _Saved) -> bool:
 
     A rank whose optimizer has no parameters (only padding fell to it) does not know.
     """
-    return _steps_made(saved) is not None
+    return bool(_steps_made(saved))
 
 
 _Found = tuple[dict[str, Any], dict[str, Any]]
@@ -156,6 +170,9 @@ def _matches(
 
 def _like(group: dict[str, Any], known: list[_Found]) -> _Found | None:
     """Return what `known` has of `group`; None if there is nothing, or no telling which."""
+    # Groups of different optimizers may have one identity; Muon's are told from Adam's by what they
+    # hold.
+    known = sorted(known, key=lambda found: _settings(found[1]) != _settings(group))
     for without in ("", _EXPERT):
         for found in known:
             if _identity(found[1], without) == _identity(group, without):
@@ -184,13 +201,22 @@ def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:
     return group.get("step") if entry["step"] is None else entry["step"]
 
 
-def _steps_made(saved: Iterable[dict[str, Any]]) -> Any:
-    """Return how many steps there were; None before the first one.
+def _steps_made(saved: Iterable[dict[str, Any]]) -> dict[frozenset[str], Any]:
+    """Return how many steps there were, by the settings of groups; before the first one: nothing.
 
-    All groups step together, but one without parameters on its rank does not count there.
+    All groups step together, but one without parameters on its rank does not count there; nor does
+    Muon ever, whose groups have other settings than Adam's.
     """
-    steps = (_step_of(entry, group) for entry in saved for group in entry["param_groups"])
-    return next((step for step in steps if step is not None), None)
+    made: dict[frozenset[str], Any] = {}
+    for entry in saved:
+        for group in entry["param_groups"]:
+            if (step := _step_of(entry, group)) is not None:
+                made.setdefault(_settings(group), step)
+    return made
+
+
+def _settings(group: dict[str, Any]) -> frozenset[str]:
+    return frozenset(group) - {"params", "step"}
 
 
 def _take(
@@ -201,9 +227,11 @@ def _take(
     group.update({key: copy.deepcopy(it) for key, it in values.items() if key not in kept})
     if step is None:
         return
-    if not type(inner).__module__.startswith("torch.optim"):
-        group["step"] = step.clone() if isinstance(step, torch.Tensor) else int(step)
-        return
-    for parameter in group["params"]:
-        # One tensor per parameter: a shared one would count every parameter's step.
-        inner.state[parameter]["step"] = torch.tensor(float(step), dtype=torch.float32)
+    for optimizer, stepped in groups_below(inner, group):
+        if not type(optimizer).__module__.startswith("torch.optim"):
+            stepped["step"] = step.clone() if isinstance(step, torch.Tensor) else int(step)
+            continue
+        for parameter in stepped["params"]:
+            # One tensor per parameter: a shared one would count every parameter's step.
+            made = torch.tensor(float(step), dtype=torch.float32)
+            optimizer.state[parameter]["step"] = made

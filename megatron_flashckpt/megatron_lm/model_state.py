@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, Shape, equal_shares
+from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Piece, Shape, equal_shares
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
@@ -77,9 +78,7 @@ class ModelState:
                     "the optimizer steps a parameter of shape "
                     f"{tuple(entry.parameter.shape)} that is in no model chunk"
                 )
-            tensors = dict(entry.states())
-            if entry.is_master:
-                tensors[MASTER] = entry.owned
+            tensors = entry.tensors()
             if entry.sharded:
                 if geo.main and entry.main:
                     weight = entry.parameter.data.reshape(-1)[entry.start : entry.end]
@@ -129,7 +128,7 @@ class ModelState:
         self,
         chunks: list[Any],
         optimizer: Any,
-        state_dtypes: dict[str, torch.dtype],
+        states: Mapping[str, Mapping[str, torch.dtype]],
     ) -> list[LocalPiece]:
         """Return everything that this rank holds, duplicates included: what a load must fill.
 
@@ -137,16 +136,14 @@ class ModelState:
 
         Args:
             optimizer: None: weights and buffers only.
-            state_dtypes: the state tensors that the checkpoint has, by name.
+            states: by family of optimizers (`states_of`), the types of the states to fill by kind.
         """
         geometry = self.geometry(chunks)
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         for entry in optimizer_state.entries(optimizer):
             geo = by_id[id(entry.parameter)]
-            tensors = optimizer_state.allocate(entry, state_dtypes)
-            if entry.is_master:
-                tensors[MASTER] = entry.owned
+            tensors = optimizer_state.allocate(entry, states.get(entry.family, {}))
             for kind, tensor in tensors.items():
                 found += _cut(geo, kind, _writable(geo, tensor), entry.start, entry.end)
         for parameter, geo in geometry.parameters:
@@ -154,6 +151,26 @@ class ModelState:
         for geo, tensor in self._buffers(chunks, geometry):
             found += _cut(geo, BUFFER, _writable(geo, tensor), 0, tensor.numel())
         return found
+
+    def states_of(
+        self,
+        chunks: list[Any],
+        optimizer: Any,
+        stored: Mapping[str, Mapping[str, torch.dtype]],
+    ) -> dict[str, dict[str, torch.dtype]]:
+        """Return, by family of optimizers, the states that the checkpoint has of its parameters.
+
+        One family may keep other states than another: Muon has a momentum, Adam two moments.
+
+        Args:
+            stored: by key, the types of the states that the checkpoint has, by kind.
+        """
+        by_id = {id(parameter): geo for parameter, geo in self.geometry(chunks).parameters}
+        found: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
+        for entry in optimizer_state.entries(optimizer):
+            for run in by_id[id(entry.parameter)].runs:
+                found[entry.family].update(stored.get(run.key, {}))
+        return dict(found)
 
     @staticmethod
     def _buffers(chunks: list[Any], geometry: ModelGeometry) -> list[tuple[Geometry, torch.Tensor]]:

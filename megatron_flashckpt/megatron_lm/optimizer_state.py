@@ -9,12 +9,15 @@ pair), never through `model_param_group_index_map`: that one is wrong for groups
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.piece import MASTER
+from megatron_flashckpt.megatron_lm.offload import is_offloading, steppers
 from megatron_flashckpt.megatron_lm.stock import OPTIMIZER_HOMES, stock_module
 
 _optimizers = stock_module("optimizer.optimizer", OPTIMIZER_HOMES)
@@ -28,6 +31,11 @@ ChainedOptimizer = _optimizers.ChainedOptimizer
 RANGE_MAP = ("_get_model_param_range_map", "get_model_param_range_map")
 #: Its gradient buffers, which know the parameters of all replicas; renamed in core 0.6.
 BUFFERS = ("buffers", "grad_buffers")
+
+#: What precision-aware optimizers call the copy that they keep among their states.
+_MASTER_STATE = "master_param"
+#: Their states of other types come with a scale, which is no state.
+_UNSCALED = (torch.float32, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +57,11 @@ class OptimizerEntry:
     """False on the duplicates of a DistributedOptimizer with several instances."""
     stale_weight: bool = False
     """Whether the parameter itself may lag behind `owned` until the next forward."""
+    keeps_master: bool = False
+    """Whether the inner optimizer has the copy among its states (precision-aware ones)."""
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Return the live per-element state tensors by name; empty before the first step.
+        """Return the live per-element state tensors by kind; empty before the first step.
 
         Raises:
             UnsupportedError: there is state that is neither that nor a count of steps.
@@ -61,11 +71,13 @@ class OptimizerEntry:
         if self.owned not in self.inner.state:
             return {}
         state = self.inner.state[self.owned]
-        found = {name: value for name, value in state.items() if self._is_per_element(value)}
+        # What is offloaded is listed among its own states, too.
+        mine = {name: value for name, value in state.items() if value is not self.owned}
+        found = {name: value for name, value in mine.items() if self._is_per_element(value)}
         # Steps are tensors of one element, and kept with the param groups.
         odd = [
             f"'{name}' ({_shape(value)})"
-            for name, value in state.items()
+            for name, value in mine.items()
             if name not in found
             and value is not None
             and not (name == "step" and isinstance(value, torch.Tensor) and value.numel() == 1)
@@ -77,7 +89,7 @@ class OptimizerEntry:
                 "steps, which is all that this release saves; use another optimizer, or keep "
                 "Megatron's own checkpointing for this job"
             )
-        return found
+        return {_kind(name, value.dtype): value for name, value in found.items()}
 
     def _is_per_element(self, value: Any) -> bool:
         return (
@@ -86,11 +98,25 @@ class OptimizerEntry:
             and value.numel() == self.end - self.start
         )
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the live per-element tensors beside the weight, by kind."""
+        return {MASTER: self.owned, **self.states()} if self.is_master else self.states()
+
+    @property
+    def family(self) -> str:
+        """Name what has states of one set of kinds: the class of the inner optimizer."""
+        return type(self.inner).__name__
+
 
 def _shape(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"of shape {tuple(value.shape)}"
     return f"of type {type(value).__name__}"
+
+
+def _kind(name: str, dtype: torch.dtype) -> str:
+    # TransformerEngine may keep only what the 16-bit weight lacks of it, as integers.
+    return MASTER if name == _MASTER_STATE and dtype == torch.float32 else name
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
@@ -99,24 +125,27 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
     Raises:
         UnsupportedError: one of them is of a kind whose state cannot be told apart.
     """
+    return [sub for sub, _ in _parts(optimizer)]
+
+
+def _parts(optimizer: Any, dealt: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield the optimizers that hold state, and whether parameters are dealt out to replicas.
+
+    Layer-wise optimizers give each parameter as a whole to one replica, whose optimizer lists only
+    those.
+    """
     if optimizer is None:
-        return []
+        return
     if isinstance(optimizer, ChainedOptimizer):
-        _refuse_layer_wise(optimizer)
-        return [sub for part in optimizer.chained_optimizers for sub in sub_optimizers(part)]
-    if getattr(optimizer, "is_stub_optimizer", False):
-        return []
-    _refuse_unknown(optimizer)
-    return [] if optimizer.optimizer is None else [optimizer]
-
-
-def _refuse_layer_wise(optimizer: Any) -> None:
-    if any(kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).__mro__):
-        raise UnsupportedError(
-            "LayerWiseDistributedOptimizer (--optimizer dist_muon and the like) gives whole "
-            "parameters to single replicas, which this release does not save; use --optimizer muon "
-            "or adam, or keep Megatron's own checkpointing for this job"
+        dealt = any(
+            kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).mro()
         )
+        for part in optimizer.chained_optimizers:
+            yield from _parts(part, dealt)
+    elif not getattr(optimizer, "is_stub_optimizer", False):
+        _refuse_unknown(optimizer)
+        if optimizer.optimizer is not None:
+            yield optimizer, dealt
 
 
 def _refuse_unknown(optimizer: Any) -> None:
@@ -128,34 +157,51 @@ def _refuse_unknown(optimizer: Any) -> None:
             "(DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer); use one of "
             "them, or keep Megatron's own checkpointing for this job"
         )
-    flags = {
-        "--use-precision-aware-optimizer": ("config", "use_precision_aware_optimizer"),
-        "--optimizer-cpu-offload": ("config", "optimizer_cpu_offload"),
-        "--use-megatron-fsdp": ("ddp_config", "use_megatron_fsdp"),
-    }
-    # No config before core 0.6.
-    given = [
-        flag
-        for flag, (config, name) in flags.items()
-        if getattr(getattr(optimizer, config, None), name, False)
-    ]
-    if given:
+    if getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False):
         raise UnsupportedError(
-            f"{' and '.join(given)}: the optimizer keeps its state in a layout that this release "
-            "does not save; start without, or keep Megatron's own checkpointing for this job (with "
-            "Megatron-FSDP --ckpt-format fsdp_dtensor)"
+            "--use-megatron-fsdp: the optimizer keeps its state in a layout that this release does "
+            "not save; keep Megatron's own checkpointing (--ckpt-format fsdp_dtensor) for this job"
+        )
+    config = getattr(optimizer, "config", None)  # none before core 0.6
+    if not getattr(config, "use_precision_aware_optimizer", False):
+        return
+    given = {
+        name: getattr(config, name)
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    }
+    scaled = {name: dtype for name, dtype in given.items() if dtype not in _UNSCALED}
+    if scaled:
+        said = ", ".join(f"--{name.replace('_', '-')} {it}" for name, it in scaled.items())
+        raise UnsupportedError(
+            f"{said}: states of this type come with scales that this release does not save; "
+            "use fp32 or bf16, or keep Megatron's own checkpointing for this job"
         )
 
 
 def sharded(optimizer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters whose state a DistributedOptimizer shards over the replicas.
+    """Yield the parameters whose state one replica has, or each replica a part of.
 
     Also those of which all is other replicas' part.
     """
-    for sub in sub_optimizers(optimizer):
+    for sub, dealt in _parts(optimizer):
         if isinstance(sub, DistributedOptimizer):
             for buffer in getattr(sub, next(name for name in BUFFERS if hasattr(sub, name))):
                 yield from buffer.param_index_map
+        elif dealt:
+            yield from (entry.parameter for entry in entries(sub))
+    yield from dealt_out(optimizer)
+
+
+def dealt_out(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters that a layer-wise optimizer has given to replicas, whichever has them.
+
+    With one replica it has no such lists.
+    """
+    for name in ("dp_cp_params_list", "expt_dp_params_list"):
+        for of_replica in getattr(optimizer, name, None) or ():
+            yield from of_replica
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else ():
+        yield from dealt_out(part)
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -165,7 +211,7 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def entries(optimizer: Any) -> Iterator[OptimizerEntry]:
     """Yield what `optimizer` (chained or not) holds for every parameter on this rank."""
-    for sub in sub_optimizers(optimizer):
+    for sub, dealt in _parts(optimizer):
         if isinstance(sub, DistributedOptimizer):
             yield from _distributed(sub)
         elif isinstance(sub, Float16OptimizerWithFloat16Params):
@@ -174,18 +220,18 @@ def entries(optimizer: Any) -> Iterator[OptimizerEntry]:
             ):
                 for model, master in zip(models, masters, strict=True):
                     yield OptimizerEntry(
-                        model, 0, model.numel(), master, True, sub.optimizer, False, True
+                        model, 0, model.numel(), master, True, sub.optimizer, dealt, True
                     )
             for models in sub.fp32_from_fp32_groups:
-                yield from _in_place(models, sub)
+                yield from _in_place(models, sub, dealt)
         else:
             for group in sub.optimizer.param_groups:
-                yield from _in_place(group["params"], sub)
+                yield from _in_place(group["params"], sub, dealt)
 
 
-def _in_place(parameters: list[Any], sub: Any) -> Iterator[OptimizerEntry]:
+def _in_place(parameters: list[Any], sub: Any, dealt: bool) -> Iterator[OptimizerEntry]:
     for model in parameters:
-        yield OptimizerEntry(model, 0, model.numel(), model, False, sub.optimizer, False, True)
+        yield OptimizerEntry(model, 0, model.numel(), model, False, sub.optimizer, dealt, True)
 
 
 def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
@@ -194,25 +240,67 @@ def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
     # Before core 0.7 an overlapped all-gather lands in a buffer beside the parameters, even on the
     # rank that owns a range; the next forward copies it over.
     stale = getattr(sub, "overlap_param_gather", False) and hasattr(sub, "param_buffer_copied")
+    aware = _is_precision_aware(sub)
+    offloaded = steppers(sub.optimizer) if is_offloading(sub.optimizer) else {}
+    halves = sub.shard_float16_groups if aware else sub.shard_fp32_from_float16_groups
     for is_master, model_groups, shard_groups in (
-        (True, sub.model_float16_groups, sub.shard_fp32_from_float16_groups),
+        (not aware, sub.model_float16_groups, halves),
         (False, sub.model_fp32_groups, sub.shard_fp32_groups),
     ):
         for models, shards in zip(model_groups, shard_groups, strict=True):
             for model, shard in zip(models, shards, strict=True):
                 extent = range_map(model)["param"]
-                owner = (sub.optimizer, True, main, is_master and stale)
-                yield OptimizerEntry(model, extent.start, extent.end, shard, is_master, *owner)
+                place = (model, extent.start, extent.end)
+                if offloaded:
+                    stepped = sub.optimizer.param_to_inner_param[shard]
+                    copied = stepped is not shard
+                    yield OptimizerEntry(
+                        *place, stepped, copied, offloaded[id(stepped)], True, main
+                    )
+                else:
+                    yield OptimizerEntry(
+                        *(*place, shard, is_master, sub.optimizer, True, main),
+                        stale_weight=is_master and stale,
+                        keeps_master=aware,
+                    )
 
 
-def allocate(entry: OptimizerEntry, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """Return the state tensors named in `dtypes`, allocated in the optimizer where missing."""
+def _is_precision_aware(sub: Any) -> bool:
+    """Return whether the inner optimizer steps the 16-bit weights and keeps the copies itself."""
+    config = getattr(sub, "config", None)
+    aware = getattr(config, "use_precision_aware_optimizer", False)
+    # Since core 0.13 not with every FP8 recipe.
+    return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", aware))
+
+
+def allocate(entry: OptimizerEntry, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """Return, by kind, what a load fills beside the weight; allocated where it is missing.
+
+    Args:
+        dtypes: the states that the checkpoint has of such an optimizer, by kind.
+    """
+    if entry.keeps_master and entry.owned not in entry.inner.state:
+        _initialize(entry)
+    found = entry.tensors()
     state = entry.inner.state[entry.owned]
-    for name, dtype in dtypes.items():
-        if not isinstance(state.get(name), torch.Tensor):
+    for kind, dtype in dtypes.items():
+        if kind not in found and kind not in (MASTER, _MASTER_STATE):
             # Zeros, as a fresh optimizer has them: harmless if the load then refuses.
-            state[name] = torch.zeros_like(entry.owned, dtype=dtype, requires_grad=False)
-    return {name: state[name] for name in dtypes}
+            found[kind] = state[kind] = torch.zeros_like(
+                entry.owned, dtype=dtype, requires_grad=False
+            )
+    return {kind: it for kind, it in found.items() if kind in (*dtypes, MASTER, _MASTER_STATE)}
+
+
+def _initialize(entry: OptimizerEntry) -> None:
+    """Have a precision-aware optimizer make its states, which may be more than tensors."""
+    inner: Any = entry.inner
+    initialize = inner.initialize_state
+    if "store_param_remainders" in inspect.signature(initialize).parameters:  # since TE 2.1
+        remainders = inner.store_param_remainders and entry.owned.dtype == torch.bfloat16
+        initialize(entry.owned, remainders)
+    else:
+        initialize(entry.owned)
 
 
 def is_expert(parameter: torch.nn.Parameter) -> bool:

@@ -51,19 +51,34 @@ _ORIGINALS: dict[tuple[str, str], Callable[..., Any]] = {}
 def replace(module: str, name: str, replacement: Callable[..., Any]) -> None:
     """Put `replacement` in the place of a stock function, for an unedited script.
 
-    `training` imports the names, so they are set there as well. `original` still finds the stock
-    function.
+    Modules of Megatron import such names, so it is set wherever they have done so. `original` still
+    finds the stock function.
     """
-    home = stock_module(module)
-    _ORIGINALS.setdefault((module, name), getattr(home, name))
-    setattr(home, name, replacement)
-    if hasattr(stock_module("training"), name):
-        setattr(stock_module("training"), name, replacement)
+    stock = _ORIGINALS.setdefault((module, name), getattr(stock_module(module), name))
+    stock_module("training")  # imports, with all that it needs, whoever calls these functions
+    for key, importer in list(sys.modules.items()):
+        names = getattr(importer, "__dict__", {}) if key.partition(".")[0] == "megatron" else {}
+        if names.get(name) is stock:
+            setattr(importer, name, replacement)
 
 
 def original(module: str, name: str) -> Callable[..., Any]:
     """Return Megatron's own function, also when `replace` has put another in its place."""
     return _ORIGINALS.get((module, name)) or getattr(stock_module(module), name)
+
+
+#: Arguments under which the model shards its parameters itself, by attribute.
+_SELF_SHARDING = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_custom_fsdp": "--use-custom-fsdp",  # its name until core 0.13
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+}
+
+
+def left_to_megatron(args: Any) -> str | None:
+    """Return the flag that leaves all saving and loading to Megatron's own functions, if given."""
+    flags = (flag for name, flag in _SELF_SHARDING.items() if getattr(args, name, False))
+    return next(flags, None)
 
 
 def checkpointing() -> ModuleType:

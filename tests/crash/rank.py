@@ -27,6 +27,7 @@ from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.optimizer_state import entries
 from megatron_flashckpt.megatron_lm.stock import unwrap
 from megatron_flashckpt.session import session
 from tests.crash.start import Life
@@ -84,7 +85,8 @@ class Rank:
         """Return all that this rank holds, the optimizer's moments included."""
         dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         state = ModelState(session.config.replicated)
-        return state.wanted(unwrap(self.job[0]), self.job[1], dtypes)
+        families = {entry.family: dtypes for entry in entries(self.job[1])}
+        return state.wanted(unwrap(self.job[0]), self.job[1], families)
 
     def train(self, iteration: int) -> None:
         """Let everything be what it is at `iteration`, once the optimizer may step."""

@@ -24,12 +24,16 @@ patches = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(patches)
 
 
+#: What the patch for the installed release changes.
+PATCHED = ("megatron/training/training.py", "megatron/training/initialize.py")
+
+
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """What the patch needs of the installed release."""
     installed = Path(megatron.core.__file__).parents[2]
-    for path in ("megatron/training/training.py", "megatron/core/package_info.py"):
-        (tmp_path / path).parent.mkdir(parents=True)
+    for path in (*PATCHED, "megatron/core/package_info.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(installed / path, tmp_path / path)
     return tmp_path
 
@@ -46,10 +50,15 @@ def test_a_patch_turns_imports_into_ours_and_nothing_else(name: str) -> None:
     changes = [line for line in lines if re.match(r"[-+](?![-+])", line)]
     removed = [line[1:] for line in changes if line[0] == "-"]
     added = [line[1:] for line in changes if line[0] == "+"]
-    stock = re.compile(r"^from (megatron(\.training)?|)\.(?=checkpointing|async_utils)")
-    assert [stock.sub("from megatron_flashckpt.", line) for line in removed] == added
-    assert all(line.startswith("from megatron_flashckpt.") for line in added)
-    assert len(added) in (2, 3)
+    stock = re.compile(r"^( *)from (megatron(\.training)?|)\.(?=checkpointing|async_utils)")
+    ours = [stock.sub(r"\1from megatron_flashckpt.", line) for line in removed]
+    arguments = "checkpointing import load_args_from_checkpoint"
+    ours = [
+        line.replace(arguments, arguments.replace("checkpointing", "arguments")) for line in ours
+    ]
+    assert ours == added
+    assert all(line.lstrip().startswith("from megatron_flashckpt.") for line in added)
+    assert len(added) in (3, 4)
 
 
 def test_every_patch_is_named_after_a_tag_and_no_tag_lacks_one() -> None:
@@ -57,10 +66,12 @@ def test_every_patch_is_named_after_a_tag_and_no_tag_lacks_one() -> None:
 
 
 def test_the_right_patch_is_found_and_applied(tree: Path) -> None:
-    stock = (tree / "megatron/training/training.py").read_text()
+    stock = [(tree / path).read_text() for path in PATCHED]
     done = run("apply", tree)
     assert done.stdout == f"applied patches/core_v0.17.1.patch to {tree}\n", done.stderr
-    assert (tree / "megatron/training/training.py").read_text() == patches.swapped(stock) != stock
+    patched = [(tree / path).read_text() for path in PATCHED]
+    assert patched == [patches.swapped(text) for text in stock]
+    assert all(one != other for one, other in zip(patched, stock, strict=True))
 
 
 def test_another_releases_patch_is_refused_and_the_right_one_named(tree: Path) -> None:

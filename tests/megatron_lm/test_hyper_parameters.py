@@ -364,3 +364,18 @@ def test_what_is_no_optimizer_of_megatrons_is_refused_by_name() -> None:
 
     with pytest.raises(UnsupportedError, match="optimizer Theirs is not one whose state"):
         hyper_parameters(Theirs())
+
+
+def test_groups_of_two_optimizers_with_one_identity_are_told_apart_by_their_settings() -> None:
+    def muon(momentum: float) -> torch.optim.Optimizer:
+        return torch.optim.Optimizer([{**group(1.0), "momentum": momentum}], {})
+
+    experts = stepped(PerGroup([group(1.0, expert=True)]))
+    others = stepped(PerGroup([group(1.0)]))
+    saved = hyper_parameters(chained(wrapped(muon(0.9)), wrapped(others), wrapped(experts)))
+    fresh, momentum = PerGroup([group(1.0)]), muon(0.5)
+    load_hyper_parameters(chained(wrapped(fresh), wrapped(momentum)), merge([saved]))
+    assert fresh.param_groups[0]["step"] == 5
+    assert "momentum" not in fresh.param_groups[0]
+    assert momentum.param_groups[0]["momentum"] == 0.9
+    assert "step" not in momentum.param_groups[0]

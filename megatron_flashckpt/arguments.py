@@ -1,0 +1,92 @@
+"""SHIM: `load_args_from_checkpoint`, for `--use-checkpoint-args`.
+
+Swap the import in `megatron/training/initialize.py` (core 0.19 and later: `arguments.py`):
+
+    from megatron_flashckpt.arguments import load_args_from_checkpoint
+
+Megatron decides what is taken from a checkpoint's arguments; only where they are read is ours. It
+imports this module while it is being imported itself, so nothing here may need it before a call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_flashckpt.errors import FlashCkptError, is_damage
+from megatron_flashckpt.layout.manifest import common_name
+from megatron_flashckpt.storage.posix import PosixStorage
+
+logger = logging.getLogger(__name__)
+
+
+def load_args_from_checkpoint(args: Any, *more: Any, **named: Any) -> Any:
+    """Set arguments from the checkpoint that a load will find; as Megatron's own function does.
+
+    Every rank reads on its own, before torch.distributed is there.
+
+    Raises:
+        FlashCkptError: the checkpoint is damaged and `damaged` is `stop`, or no other is there.
+    """
+    from megatron_flashckpt.megatron_lm import stock
+
+    module: Any = stock.checkpointing()
+    own = stock.original("checkpointing", "load_args_from_checkpoint")
+    bound = stock.bind(own, (args, *more), named)
+    root = getattr(args, bound.get("load_arg", "load"), None)
+    state = None if root is None else common_state(root, getattr(args, "ckpt_step", None))
+    if state is None:
+        return own(args, *more, **named)
+    # Since core 0.9 the type of the checkpoint comes last; nobody asks for it here.
+    found = (
+        (state, root, False, None) if hasattr(module, "CheckpointType") else (state, root, False)
+    )
+    read = module._load_base_checkpoint
+    module._load_base_checkpoint = lambda *_, **__: found
+    try:
+        return own(args, *more, **named)
+    finally:
+        module._load_base_checkpoint = read
+
+
+def common_state(root: str, step: int | None) -> dict[str, Any] | None:
+    """Return what is alike on all ranks of the checkpoint to go on from; None: it is none of ours.
+
+    Raises:
+        FlashCkptError: as `load_args_from_checkpoint`.
+    """
+    from megatron_flashckpt.megatron_lm import plain, side_state
+    from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+
+    storage = PosixStorage(root)
+    refused: FlashCkptError | None = None
+    for iteration in _candidates(storage, step):
+        try:
+            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+            name = f"{stored.place}/{common_name(stored.manifest.save_id)}"
+            return plain.decode_dict(stored.common(), name, side_state.COMMON_STATE)
+        except FlashCkptError as error:
+            if not is_damage(error):
+                raise
+            logger.error("arguments were not taken from iteration %d: %s", iteration, error)
+            refused = refused or error
+    if refused is not None:
+        raise refused
+    return None
+
+
+def _candidates(storage: PosixStorage, step: int | None) -> Iterator[int]:
+    """Yield the iterations to try: the one that is named, then older ones if they may be used."""
+    from megatron_flashckpt import inspection
+    from megatron_flashckpt.recovery import named_in
+    from megatron_flashckpt.session import session
+
+    named = named_in(storage, int(step) if step else None).iteration
+    if named is None:
+        return
+    yield named
+    if session.config.damaged == "fall_back" and not step:
+        for iteration in reversed(inspection.committed_iterations(storage)):
+            if iteration < named:
+                yield iteration
