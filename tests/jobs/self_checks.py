@@ -182,10 +182,7 @@ def odd_state(job: Job) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unsupported_flags(job: Job) -> Iterator[None]:
-    with (
-        changed(sub(job).config, "use_precision_aware_optimizer", True),
-        changed(sub(job).ddp_config, "use_megatron_fsdp", True),
-    ):
+    with changed(sub(job).ddp_config, "use_megatron_fsdp", True):
         yield
 
 
