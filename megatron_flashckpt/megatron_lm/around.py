@@ -20,7 +20,7 @@ from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
 from megatron_flashckpt.megatron_lm.features import feature
 from megatron_flashckpt.megatron_lm.stock import checkpointing, original
-from megatron_flashckpt.megatron_lm.writers import wandb_writer
+from megatron_flashckpt.megatron_lm.writers import wandb_is_over
 from megatron_flashckpt.metrics import report_metric
 
 FORMAT = "flashckpt"
@@ -186,7 +186,7 @@ def announce_committed(args: Any, save: AnnouncedSave) -> None:
     if success is not None:
         success(save.productive_metrics, getattr(args, "async_save", None))
     wandb = feature("wandb_utils")
-    if wandb is not None and wandb_writer() is not None:
+    if wandb is not None and not wandb_is_over():
         wandb.on_save_checkpoint_success(
             f"{save.root}/{iteration_dir(save.iteration)}",
             f"{save.root}/{TRACKER}",

@@ -17,7 +17,7 @@ def write_scalars(scalars: Callable[[], dict[str, float]], iteration: int) -> No
         scalars: called only if there is a writer.
     """
     tensorboard = _writer("get_tensorboard_writer")
-    wandb = wandb_writer()
+    wandb = None if wandb_is_over() else _writer("get_wandb_writer")
     if tensorboard is None and wandb is None:
         return
     found = scalars()
@@ -32,13 +32,13 @@ def write_scalars(scalars: Callable[[], dict[str, float]], iteration: int) -> No
         wandb.log(found, max(iteration, 0 if current is None else current + 1))
 
 
-def wandb_writer() -> Any:
-    """Return Megatron's writer of Weights & Biases while its run goes on; None on other ranks.
+def wandb_is_over() -> bool:
+    """Return whether Megatron's run of Weights & Biases has ended.
 
-    Megatron ends the run before it waits for the last save, of which nothing can be said there.
+    Megatron ends it before it waits for the last save, of which nothing can be said there.
     """
     wandb = _writer("get_wandb_writer")
-    return None if getattr(wandb, "run", None) is None else wandb
+    return wandb is not None and getattr(wandb, "run", None) is None
 
 
 def _writer(getter: str) -> Any:

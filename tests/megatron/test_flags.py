@@ -35,6 +35,8 @@ RESUMED = [
     *resumed("async", f"{DIST} --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
     *resumed("no-save-rng", f"{DIST} --no-save-rng"),
     *resumed("muon", f"{DIST} --optimizer muon", stand_in="emerging"),
+    # On two ranks it gathers tensors of unequal sizes, which gloo cannot.
+    *resumed("dist-muon", f"{DIST} --optimizer dist_muon", stand_in="emerging"),
     *resumed("lion", f"{DIST} --optimizer muon --muon-scalar-optimizer lion", stand_in="emerging"),
     *resumed("aware", _AWARE, stand_in="fused_adam"),
     *resumed("aware-bf16", f"{_AWARE} --exp-avg-dtype bf16", stand_in="fused_adam"),
@@ -48,8 +50,9 @@ RESUMED_BY_2 = [
         f"{DIST} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     *resumed("data-parallel-random-init", f"{DIST} --data-parallel-random-init"),
-    *resumed("dist-muon", f"{DIST} --optimizer dist_muon", stand_in="emerging"),
 ]
+#: Stock itself goes on otherwise than the job that was never ended; ours must not.
+STOCK_LOSES = ("offload", "offload-overlap")
 #: Alike at both doors in all that is compared.
 ALIKE = [
     Job("ckpt-step", f"{TORCH} --load {{whole}} --ckpt-step 2"),
@@ -148,7 +151,11 @@ def test_a_job_goes_on_bit_for_bit(runs: Runs, job: Job) -> None:
     if job.name != "no-save-rng":
         assert_nothing_lost(runs, job.name)
     assert_alike(runs, job.name)
-    assert_alike(runs, f"{job.name}-2")
+    later = f"{job.name}-2"
+    if job.name in STOCK_LOSES:
+        assert runs[later]["stock"].losses != runs[later]["ours"].losses, "mended? compare then"
+    else:
+        assert_alike(runs, later)
 
 
 @pytest.mark.parametrize("job", RESUMED_BY_2[::2], ids=lambda job: job.name)
