@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -44,6 +44,8 @@ class NodeLink:
         self._client: AgentClient | None = None
         self._slab: Slab | None = None
         self._attached = False
+        #: Whether the pages of a slab from before a restart are to be mapped once the load is over.
+        self._unmapped = False
         self._opened: PeersOpened | None = None
         self._joined: JoinPeers | None = None
         self._preparing: threading.Thread | None = None
@@ -54,15 +56,22 @@ class NodeLink:
 
     def prepare(self, nbytes: int | None) -> None:
         """Start the agent and reserve a slab of `nbytes` (None: later), in the background."""
-        if self._slab is not None or (nbytes is None and self._preparing is not None):
-            return
+        if self._unmapped and self._slab is not None:
+            self._unmapped = False
+            self._begin(self._populate, self._slab, self._preparing)
+        elif self._slab is None and (nbytes is not None or self._preparing is None):
+            self._begin(self._prepare, nbytes, self._preparing)
+
+    def _begin(self, work: Callable[..., None], *args: object) -> None:
         self._preparing = threading.Thread(
-            target=self._prepare,
-            args=(nbytes, self._preparing),
-            name="flashckpt-prepare",
-            daemon=True,
+            target=work, args=args, name="flashckpt-prepare", daemon=True
         )
         self._preparing.start()
+
+    def _populate(self, slab: Slab, earlier: threading.Thread | None) -> None:
+        if earlier is not None:
+            earlier.join()
+        slab.populate()
 
     def _prepare(self, nbytes: int | None, earlier: threading.Thread | None) -> None:
         if earlier is not None:
@@ -147,6 +156,7 @@ class NodeLink:
             slab = Slab.create(
                 self._config.slots, meta_nbytes + _META_RESERVE, data_nbytes, str(self._rank)
             )
+            slab.populate()
             self._use(slab)
             self._attached = False
         if not self._attached:
@@ -165,6 +175,8 @@ class NodeLink:
         slab, offers = self.client().take()
         if slab is not None:
             self._use(slab)
+            # The load reads one slot, once; all pages are mapped when it is over (`prepare`).
+            self._unmapped = True
             self._attached = True
         return slab, offers
 
@@ -188,12 +200,11 @@ class NodeLink:
                 return
 
     def _use(self, slab: Slab) -> None:
-        slab.populate()
         on_gpu = torch.cuda.is_available() and torch.zeros(0, device="cuda").is_cuda
         self.stager.use(slab, cuda_device=torch.cuda.current_device() if on_gpu else None)
         if self._slab is not None:
             self._slab.close()
-        self._slab = slab
+        self._slab, self._unmapped = slab, False
 
     def fetch_template(self, fingerprint: str) -> bytes | None:
         """Return a template from the agent's store."""
