@@ -84,8 +84,9 @@ def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs:
         assert set(map(int, kept)) == due if name == "A" else set(map(int, kept)) <= due
         saved = re.findall(r"successfully saved checkpoint from iteration +(\d+)", result.log)
         assert list(map(int, saved)) == [4, 8]
-        began = re.findall(r"saving checkpoint at iteration +(\d+)", result.log)
-        assert list(map(int, began)) == [4, 8]
+        began = re.findall(r"saving checkpoint at iteration +(\d+) to (host memory)?", result.log)
+        where = [(int(iteration), bool(memory)) for iteration, memory in began]
+        assert where == [(2, True), (4, False), (6, True), (8, False)]
         assert sorted(path.name for path in (jobs.tmp_path / name).iterdir()) == [
             HISTORY,
             "iter_0000004",
