@@ -77,7 +77,8 @@ class Jobs:
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    return Jobs(tmp_path_factory.mktemp(request.param), *LAYOUTS[request.param])
+    # A short name: the agent's socket lies there.
+    return Jobs(tmp_path_factory.mktemp("legacy"), *LAYOUTS[request.param])
 
 
 def test_losses_go_on_after_either_conversion(jobs: Jobs) -> None:
