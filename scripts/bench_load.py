@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from bench_resources import drop_from_cache
 from rich.console import Console
 from rich.table import Table
 from synthetic import SAVE_ID, Model, World
@@ -81,17 +82,6 @@ def read_raw(paths: list[Path], into: memoryview, threads: int) -> int:
         return sum(pool.map(read, *zip(*jobs, strict=True)))
 
 
-def forget(paths: list[Path]) -> None:
-    """Drop the files from the page cache."""
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
 def bench_load(out: Console, root: Path, mib: int, threads: int, rounds: int) -> None:
     """Print the bandwidth of both, page cache warm and cold, and the median of their ratios."""
     layers = max(1, round(mib / 600))  # 45 million parameters, 14 bytes each
@@ -111,7 +101,7 @@ def bench_load(out: Console, root: Path, mib: int, threads: int, rounds: int) ->
 
     def timed(work: Callable[[], int], *, cold: bool) -> float:
         if cold:
-            forget(paths)
+            drop_from_cache(paths)
         started = time.perf_counter()
         nbytes = work()
         return nbytes / (time.perf_counter() - started) / 2**20

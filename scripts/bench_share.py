@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_load import ITERATION, forget, write_checkpoint
+from bench_load import ITERATION, write_checkpoint
+from bench_resources import drop_from_cache
 from rich.console import Console
 from rich.table import Table
 from synthetic import Model, World
@@ -83,7 +84,7 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
             stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
             for mode in MODES:
                 if speed.cold and rank == 0:
-                    forget(sorted((root / stored.directory).glob("*.safetensors")))
+                    drop_from_cache(sorted((root / stored.directory).glob("*.safetensors")))
                 chunks = chunk_reads(read_plan(wanted, stored.sources(), stored.place), wanted)
                 with ChunkReader(stored, config.read_threads) as reader:
                     sharing = Sharing(None, mode, config.read_memory_mib * 2**20 - reader.nbytes)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from megatron_flashckpt.errors import ConfigError
 
+#: Of a pattern that is written as a product, which could else fill the memory.
+_MOST_LAYERS = 100_000
 #: Arguments that make another model of it; their sizes are not known here.
 _FOREIGN = (
     "--spec --multi-latent-attention --mtp-num-layers --hybrid-layer-pattern "
@@ -154,14 +156,28 @@ def _pattern(text: str) -> list[int]:
             case ast.List(elts=elements):
                 return [found for it in elements if isinstance(found := value(it), int)]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)  # type: ignore[operator]
+                one, other = value(left), value(right)
+                if isinstance(one, list) and isinstance(other, list):
+                    return one + other
+                if isinstance(one, int) and isinstance(other, int):
+                    return one + other
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return value(left) * value(right)  # type: ignore[operator]
+                one, other = value(left), value(right)
+                if isinstance(one, int):
+                    one, other = other, one
+                if isinstance(one, int) and isinstance(other, int):
+                    return one * other
+                if isinstance(one, list) and isinstance(other, int):
+                    if len(one) * other > _MOST_LAYERS:
+                        raise ConfigError(
+                            f"--moe-layer-freq {text}: has more than {_MOST_LAYERS} layers"
+                        )
+                    return one * other
         raise ConfigError(f"--moe-layer-freq {text}: is neither a number nor a list")
 
     try:
         found = value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, TypeError, RecursionError):
+    except (SyntaxError, RecursionError):
         found = 0
     if isinstance(found, int):
         raise ConfigError(f"--moe-layer-freq {text}: is neither a number nor a list")

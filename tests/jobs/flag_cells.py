@@ -29,7 +29,6 @@ import io
 import json
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
@@ -59,6 +58,7 @@ from stand_ins import STAND_INS
 from megatron_flashckpt import launch
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.session import session
+from tests.megatron.jobs import truncated_copy
 
 RANK = int(os.environ["RANK"])
 COMMAND_LINE = list(sys.argv)
@@ -200,7 +200,7 @@ def load_by_either_name(load: Any, *args: Any, **kwargs: Any) -> Any:
 def run(cell: dict[str, Any], store: dist.Store) -> None:
     for source, destination, iteration in cell.get("copy", ()):
         if RANK == 0:
-            copy_as_of(Path(source), Path(destination), iteration)
+            truncated_copy(Path(source), Path(destination), iteration)
     use(cell["door"])
     recorder = Recorder(cell)
     sys.argv = [*COMMAND_LINE, *cell["arguments"]]
@@ -270,14 +270,6 @@ def forget() -> None:
     checkpointing._CHECKPOINT_VERSION = checkpointing._LOADED_ITERATION = None
     training.num_checkpoints_memory_reported = 0
     gc.collect()
-
-
-def copy_as_of(save: Path, copy: Path, iteration: int) -> None:
-    copy.mkdir(parents=True, exist_ok=True)
-    for directory in save.glob("iter_*"):
-        if int(directory.name[5:]) <= iteration:
-            shutil.copytree(directory, copy / directory.name)
-    (copy / "latest_checkpointed_iteration.txt").write_text(str(iteration))
 
 
 def main() -> None:

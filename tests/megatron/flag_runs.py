@@ -74,7 +74,7 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
     for job in jobs:
         for door in job.doors:
             save = where / door / job.name
-            save.mkdir(parents=True)
+            (save if job.copy is None else save.parent).mkdir(parents=True, exist_ok=True)
             places = {other.name: str(where / door / other.name) for other in jobs}
             places |= {f"stock:{other.name}": str(where / "stock" / other.name) for other in jobs}
             flags = job.flags.replace("{save}", str(save))

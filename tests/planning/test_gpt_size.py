@@ -122,9 +122,11 @@ def test_what_is_not_enough_is_refused_with_the_remedy(words: str, said: str) ->
         gpt_size.parse(words.split())
 
 
-@pytest.mark.parametrize("text", ["[0", "[0]*x", "7*7", "__import__('os')"])
+@pytest.mark.parametrize(
+    "text", ["[0", "[0]*x", "7*7", "[0]*7+7", "[0]*9999999999", "__import__('os')"]
+)
 def test_a_pattern_is_read_and_not_run(text: str) -> None:
-    words = words_of({**EXPERTS, "moe_layer_freq": f"[]{text}"})
+    words = words_of({**EXPERTS, "moe_layer_freq": f"[]+{text}"})
     with pytest.raises(ConfigError, match="--moe-layer-freq"):
         gpt_size.stages(gpt_size.parse(words))
 
