@@ -18,6 +18,7 @@ import xxhash
 from megatron.core import package_info
 
 import megatron_flashckpt
+from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.checkpointer import Checkpointer, Expected
 from megatron_flashckpt.config import Config, Retention
 from megatron_flashckpt.layout.completeness import Tally, tally
@@ -39,6 +40,7 @@ def check(model: list[Any], optimizer: Any) -> None:
 
     Raises:
         UnsupportedError: names all that differs from what we expect.
+        AgentError: this node has no place for an agent.
     """
     margs = stock.checkpointing().get_args()
     if margs.save and not _is_checked(margs, model, optimizer):
@@ -118,6 +120,8 @@ def _note_checked(margs: Any, model: list[Any], optimizer: Any) -> None:
 def _check_own(margs: Any, model: list[Any], optimizer: Any) -> None:
     state = session.checkpointer(margs.save).model_state
     self_check.check(margs, state, *_saved(margs, model, optimizer))
+    # Where no agent can be, no save would ever be committed.
+    agent_directory(margs.save, session.config.runtime_dir)
 
 
 def _add_up(mine: dict[str, Tally]) -> None:

@@ -348,3 +348,18 @@ def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> Non
     )
     assert result.returncode != 0
     assert "unknown setting FLASHCKPT_SLOTTS; known ones: runtime_dir, slots" in result.log
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_a_place_that_no_agent_can_have_stops_the_job_before_training(
+    tmp_path: Path, load: bool
+) -> None:
+    save = tmp_path / "s"
+    job = ["--train-iters", "1", "--save", str(save), "--save-interval", "1"]
+    job += ["--load", str(save)] if load else []
+    too_long = {"FLASHCKPT_RUNTIME_DIR": str(tmp_path / ("x" * 120))}
+    result = run_job(tmp_path, "nowhere", [*MODEL, *job], ranks=1, env=too_long)
+    assert result.returncode != 0
+    assert "too long for a socket; set 'runtime_dir' to a shorter path" in result.log
+    assert result.losses() == {}
+    assert not list(tmp_path.glob("s/iter_*"))
