@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_flashckpt.errors import FlashCkptError, is_damage
-from megatron_flashckpt.layout.manifest import common_name
+from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from megatron_flashckpt.errors import (
     FlashCkptError,
     NotCommittedError,
 )
-from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
+from megatron_flashckpt.layout.names import TRACKER, iteration_dir
 from megatron_flashckpt.planning import command as plan
 from megatron_flashckpt.verification import nbytes_to_read, verify
 

@@ -16,9 +16,10 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     is_damage,
 )
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.shard_file import decode_header, header_nbytes
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.base import Storage
@@ -300,7 +301,7 @@ class FileSummary(msgspec.Struct, frozen=True):
     """One shard file as the manifest has it."""
 
     rank: int
-    coordinates: names.Coordinates
+    coordinates: Coordinates
     file: str
     nbytes: int
     pieces: int

@@ -21,8 +21,9 @@ from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.manifest import Coordinates, common_name, iteration_dir
+from megatron_flashckpt.layout.names import common_name, iteration_dir
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
+from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, plan_load
 from megatron_flashckpt.load_side_state import SideState, load_side_state

@@ -17,10 +17,10 @@ from megatron_flashckpt.errors import (
     StorageError,
     is_damage,
 )
-from megatron_flashckpt.layout.manifest import (
+from megatron_flashckpt.layout.manifest import decode_facts
+from megatron_flashckpt.layout.names import (
     MANIFEST,
     TRACKER,
-    decode_facts,
     iteration_dir,
     parse_iteration_dir,
     save_id_of,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.layout.plan import Source, pieces_of
+from megatron_flashckpt.layout.records import Coordinates
 
 
 @dataclasses.dataclass(frozen=True)

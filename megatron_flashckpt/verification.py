@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.layout.completeness import incomplete
-from megatron_flashckpt.layout.manifest import MANIFEST
+from megatron_flashckpt.layout.names import MANIFEST
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint
 
 #: Files read at the same time: hides the latency of network storage; each holds one 4 MiB chunk.

@@ -15,9 +15,10 @@ from rich.console import Console
 from synthetic import LLAMA_405B, SAVE_ID, World
 
 from megatron_flashckpt.agent.commit import PendingSave, outcome_of
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.plan import PlanCache, Source
+from megatron_flashckpt.layout.records import CommitRecord, encode_items, encode_record
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix import PosixStorage
 
@@ -35,8 +36,8 @@ def write_records(root: Path, world: World) -> SlotMeta:
     cache = PlanCache()
     for rank, (coordinates, pieces) in enumerate(world.ranks()):
         layout = cache.layout(pieces)
-        encoded = names.encode_items(layout.template.items)
-        record = names.CommitRecord(
+        encoded = encode_items(layout.template.items)
+        record = CommitRecord(
             iteration=ITERATION,
             save_id=SAVE_ID,
             rank=rank,
@@ -49,7 +50,7 @@ def write_records(root: Path, world: World) -> SlotMeta:
             template_nbytes=layout.nbytes,
             placement=layout.placement,
         )
-        (directory / names.record_name(rank, SAVE_ID)).write_bytes(names.encode_record(record))
+        (directory / names.record_name(rank, SAVE_ID)).write_bytes(encode_record(record))
         first = first or SlotMeta(
             root=str(root),
             rank=0,
@@ -83,7 +84,7 @@ def read_and_plan_s(root: Path) -> tuple[float, int]:
     path = root / names.iteration_dir(ITERATION) / names.MANIFEST
     started = time.perf_counter()
     encoded = path.read_bytes()
-    decoded = names.decode_manifest(encoded, str(path))
+    decoded = manifest.decode_manifest(encoded, str(path))
     templates = {name: decoded.template(name) for name in decoded.templates}
     sources = [Source(it.rank, templates[it.template], it.placement) for it in decoded.shards]
     read_plan(wanted, sources, "the checkpoint")

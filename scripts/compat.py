@@ -23,7 +23,7 @@ from compat_tree import Run, Tree
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
+from megatron_flashckpt.layout.names import TRACKER, iteration_dir
 from patches import TAGS, PatchError, apply
 from tests.megatron.jobs import assemble, differing, tensors, truncated_copy
 

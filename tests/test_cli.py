@@ -19,7 +19,7 @@ from megatron_flashckpt import FORMAT_VERSION, __version__, cli
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.console import printable
-from megatron_flashckpt.layout.manifest import TRACKER, failure_name, removal_name
+from megatron_flashckpt.layout.names import TRACKER, failure_name, removal_name
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.restore.made import Made, make, persist, pieces_of_rank, snapshot

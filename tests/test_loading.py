@@ -7,8 +7,8 @@ import pytest
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.coverage import ReadPlan
-from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest
 from megatron_flashckpt.loading import InMemory, refuse_mixture
 from megatron_flashckpt.memory.slab import Slab

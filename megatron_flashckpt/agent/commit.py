@@ -26,8 +26,9 @@ from megatron_flashckpt.errors import (
     is_damage,
 )
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
+from megatron_flashckpt.layout.records import KNOWN_ITEMS, CommitRecord, decode_record
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.tracing import phase
@@ -163,16 +164,16 @@ def commit(save: PendingSave) -> None:
 
     first_of: dict[str, int] = {}
 
-    def read(rank: int) -> names.CommitRecord:
+    def read(rank: int) -> CommitRecord:
         record = read_record(storage, save.iteration, save.save_id, rank)
         if first_of.setdefault(record.template_fingerprint, rank) == rank:
             return record
-        return msgspec.structs.replace(record, template=names.KNOWN_ITEMS)
+        return msgspec.structs.replace(record, template=KNOWN_ITEMS)
 
     with phase("read records"), concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
         records = list(pool.map(read, range(meta.world_size)))
     with phase("merge"):
-        merged = names.merge(
+        merged = manifest.merge(
             records,
             world_size=meta.world_size,
             description=meta.description,
@@ -180,11 +181,11 @@ def commit(save: PendingSave) -> None:
             committed_at=time.time(),
         )
         # What no load would take must not become a checkpoint, and the tracker must not name it.
-        names.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
+        manifest.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
     with phase("manifest"):
         storage.put(f"{save.directory}/{names.common_name(save.save_id)}", meta.common)
         reach("commit.common")
-        storage.put(f"{save.directory}/{names.MANIFEST}", names.encode_manifest(merged))
+        storage.put(f"{save.directory}/{names.MANIFEST}", manifest.encode_manifest(merged))
     save.cost = merged.cost
     reach("commit.manifest")
     _publish(save)
@@ -226,16 +227,14 @@ def _is_overtaken(save: PendingSave) -> bool:
     return found is not None and found.save_id in save.later
 
 
-def read_record(storage: Storage, iteration: int, save_id: str, rank: int) -> names.CommitRecord:
+def read_record(storage: Storage, iteration: int, save_id: str, rank: int) -> CommitRecord:
     """Return the commit record of one rank.
 
     Raises:
         CorruptCheckpointError: it is none, or that of another save, rank or file.
     """
     name = f"{names.iteration_dir(iteration)}/{names.record_name(rank, save_id)}"
-    record = names.decode_record(
-        read_whole(storage, name, _MAX_RECORD_NBYTES), f"{storage.place}/{name}"
-    )
+    record = decode_record(read_whole(storage, name, _MAX_RECORD_NBYTES), f"{storage.place}/{name}")
     said = (record.iteration, record.save_id, record.rank, record.file)
     meant = (iteration, save_id, rank, names.shard_name(rank, save_id))
     if said != meant:
@@ -309,7 +308,7 @@ def _is_committed(save: PendingSave, present: set[str]) -> bool:
     return True
 
 
-def _committed(storage: Storage, iteration: int) -> names.CommitFacts | None:
+def _committed(storage: Storage, iteration: int) -> manifest.CommitFacts | None:
     """Return what the manifest of `iteration` says of its checkpoint; None if it is none.
 
     One that is damaged, or a newer release's, is none: a save will replace it. The table of
@@ -317,8 +316,8 @@ def _committed(storage: Storage, iteration: int) -> names.CommitFacts | None:
     """
     name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
     try:
-        encoded = read_whole(storage, name, names.MAX_MANIFEST_NBYTES)
-        return names.decode_facts(encoded, f"{storage.place}/{name}")
+        encoded = read_whole(storage, name, manifest.MAX_MANIFEST_NBYTES)
+        return manifest.decode_facts(encoded, f"{storage.place}/{name}")
     except (FormatVersionError, FileNotFoundError):
         return None
     except FlashCkptError as error:

@@ -13,7 +13,7 @@ import msgspec
 
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.cost import SaveCost
-from megatron_flashckpt.layout.manifest import HISTORY
+from megatron_flashckpt.layout.names import HISTORY
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)

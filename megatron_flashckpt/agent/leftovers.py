@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.storage.base import Storage, parse_temporary_name
 
 logger = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class Sweeper:
         saves = {names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
             name = f"{directory}/{names.MANIFEST}"
-            facts = names.decode_facts(self._storage.read(name), f"{self._storage.place}/{name}")
+            facts = manifest.decode_facts(self._storage.read(name), f"{self._storage.place}/{name}")
             found.files.extend(beside(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:

@@ -15,14 +15,8 @@ import xxhash
 from megatron_flashckpt.agent.flow import Flow
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.cost import RankCost
-from megatron_flashckpt.layout.manifest import (
-    CommitRecord,
-    encode_items,
-    encode_record,
-    iteration_dir,
-    record_name,
-    shard_name,
-)
+from megatron_flashckpt.layout.names import iteration_dir, record_name, shard_name
+from megatron_flashckpt.layout.records import CommitRecord, encode_items, encode_record
 from megatron_flashckpt.layout.shard_file import (
     CHUNK_NBYTES,
     chunk_count,

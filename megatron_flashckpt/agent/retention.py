@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Storage, read_whole
 
@@ -154,8 +154,8 @@ def committed(storage: Storage, directories: Iterable[str]) -> list[CommitFacts]
             continue
         name = f"{directory}/{names.MANIFEST}"
         try:
-            encoded = read_whole(storage, name, names.MAX_MANIFEST_NBYTES)
-            facts = names.decode_facts(encoded, f"{storage.place}/{name}")
+            encoded = read_whole(storage, name, manifest.MAX_MANIFEST_NBYTES)
+            facts = manifest.decode_facts(encoded, f"{storage.place}/{name}")
         except FileNotFoundError:
             continue
         except (FlashCkptError, OSError) as error:

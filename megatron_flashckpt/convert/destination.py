@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import ConfigError, StorageError
-from megatron_flashckpt.layout.manifest import TRACKER, iteration_dir
+from megatron_flashckpt.layout.names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.posix import PosixStorage
 
 RELEASE = "release"

@@ -22,12 +22,7 @@ from megatron_flashckpt.convert.to_ours import write_ours
 from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
 from megatron_flashckpt.convert.torch_dist import CONFIG, open_torch_dist
 from megatron_flashckpt.errors import ConfigError, NotCommittedError
-from megatron_flashckpt.layout.manifest import (
-    MANIFEST,
-    TRACKER,
-    iteration_dir,
-    parse_iteration_dir,
-)
+from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir, parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -11,9 +11,10 @@ import torch
 
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
 from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.layout.manifest import Coordinates, common_name
+from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.piece import RANK_STATE
 from megatron_flashckpt.layout.plan import pieces_of
+from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, Shard
 from megatron_flashckpt.megatron_lm import plain, side_state

@@ -20,9 +20,9 @@ from megatron_flashckpt.convert.destination import (
     new_directory,
 )
 from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, order
+from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.megatron_lm import plain, side_state

@@ -7,7 +7,6 @@ once, each template once, and per shard file the placement and the digest of the
 
 from __future__ import annotations
 
-import re
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,160 +14,27 @@ import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout.cost import RankCost, SaveCost, combine
+from megatron_flashckpt.layout.cost import SaveCost, combine
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
+from megatron_flashckpt.layout.names import is_shard_name
 from megatron_flashckpt.layout.plan import (
     Placement,
     Template,
     TemplateItem,
     placement_length,
 )
+from megatron_flashckpt.layout.records import (
+    KNOWN_ITEMS,
+    CommitRecord,
+    Coordinates,
+    decode_items,
+)
 from megatron_flashckpt.layout.shard_file import refuse_newer
 
 _T = TypeVar("_T")
 
-TRACKER = "latest_checkpointed_iteration.txt"
-MANIFEST = "manifest.json"
-#: What became of the last saves, for people; no load reads it.
-HISTORY = "flashckpt-history.jsonl"
 #: A manifest that claims to be longer is none; the largest job's has a few hundred megabytes.
 MAX_MANIFEST_NBYTES = 2**30
-_DIGEST_NBYTES = 8
-
-_NAME = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
-_OF_A_SAVE = re.compile(
-    r"rank_\d{5,}-(?P<shard>[0-9a-f]{8,32})\.(safetensors|commit|failed)"
-    r"|common-(?P<common>[0-9a-f]{8,32})\.pt"
-)
-_REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
-
-
-def iteration_dir(iteration: int) -> str:
-    """Return Megatron's name of the directory of `iteration`."""
-    return f"iter_{iteration:07d}"
-
-
-def parse_iteration_dir(name: str) -> int | None:
-    """Return the iteration of a directory name, or None if it is not one of Megatron's."""
-    match = re.fullmatch(r"iter_(\d{7,})", name)
-    return int(match[1]) if match else None
-
-
-def shard_name(rank: int, save_id: str) -> str:
-    """Return the file name of a shard.
-
-    It carries the save's id, so that saving the same iteration again never touches the bytes of
-    the committed one.
-    """
-    return f"rank_{rank:05d}-{save_id}.safetensors"
-
-
-def common_name(save_id: str) -> str:
-    """Return the name of the stand-alone file with args, scheduler and counters."""
-    return f"common-{save_id}.pt"
-
-
-def record_name(rank: int, save_id: str) -> str:
-    """Return the name of a rank's commit record: its presence means that the shard is durable."""
-    return f"rank_{rank:05d}-{save_id}.commit"
-
-
-def failure_name(rank: int, save_id: str) -> str:
-    """Return the name of the note by which an agent tells the others that a shard failed."""
-    return f"rank_{rank:05d}-{save_id}.failed"
-
-
-def save_id_of(name: str) -> str | None:
-    """Return the id of the save that a file in an iteration directory belongs to.
-
-    None for the manifest, whose name says nothing, and for what is not ours.
-    """
-    match = _OF_A_SAVE.fullmatch(name)
-    return match and (match["shard"] or match["common"])
-
-
-def removal_name(iteration: int, save_id: str) -> str:
-    """Return the name, beside the tracker, that the manifest of a checkpoint being removed has."""
-    return f".{iteration_dir(iteration)}-{save_id}.removed"
-
-
-def parse_removal_name(name: str) -> tuple[int, str] | None:
-    """Return the iteration and the save that `removal_name` made `name` of; None if of none."""
-    match = _REMOVAL.fullmatch(name)
-    return (int(match[1]), match[2]) if match else None
-
-
-class Coordinates(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank stood in the parallel layout (each value is the rank within that group)."""
-
-    tp: int = 0
-    pp: int = 0
-    dp: int = 0
-    cp: int = 0
-    ep: int = 0
-    edp: int = 0
-
-
-class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank's agent says once the shard is durable."""
-
-    iteration: int
-    save_id: str
-    rank: int
-    coordinates: Coordinates
-    file: str
-    nbytes: int
-    header_digest: str
-    template_fingerprint: str
-    template: msgspec.Raw
-    """Encoded (`encode_items`), because ranks share templates: of thousands few are decoded."""
-    template_nbytes: int
-    placement: Placement
-    metrics: dict[str, float] = {}
-    """What training code on this rank has reported of the model."""
-    cost: RankCost | None = None
-    """None: its trainer did not live to say."""
-
-
-def encode_items(items: tuple[TemplateItem, ...]) -> msgspec.Raw:
-    """Return a template's items as a commit record has them."""
-    return msgspec.Raw(msgspec.msgpack.encode(items))
-
-
-#: Stands in a record for items that another record has: thousands of copies would fill the memory.
-KNOWN_ITEMS = msgspec.Raw()
-
-
-def _decode_items(record: CommitRecord) -> tuple[TemplateItem, ...]:
-    try:
-        return msgspec.msgpack.decode(record.template, type=tuple[TemplateItem, ...])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"the commit record of rank {record.rank}: its template cannot be decoded ({error})"
-        ) from error
-
-
-def encode_record(record: CommitRecord) -> bytes:
-    """Return the bytes of a commit record: the digest (8 bytes), then what it is the digest of."""
-    body = msgspec.msgpack.encode(record)
-    return xxhash.xxh3_64_digest(body) + body
-
-
-def decode_record(encoded: bytes, place: str) -> CommitRecord:
-    """Return what `encode_record` was given.
-
-    Raises:
-        CorruptCheckpointError: it is not such a record, or was changed.
-    """
-    digest, body = encoded[:_DIGEST_NBYTES], encoded[_DIGEST_NBYTES:]
-    try:
-        if digest != xxhash.xxh3_64_digest(body):
-            raise msgspec.DecodeError("its digest is another")
-        return msgspec.msgpack.decode(body, type=CommitRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{place}: is not a commit record ({error}); the next save writes new ones"
-        ) from error
 
 
 class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,7 +137,7 @@ def merge(
                     it.shape,
                     it.numel,
                 )
-                for it in _decode_items(record)
+                for it in decode_items(record)
             )
     ordered = sorted(records, key=lambda record: record.rank)
     metrics: dict[str, float] = {}
@@ -395,7 +261,7 @@ def check(manifest: Manifest, place: str) -> None:
         problems.append(f"shards are not those of ranks 0 to {manifest.world_size - 1}")
     lengths = {name: placement_length(items) for name, items in manifest.templates.items()}
     for shard in manifest.shards:
-        if not _NAME.fullmatch(shard.file):
+        if not is_shard_name(shard.file):
             problems.append(f"{shard.file!r} is not a shard's name")
         items = manifest.templates.get(shard.template)
         if items is None:

@@ -20,8 +20,8 @@ import xxhash
 
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.plan import Placement, Template
+from megatron_flashckpt.layout.records import Coordinates
 
 PAGE = 4096
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import xxhash
 
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
 from megatron_flashckpt.layout.plan import Source, Template
@@ -33,7 +33,7 @@ class StoredCheckpoint:
     def __init__(self, storage: Storage, iteration: int, encoded_manifest: bytes) -> None:
         self.storage = storage
         self.directory = names.iteration_dir(iteration)
-        self.manifest: Manifest = names.decode_manifest(
+        self.manifest: Manifest = manifest.decode_manifest(
             encoded_manifest, f"{self.place}/{names.MANIFEST}"
         )
         if self.manifest.iteration != iteration:
@@ -183,7 +183,7 @@ def read_manifest(storage: Storage, iteration: int) -> bytes:
     """
     name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
     try:
-        return read_whole(storage, name, names.MAX_MANIFEST_NBYTES)
+        return read_whole(storage, name, manifest.MAX_MANIFEST_NBYTES)
     except FileNotFoundError as error:
         raise NotCommittedError(
             f"{storage.place}/{name}: does not exist, so iteration {iteration} was never "

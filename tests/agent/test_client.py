@@ -16,7 +16,7 @@ from megatron_flashckpt.agent import protocol
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours
 from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id, suspend

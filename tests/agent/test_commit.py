@@ -12,9 +12,16 @@ import xxhash
 from megatron_flashckpt.agent.commit import PendingSave, commit, outcome_of
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
-from megatron_flashckpt.layout import manifest as names
-from megatron_flashckpt.layout.manifest import CommitRecord, Coordinates, encode_items, merge
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.layout.manifest import merge
 from megatron_flashckpt.layout.plan import Layout, PlanCache
+from megatron_flashckpt.layout.records import (
+    CommitRecord,
+    Coordinates,
+    decode_record,
+    encode_items,
+    encode_record,
+)
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -83,7 +90,7 @@ def test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this(
 
 def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
     def changed(**fields: object) -> bytes:
-        return names.encode_record(msgspec.structs.replace(record, **fields))
+        return encode_record(msgspec.structs.replace(record, **fields))
 
     def nested(body: bytes) -> bytes:
         return xxhash.xxh3_64_digest(body) + body
@@ -132,7 +139,7 @@ def test_a_record_with_the_right_name_and_the_wrong_contents_fails_the_save(
     trainer.stage(1, save_id)
     own = directory / names.record_name(0, save_id)
     eventually("the record of rank 0", own.exists)
-    genuine = names.decode_record(own.read_bytes(), str(own))
+    genuine = decode_record(own.read_bytes(), str(own))
     planted, message = _tampered(msgspec.structs.replace(genuine, rank=1))[kind]
     path = directory / names.record_name(1, save_id)
     (directory / "planted").write_bytes(planted)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.recovery import named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node

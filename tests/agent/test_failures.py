@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored

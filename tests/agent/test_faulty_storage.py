@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.rendezvous import SOCKET
 from megatron_flashckpt.agent.server import Agent, listen
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory.slot import Slot
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all

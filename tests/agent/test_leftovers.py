@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flashckpt.agent.leftovers import Sweeper
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.storage.base import temporary_name
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node

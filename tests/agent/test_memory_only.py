@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.slots import RankSlots
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megatron_flashckpt
-from megatron_flashckpt.layout.manifest import iteration_dir
+from megatron_flashckpt.layout.names import iteration_dir
 from megatron_flashckpt.layout.plan import Layout
 from tests.agent.conftest import Node
 from tests.agent.trainer import FakeTrainer, eventually

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slot import SlotState

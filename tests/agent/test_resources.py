@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.trainer import eventually, held_back, new_save_id

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megatron_flashckpt import report_metric
 from megatron_flashckpt.agent.retention import committed, retire, why_kept
 from megatron_flashckpt.config import Best, Retention
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.manifest import CommitFacts
 from megatron_flashckpt.metrics import Metrics, reported
 from megatron_flashckpt.storage.posix import PosixStorage

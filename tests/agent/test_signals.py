@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.rendezvous import LOG
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.trainer import eventually, held_back, is_alive, new_save_id

@@ -15,9 +15,9 @@ import torch
 from megatron_flashckpt.agent.commit import PendingSave, commit
 from megatron_flashckpt.agent.persist import write_shard
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
-from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.plan import PlanCache, order
+from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name

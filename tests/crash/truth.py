@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from megatron_flashckpt.layout.manifest import (
+from megatron_flashckpt.layout.names import (
     HISTORY,
     MANIFEST,
     TRACKER,

@@ -30,7 +30,7 @@ from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.inspection import open_checkpoint
-from megatron_flashckpt.layout.manifest import common_name, failure_name, record_name
+from megatron_flashckpt.layout.names import common_name, failure_name, record_name
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.loading import InMemory, verified_slot
 from megatron_flashckpt.megatron_lm import plain, side_state

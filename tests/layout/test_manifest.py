@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError
 from megatron_flashckpt.layout.manifest import (
-    CommitRecord,
-    Coordinates,
     Manifest,
     decode_manifest,
-    encode_items,
     encode_manifest,
+    merge,
+    seal,
+)
+from megatron_flashckpt.layout.names import (
     failure_name,
     iteration_dir,
-    merge,
     parse_iteration_dir,
     record_name,
-    seal,
     shard_name,
 )
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.plan import pieces_of, placement_length
+from megatron_flashckpt.layout.records import CommitRecord, Coordinates, encode_items
 from tests.layout.strategies import layout_of, moved, piece_lists
 
 PLACE = "iter_0000007/manifest.json"

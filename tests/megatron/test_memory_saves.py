@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.layout.manifest import HISTORY
+from megatron_flashckpt.layout.names import HISTORY
 from tests.agent.trainer import eventually
 from tests.megatron.jobs import Result, differing, run_job, succeeded, tensors
 

@@ -20,12 +20,12 @@ import xxhash
 
 from megatron_flashckpt.agent.commit import PendingSave, commit
 from megatron_flashckpt.agent.persist import persist_slot
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.manifest import Coordinates
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.plan import PlanCache, order
+from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
@@ -126,7 +126,7 @@ class Made:
         said = msgspec.json.decode(self.manifest.read_bytes())
         del said["digest"]
         change(said)
-        self.manifest.write_bytes(names.seal(msgspec.json.encode(said)))
+        self.manifest.write_bytes(manifest.seal(msgspec.json.encode(said)))
 
     def forge(self, rank: int, header: bytes) -> None:
         """Give a shard another header, and have the manifest vouch for it."""

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.peers.topology import Topology
-from megatron_flashckpt.layout import manifest as names
+from megatron_flashckpt.layout import names
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
 from tests.agent.test_resources import MIB, open_files, rss_nbytes, thread_count
