@@ -107,7 +107,10 @@ class NodeLink:
             local_rank = 0 if self._lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
             self._attached = False
-            self._join_again(self._client)
+            if self._config.redundancy == "none":
+                self._client.end_peers()
+            else:
+                self._join_again(self._client)
         return self._client
 
     def open_peers(self, host: str) -> PeersOpened:

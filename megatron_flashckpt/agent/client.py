@@ -172,6 +172,10 @@ class AgentClient:
         """Introduce the agents of the job."""
         self._ask(plan, p.Done)
 
+    def end_peers(self) -> None:
+        """Let the agent have nothing to do with those of other nodes any more."""
+        self._ask(p.EndPeers(), p.Done)
+
     def recover(self, saves: tuple[str, ...]) -> None:
         """Return when the agent has tried to get these saves of this rank from other nodes."""
         while not self._ask(p.Recover(saves, _SLICE_S), p.Recovered, None, _SLICE_S)[0].ended:

@@ -155,6 +155,9 @@ class Conversations:
                 case p.JoinPeers() if self._node.peers is not None:
                     self._node.peers.join(request)
                     return (p.Done(),)
+                case p.EndPeers():
+                    self._end_peers()
+                    return (p.Done(),)
                 case p.Leave():
                     rank.left = True
                     self._node.changed.notify_all()
@@ -210,6 +213,13 @@ class Conversations:
 
             self._node.peers = Redundancy(request, self._node.own_slots, self._node.install)
         return self._node.peers.opened
+
+    def _end_peers(self) -> None:
+        peers, self._node.peers = self._node.peers, None
+        if peers is not None:
+            logger.info("this run has no redundancy: nothing is held for other nodes any more")
+            # Not here: it waits for what is under way, and this answer must not.
+            threading.Thread(target=peers.close, daemon=True).start()
 
     def _acquire(self, rank: Trainer, wait_s: float) -> p.Granted:
         if rank.slots is None:

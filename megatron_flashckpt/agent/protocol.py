@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_NBYTES = 256 * 1024 * 1024
 
 _LENGTH = struct.Struct("<I")
@@ -218,6 +218,13 @@ class JoinPeers(msgspec.Struct, frozen=True, tag=True):
     nodes: tuple[PeerNode, ...]
 
 
+class EndPeers(msgspec.Struct, frozen=True, tag=True):
+    """This run has no `redundancy`: hold and send nothing any more. Reply: Done.
+
+    To an agent that has outlived a run that had.
+    """
+
+
 class Recover(msgspec.Struct, frozen=True, tag=True):
     """Get the newest of these saves of this rank back from other nodes, as far as they have them.
 
@@ -259,6 +266,7 @@ Request = (
     | Poll
     | OpenPeers
     | JoinPeers
+    | EndPeers
     | Recover
     | Leave
 )

@@ -42,10 +42,7 @@ class Cluster:
         self._made += 1
         return Node(self._where / f"n{self._made}")
 
-    def start(
-        self, scheme: str = "copy", group: int = 2, timeout_s: float = 20.0, **numel: int
-    ) -> None:
-        """Start (or restart) all trainers and introduce their agents to each other."""
+    def restart_trainers(self, **numel: int) -> None:
         for trainer in self.trainers.values():
             trainer.hang_up()
         for number, (node, ranks) in enumerate(zip(self.nodes, self.ranks, strict=True)):
@@ -54,6 +51,24 @@ class Cluster:
                     self.trainers[rank] = node.trainer(
                         self.root, rank, self.world_size, **{**self._job, **numel}
                     )
+
+    def succeed(self, node: int) -> None:
+        """Let another agent take the place of one that was killed, as its ranks do."""
+        opened = self.peers[node]
+        request = p.OpenPeers(opened.host, 2, opened.identity, opened.port)
+        for rank in self.ranks[node]:
+            trainer = self.trainers[rank]
+            with self.inside(node):
+                trainer.find_agent()
+            assert trainer.client.open_peers(request) == opened
+            trainer.client.join_peers(self.plans[node])
+            trainer.attach()
+
+    def start(
+        self, scheme: str = "copy", group: int = 2, timeout_s: float = 20.0, **numel: int
+    ) -> None:
+        """Start (or restart) all trainers and introduce their agents to each other."""
+        self.restart_trainers(**numel)
         self.peers = [
             self.trainers[ranks[0]].client.open_peers(p.OpenPeers(host, 2))
             for host, ranks in zip(self.hosts, self.ranks, strict=True)

@@ -118,8 +118,14 @@ class FakeTrainer:
 
         Returns the saves that it took over.
         """
+        self.find_agent()
+        return self.attach()
+
+    def find_agent(self) -> None:
         self.client.close()
         self.client = connect(str(self.root), self.rank, 0, self._config)
+
+    def attach(self) -> tuple[str, ...]:
         assert self.slab is not None
         return self.client.attach(self.slab)
 

@@ -60,6 +60,12 @@ class End(msgspec.Struct, frozen=True, tag=True):
     save_id: str
 
 
+class SendAgain(msgspec.Struct, frozen=True, tag=True):
+    """The agent that held something for you is gone, and I have its place. Reply: Taken."""
+
+    node: int
+
+
 class Find(msgspec.Struct, frozen=True, tag=True):
     """What do you have that could bring back the checkpoints of `rank`? Reply: Found."""
 
@@ -110,7 +116,7 @@ class Declined(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = Begin | Chunk | End | Find | ReadSlot | ReadHeld
+Request = Begin | Chunk | End | SendAgain | Find | ReadSlot | ReadHeld
 Reply = Taken | Declined | Found
 
 encode = msgspec.msgpack.Encoder().encode

@@ -53,6 +53,8 @@ class Redundancy:
         self._install = install
         self._threads = request.threads
         self._identity = request.identity or new_identity()
+        #: Whether another agent had this place before, whose holdings are gone.
+        self._is_successor = request.identity is not None
         self._host = request.host
         self._context = new_context(request.threads)
         self._holdings = Holdings()
@@ -91,6 +93,10 @@ class Redundancy:
             link.close()
         holders = self._topology.holders(plan.me)
         logger.info("node %d of %d: held by nodes %s", plan.me, len(plan.nodes), holders)
+        if self._is_successor:
+            self._is_successor = False
+            for node in self._topology.contributors(plan.me):
+                self._recoverers.submit(self._ask_again, plan, node)
 
     def close(self) -> None:
         """Stop at once: what is under way is given up."""
@@ -109,7 +115,8 @@ class Redundancy:
 
     def staged(self, rank: int, slots: RankSlots, index: int) -> None:
         """Send a complete slot to its holders, in the background."""
-        self._labellers.submit(self._send, rank, slots, index)
+        with contextlib.suppress(RuntimeError):  # closing
+            self._labellers.submit(self._send, rank, slots, index)
 
     def _send(self, rank: int, slots: RankSlots, index: int) -> None:
         try:
@@ -167,6 +174,22 @@ class Redundancy:
                 if streams.holds(slots.slab, index, save_id):
                     self.staged(rank, slots, index)
 
+    def _send_again(self, node: int) -> None:
+        """Send all complete slots, because a holder has lost its part; others say they have it."""
+        with self._lock:
+            waiting = [key for key in self._links if key[0] == node]
+            dead = [self._links.pop(key) for key in waiting]
+        for link in dead:
+            link.close()  # it may wait for an answer of the agent that is gone
+        for rank, slots in self._own().items():
+
+            def age(index: int, slots: RankSlots = slots) -> int:
+                return streams.header_of(slots.slab, index).iteration
+
+            # Of what waits to be sent to one holder the last stays, so the newest is the last.
+            for index in sorted(range(len(slots.infos)), key=age):
+                self.staged(rank, slots, index)
+
     # ------------------------------------------------------------------ answering
 
     def _answer(self, request: m.Request, payload: memoryview) -> tuple[m.Reply, bytes]:
@@ -179,6 +202,8 @@ class Redundancy:
                     self._holdings.add(*part, request.start, payload)
                 case m.End():
                     self._holdings.end(request.lane, request.rank, request.save_id)
+                case m.SendAgain():
+                    self._send_again(request.node)
                 case m.Find():
                     return self._find(request.rank), b""
                 case m.ReadSlot():
@@ -260,6 +285,15 @@ class Redundancy:
                 logger.warning("rank %d: no node has a checkpoint of it that is wanted", rank)
         except Exception:
             logger.exception("rank %d: nothing was recovered from other nodes", rank)
+
+    def _ask_again(self, plan: JoinPeers, node: int) -> None:
+        """Get back what the agent that was here before held for another node."""
+        try:
+            with self._way(plan, node) as ask:
+                for _ in ask([m.SendAgain(plan.me)]):
+                    logger.info("node %d sends again what was held here for it", node)
+        except PeerError as error:
+            logger.warning("node %d has nothing held here until its next save: %s", node, error)
 
     def _ask_for(self, plan: JoinPeers, node: int, rank: int) -> m.Found | None:
         try:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.layout import names
+from megatron_flashckpt.node_link import NodeLink
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
 from tests.agent.test_resources import MIB, open_files, rss_nbytes, thread_count
@@ -156,31 +157,53 @@ def stream(trainer: FakeTrainer, iteration: int) -> bytes:
     return trainer.slab.memory[meta_at : meta_at + nbytes] + trainer.bytes_in(index)
 
 
+@pytest.mark.parametrize("scheme", ["copy", "xor"])
 def test_an_agent_that_takes_the_place_of_a_killed_one_is_known_to_the_others(
-    tmp_path: Path,
+    tmp_path: Path, scheme: str
 ) -> None:
-    """It gets the keys and the port of the first; what it held for others it gets at their next
-    save, and what its own ranks had staged is sent anew."""
+    """It gets the keys and the port of the first, and what that held for others, without a save."""
+    sizes = (1, 1) if scheme == "copy" else (1, 1, 1)
+    with cluster(tmp_path, sizes) as made:
+        made.start(scheme, 3)
+        save = save_all(made, 10)
+        made.await_held(10, len(sizes) - 1)
+        made.kill_agent(1)
+        # What its own ranks had staged is sent anew, too.
+        before = made.said_held(10)
+        made.succeed(1)
+        for rank in before:
+            # Others are asked again as well, and say that they have their part.
+            more = before[rank] + (1 if rank == 1 else len(sizes) - 1)
+            eventually("held again", lambda r=rank, n=more: made.said_held(10)[r] >= n)
+        recover_lost(made, scheme, 3, 0, [save])
+        assert_recovered(made, 0, [10])
+
+
+def test_an_agent_that_outlives_redundancy_sends_and_holds_nothing_more(tmp_path: Path) -> None:
     with cluster(tmp_path, (1, 1)) as made:
-        made.start("copy", timeout_s=0.5)
+        made.start("copy")
         save_all(made, 10)
         made.await_held(10, 1)
-        plan, opened = made.plans[1], made.peers[1]
-        old = made.trainers[1]
-        made.kill_agent(1)
-        again = FakeTrainer(made.root, made.nodes[1].config(), 1, 2)
-        made.trainers[1] = again
-        request = p.OpenPeers(opened.host, 2, opened.identity, opened.port)
-        assert again.client.open_peers(request) == opened
-        again.client.join_peers(plan)
-        assert old.slab is not None
-        again.slab = old.slab
-        again.client.attach(again.slab)
-        old.client.close()
-        save = save_all(made, 20)
-        made.await_held(20, 1)
-        recover_lost(made, "copy", 2, 0, [save])
-        assert_recovered(made, 0, [20])
+        agents = [made.nodes[node].agents() for node in range(2)]
+        made.restart_trainers()
+        for rank in range(2):
+            link = NodeLink(str(made.root), rank, made.nodes[rank].config())
+            link.client()
+            link.close(leave=False)
+        assert [made.nodes[node].agents() for node in range(2)] == agents
+        for node in range(2):
+            # Its port, its threads and its copies are gone.
+            eventually("the port is closed", lambda n=node: not listens(made.peers[n].port))
+        save_all(made, 20)
+        assert made.said_held(20) == {0: 0, 1: 0}
+        made.start("copy")
+        save_all(made, 30)
+        made.await_held(30, 1)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_25_saves_leave_no_descriptor_no_thread_and_no_memory(tmp_path: Path) -> None:
