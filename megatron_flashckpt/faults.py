@@ -73,6 +73,19 @@ POINTS = {
     "save.failed": ("agent.saves", "a save failed for good; its files are there"),
     "forget.file": ("agent.commit", "one more file of a failed save is removed"),
     "save.marked": ("agent.saves", "the slots are DURABLE or FAILED; no trainer was told"),
+    # Agents with `redundancy`: of the node that sends a checkpoint, and of the one that holds it.
+    "send.labelled": ("agent.peers.redundancy", "its digests are known; no holder knows of it"),
+    "send.begun": ("agent.peers.sender", "a holder has made room for its part; no bytes were sent"),
+    "send.chunk": ("agent.peers.sender", "one more chunk is about to be sent"),
+    "send.ended": ("agent.peers.sender", "a holder said that it has all; nobody here knows"),
+    "hold.begun": ("agent.peers.redundancy", "there is room for a part; not answered yet"),
+    "hold.chunk": ("agent.peers.redundancy", "one more chunk is held; not answered yet"),
+    "hold.ended": ("agent.peers.redundancy", "a part is held as a whole; not answered yet"),
+    "hold.read": ("agent.peers.redundancy", "a chunk of what is held is read for a replacement"),
+    # The replacement of a node that was lost.
+    "recover.asked": ("agent.peers.redundancy", "all nodes have said what they have of a rank"),
+    "recover.filled": ("agent.peers.recovery", "a checkpoint is here again; its slot is EMPTY"),
+    "recover.installed": ("agent.peers.redundancy", "the slots are the rank's; it was not told"),
 }
 _SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 

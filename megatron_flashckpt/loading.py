@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from megatron_flashckpt.agent.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
@@ -84,27 +85,23 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
     reach("load.taken")
     everyone = _gather_offers(offers)
     newest = newest_saves(everyone, config.slots)
-    lacking = [not any(offer["save_id"] in newest for offer in theirs) for theirs in everyone]
-    if config.redundancy != "none" and newest and any(lacking):
+    lacking = lacking_ranks(everyone, newest)
+    if config.redundancy != "none" and newest and lacking:
 
         def recovered() -> tuple[Slab | None, tuple[Offer, ...]]:
-            if lacking[checkpointer.rank]:
+            if checkpointer.rank in lacking:
                 link.recover(newest)
                 return link.take_slab()
             return slab, offers
 
         slab, offers = together(recovered)
         everyone = _gather_offers(offers)
-    held = [{theirs["save_id"]: theirs for theirs in offered} for offered in everyone]
-    common = set(held[0]).intersection(*held[1:])
     if slab is None:
         return []
     mine = {offer.save_id: offer for offer in offers}
-    # Newest iteration; among saves of the same iteration the id decides, alike on all ranks.
-    order = sorted(common, key=lambda save_id: (held[0][save_id]["iteration"], save_id))
     return [
-        InMemory(slab, mine[save_id], _committed([theirs[save_id] for theirs in held]))
-        for save_id in reversed(order)
+        InMemory(slab, mine[theirs[0]["save_id"]], _committed(theirs))
+        for theirs in common_saves(everyone)
     ]
 
 
@@ -120,12 +117,6 @@ def _committed(offers: list[dict[str, Any]]) -> int:
 
 def _gather_offers(offers: tuple[Offer, ...]) -> list[list[dict[str, Any]]]:
     return gather_objects([msgspec.structs.asdict(offer) for offer in offers])
-
-
-def newest_saves(everyone: list[list[dict[str, Any]]], count: int) -> tuple[str, ...]:
-    """Return the newest saves that any rank holds: what all of them may have had in their slots."""
-    seen = {(offer["iteration"], offer["save_id"]) for theirs in everyone for offer in theirs}
-    return tuple(save_id for _, save_id in sorted(seen, reverse=True)[:count])
 
 
 def load_from_memory(

@@ -7,9 +7,9 @@ import socket
 import pytest
 
 from megatron_flashckpt import peering
+from megatron_flashckpt.agent.offers import lacking_ranks, newest_saves
 from megatron_flashckpt.agent.protocol import PeerNode
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.loading import newest_saves
 
 
 def test_ranks_with_the_same_agent_are_a_node_in_the_order_of_their_first_ranks() -> None:
@@ -65,6 +65,5 @@ def test_ranks_that_lack_all_of_the_newest_saves_ask_for_them() -> None:
     everyone = [[{"iteration": it, "save_id": f"s{it}"} for it in theirs] for theirs in held]
     newest = newest_saves(everyone, 2)
     assert newest == ("s30", "s20")
-    lacking = [not any(offer["save_id"] in newest for offer in theirs) for theirs in everyone]
-    assert lacking == [False, False, True, True]
+    assert lacking_ranks(everyone, newest) == [2, 3]
     assert newest_saves([[], []], 2) == ()

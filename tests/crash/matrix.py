@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests.crash.cells import all_cells
+from tests.crash.peers import LOST, PeerCell, peer_cells, tell_of_peers
 from tests.crash.story import KILLED, Cell, Found, tell
 
 _RANDOM = "random"
@@ -24,12 +25,14 @@ _WIDTH = 100
 class Matrix:
     """Counts by row and column."""
 
-    def __init__(self) -> None:
+    def __init__(self, *columns: str) -> None:
+        """Args: `columns`: after process and point."""
+        self._columns = columns
         self._done: dict[tuple[str, str], dict[str, list[bool]]] = {}
-        self.failures: list[tuple[Cell, BaseException]] = []
+        self.failures: list[tuple[Cell | PeerCell, BaseException]] = []
         self.restored: collections.Counter[str] = collections.Counter()
 
-    def note(self, cell: Cell, outcome: list[Found] | BaseException) -> None:
+    def note(self, cell: Cell | PeerCell, outcome: list[Found] | BaseException) -> None:
         failed = isinstance(outcome, BaseException)
         if isinstance(outcome, BaseException):
             self.failures.append((cell, outcome))
@@ -40,15 +43,17 @@ class Matrix:
 
     def print(self, out: Console) -> None:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in ("process", "stopped at", *(f"{killed} killed" for killed in KILLED), _RANDOM):
+        for name in ("process", "stopped at", *self._columns):
             table.add_column(name)
         for row in sorted(self._done):
-            cells = [self._done[row].get(column, []) for column in (*KILLED, _RANDOM)]
+            cells = [self._done[row].get(column, []) for column in self._columns]
             table.add_row(*row, *(f"{sum(it)}/{len(it)}" if it else "" for it in cells))
         out.print(table)
 
 
-def _place(cell: Cell) -> tuple[tuple[str, str], str]:
+def _place(cell: Cell | PeerCell) -> tuple[tuple[str, str], str]:
+    if isinstance(cell, PeerCell):
+        return (f"agent, {cell.scheme}", cell.point), f"{cell.lost} lost"
     if cell.hurried:
         return ("any", f"{len(cell.crashes)} crashes, one after the other"), _RANDOM
     last = cell.crashes[-1]
@@ -57,7 +62,7 @@ def _place(cell: Cell) -> tuple[tuple[str, str], str]:
         where += ", from memory" if cell.crashes[0].killed == "trainers" else ", from storage"
     elif cell.broken >= 0:
         where += ", of a save that failed"
-    return (last.who, where), last.killed
+    return (last.who, where), f"{last.killed} killed"
 
 
 def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> int:
@@ -65,13 +70,15 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
     out = Console(soft_wrap=True, highlight=False)
     if not out.is_terminal:
         out.width = _WIDTH
-    cells = [cell for cell in all_cells(seeds) if only in str(cell)]
+    every: list[Cell | PeerCell] = [*peer_cells(), *all_cells(seeds)]
+    cells = [cell for cell in every if only in str(cell)]
     if list:
         for cell in cells:
             out.print(str(cell), markup=False)
         return 0
     started = time.monotonic()
-    matrix = Matrix()
+    matrix = Matrix(*(f"{killed} killed" for killed in KILLED), _RANDOM)
+    of_peers = Matrix(*(f"{lost} lost" for lost in LOST))
     home = Path(tempfile.mkdtemp(prefix="flashckpt-crash-"))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=out, disable=not out.is_terminal)
@@ -83,7 +90,8 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
         try:
             for future in concurrent.futures.as_completed(running):
                 cell = running[future]
-                matrix.note(cell, future.exception() or future.result())
+                its = of_peers if isinstance(cell, PeerCell) else matrix
+                its.note(cell, future.exception() or future.result())
                 if future.exception():
                     said = str(future.exception()).partition("\n")[0]
                     out.print(f"FAILED {cell}: {said[:500]}", markup=False)
@@ -91,20 +99,22 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
         finally:
             pool.shutdown(cancel_futures=True)
     shutil.rmtree(home)
-    matrix.print(out)
-    sources = ", ".join(f"{count} from {name}" for name, count in matrix.restored.most_common())
-    passed = len(cells) - len(matrix.failures)
+    failures = matrix.failures + of_peers.failures
+    restored = matrix.restored + of_peers.restored
+    for its in (matrix, of_peers):
+        its.print(out)
+    sources = ", ".join(f"{count} from {name}" for name, count in restored.most_common())
     out.print(
-        f"{passed}/{len(cells)} cells; {matrix.restored.total()} restarts: {sources}; "
+        f"{len(cells) - len(failures)}/{len(cells)} cells; {restored.total()} restarts: {sources}; "
         f"{time.monotonic() - started:.0f} s"
     )
-    return 1 if matrix.failures else 0
+    return 1 if failures else 0
 
 
-def _tell(cell: Cell, home: Path, keep: Path | None) -> list[Found]:
+def _tell(cell: Cell | PeerCell, home: Path, keep: Path | None) -> list[Found]:
     home.mkdir()
     try:
-        return tell(cell, home)
+        return tell_of_peers(cell, home) if isinstance(cell, PeerCell) else tell(cell, home)
     except BaseException:
         if keep is not None:
             shutil.copytree(home, keep / home.name, ignore=shutil.ignore_patterns("*.sock"))

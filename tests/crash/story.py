@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.crash.job import RANKS, CellError, Job, wake
 from tests.crash.start import Life
-from tests.crash.truth import check_storage, check_tidy, committed, in_memory
+from tests.crash.truth import check_left, check_storage, check_tidy, committed, in_memory
 
 TRAINERS, AGENT, NODE = "trainers", "agent", "node"
 KILLED = (TRAINERS, AGENT, NODE)
@@ -161,11 +161,4 @@ def _check_end(job: Job, newest: int) -> None:
             raise CellError(f"the saves after the restart: {events}")
     check_storage(job.save)
     check_tidy(job.save, newest)
-    logs = list(job.runtime_dir.rglob("agent.log"))
-    # An agent that had an error to report leaves it, and its lock.
-    complained = any(" ERROR " in log.read_text() for log in logs)
-    stays = ("agent.log", "lock") if complained else ("agent.log",)
-    files = filter(Path.is_file, job.runtime_dir.rglob("*"))
-    left = [path.name for path in files if path.name not in stays]
-    if left:
-        raise CellError(f"the agent left {left}")
+    check_left(job.runtime_dir)

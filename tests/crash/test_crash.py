@@ -14,6 +14,7 @@ import pytest
 from megatron_flashckpt.faults import POINTS
 from tests.crash.cells import all_cells, sample
 from tests.crash.job import CellError, Job
+from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, tell_of_peers
 from tests.crash.start import Life
 from tests.crash.story import KILLED, Cell, tell
 from tests.crash.truth import check_storage, check_tidy
@@ -24,11 +25,23 @@ def test_nothing_is_lost_and_nothing_stays_behind(cell: Cell, tmp_path: Path) ->
     assert len(tell(cell, tmp_path)) == len(cell.crashes)
 
 
+@pytest.mark.parametrize("cell", peer_sample(), ids=str)
+def test_what_other_nodes_hold_is_whole_and_the_newest_or_is_not_used(
+    cell: PeerCell, tmp_path: Path
+) -> None:
+    assert len(tell_of_peers(cell, tmp_path)) == 1
+
+
 def test_the_long_version_kills_everybody_at_every_point_in_every_way() -> None:
     cells = all_cells(60)
     assert len(set(cells)) == len(cells) >= 200
     crashes = {(crash.point, crash.killed) for cell in cells for crash in cell.crashes}
-    assert crashes == {(point, killed) for point in POINTS for killed in KILLED}
+    of_peers = {point for point in POINTS if point.split(".")[0] in ("send", "hold", "recover")}
+    others = POINTS.keys() - of_peers
+    assert crashes == {(point, killed) for point in others for killed in KILLED}
+    assert {(cell.scheme, cell.point) for cell in peer_cells()} == {
+        (scheme, point) for scheme in NODES for point in of_peers
+    }
     for rank in ("rank0", "rank1"):
         at = {crash.point for cell in cells for crash in cell.crashes if crash.who == rank}
         assert at == {point for point in POINTS if point.split(".")[0] in ("stage", "load")} | {

@@ -89,3 +89,15 @@ def check_tidy(save: Path, newest: int) -> None:
         left += [directory.name] if not expected else []
     if left:
         raise CellError(f"left behind: {sorted(left)}")
+
+
+def check_left(runtime_dir: Path) -> None:
+    """Refuse what agents that have gone should not have left, but for what they had to report."""
+    logs = list(runtime_dir.rglob("agent.log"))
+    # An agent that had an error to report leaves it, and its lock.
+    complained = any(" ERROR " in log.read_text() for log in logs)
+    stays = ("agent.log", "lock") if complained else ("agent.log",)
+    files = filter(Path.is_file, runtime_dir.rglob("*"))
+    left = [path.name for path in files if path.name not in stays]
+    if left:
+        raise CellError(f"the agent left {left}")

@@ -18,6 +18,7 @@ from megatron_flashckpt.agent.peers.holdings import combine
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.transport import PeerError
 from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 
@@ -137,6 +138,7 @@ def recover(
             continue
         logger.info("rank %d: recovered iteration %d from nodes %s", *which)
         label, slot = plan.label, slab.slots[index]
+        reach("recover.filled")
         # Verified, and now vouched for by the slot itself.
         slot.set_meta(streams.description(slab, index, label))
         slot.set_header(

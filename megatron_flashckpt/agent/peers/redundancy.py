@@ -24,6 +24,7 @@ from megatron_flashckpt.agent.peers.transport import (
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.faults import reach
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,7 @@ class Redundancy:
     def _send(self, rank: int, slots: RankSlots, index: int) -> None:
         try:
             label = self._labelled(rank, slots, index)
+            reach("send.labelled")
             with self._lock:
                 plan = self._plan
                 if label is None or plan is None or rank not in plan.nodes[plan.me].ranks:
@@ -196,12 +198,16 @@ class Redundancy:
         try:
             match request:
                 case m.Begin():
-                    return m.Taken(already=not self._begin(request)), b""
+                    begun = self._begin(request)
+                    reach("hold.begun")
+                    return m.Taken(already=not begun), b""
                 case m.Chunk():
                     part = (request.lane, request.rank, request.save_id)
                     self._holdings.add(*part, request.start, payload)
+                    reach("hold.chunk")
                 case m.End():
                     self._holdings.end(request.lane, request.rank, request.save_id)
+                    reach("hold.ended")
                 case m.SendAgain():
                     self._send_again(request.node)
                 case m.Find():
@@ -210,7 +216,9 @@ class Redundancy:
                     return m.Taken(), self._read_slot(request)
                 case m.ReadHeld():
                     span = (request.start, request.nbytes)
-                    return m.Taken(), self._holdings.read(request.lane, request.save_id, *span)
+                    data = self._holdings.read(request.lane, request.save_id, *span)
+                    reach("hold.read")
+                    return m.Taken(), data
         except HoldError as error:
             return m.Declined(str(error)), b""
         return m.Taken(), b""
@@ -277,10 +285,12 @@ class Redundancy:
                 nodes = range(len(plan.nodes))
                 asked = pool.map(lambda node: self._ask_for(plan, node, rank), nodes)
                 found = {node: there for node, there in enumerate(asked) if there is not None}
+            reach("recover.asked")
             made = recovery.plans(rank, found)
             slots = recovery.recover(rank, saves, made, lambda node: self._way(plan, node))
             if slots is not None:
                 self._install(rank, slots)
+                reach("recover.installed")
             elif not set(made).intersection(saves):
                 logger.warning("rank %d: no node has a checkpoint of it that is wanted", rank)
         except Exception:

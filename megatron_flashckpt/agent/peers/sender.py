@@ -12,6 +12,7 @@ from megatron_flashckpt.agent.peers import streams
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.topology import Part
 from megatron_flashckpt.agent.peers.transport import Connection, PeerError
+from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -142,9 +143,11 @@ class Link:
         if isinstance(reply, m.Taken) and reply.already:
             return
         _check(reply)
+        reach("send.begun")
         for reply, _ in self._connection.pipeline(self._chunks(parcel)):
             _check(reply)
         _check(self._connection.ask(m.End(part.lane, label.rank, label.save_id))[0])
+        reach("send.ended")
 
     def _chunks(self, parcel: Parcel) -> Iterator[tuple[m.Request, bytes]]:
         label, part = parcel.label, parcel.part
@@ -155,6 +158,7 @@ class Link:
             data = streams.read(parcel.slab, parcel.index, label, start, nbytes)
             if data is None:
                 raise _OvertakenError(_TAKEN)
+            reach("send.chunk")
             yield m.Chunk(part.lane, label.rank, label.save_id, start - begin), data
 
 
