@@ -66,7 +66,7 @@ def load_side_state(found: SavedJob, rank: int, fill: Callable[[LoadPlan], Any])
     if own is not None and cut == found.model_cut:
         objects = own["objects"]
         if hyper_parameters.knows_steps(own["optimizer"]):
-            groups = own["optimizer"]
+            groups = hyper_parameters.completed(own["optimizer"], groups)
     return SideState(own, groups, objects)
 
 

@@ -36,6 +36,8 @@ _BASIC = ("wd_mult", "lr_mult", "is_decoupled_lr")
 
 _Saved = list[dict[str, Any]]
 _Identity = tuple[Any, ...]
+_Family = tuple[frozenset[str], bool]
+"""The settings of groups that step together, and whether they are of experts."""
 
 
 def hyper_parameters(optimizer: Any) -> _Saved:
@@ -96,12 +98,29 @@ def merge(of_ranks: list[_Saved]) -> _Saved:
             for group in entry["param_groups"]:
                 if (number, _identity(group)) not in seen:
                     seen.add((number, _identity(group)))
-                    others = made.get(_settings(group))
-                    counted = others is None or _step_of(entry, group) is not None
-                    fresh.append(group if counted else {**group, "step": others})
+                    fresh.append(group)
             if fresh:
-                merged.append({**entry, "param_groups": fresh})
+                merged.append(_counted(entry, fresh, made))
     return merged
+
+
+def completed(saved: _Saved, others: _Saved) -> _Saved:
+    """Return `saved` with steps from `others` where its rank had no parameters to count with."""
+    made = _steps_made(others)
+    return [_counted(entry, entry["param_groups"], made) for entry in saved]
+
+
+def _counted(
+    entry: dict[str, Any], groups: list[dict[str, Any]], made: dict[_Family, Any]
+) -> dict[str, Any]:
+    """Return an entry of these groups, each with a step if `made` has one of its family."""
+    known = [
+        {**group, "step": made[_family(group)]}
+        if _step_of(entry, group) is None and _family(group) in made
+        else group
+        for group in groups
+    ]
+    return {**entry, "param_groups": known}
 
 
 def check(optimizer: Any, saved: _Saved) -> None:
@@ -127,7 +146,7 @@ def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
         if found is not None:
             entry, values = found
             step = _step_of(entry, values)
-            _take(inner, group, values, made.get(_settings(values)) if step is None else step)
+            _take(inner, group, values, made.get(_family(values)) if step is None else step)
     scalers = [entry["grad_scaler"] for entry in saved if entry["grad_scaler"] is not None]
     for sub in sub_optimizers(optimizer):
         scaler = getattr(sub, "grad_scaler", None)
@@ -184,12 +203,16 @@ def _like(group: dict[str, Any], known: list[_Found]) -> _Found | None:
 
 
 def _basics(group: dict[str, Any]) -> _Identity:
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _BASIC)
+    return tuple(_value(group, key) for key in _BASIC)
 
 
 def _identity(group: dict[str, Any], without: str = "") -> _Identity:
+    return tuple(_value(group, key) for key in IDENTIFIERS if key != without)
+
+
+def _value(group: dict[str, Any], key: str) -> Any:
     # NeMo renames the keys that it schedules itself to "pre_...".
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in IDENTIFIERS if key != without)
+    return group.get(key, group.get(f"pre_{key}"))
 
 
 def _described(group: dict[str, Any]) -> str:
@@ -201,18 +224,23 @@ def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:
     return group.get("step") if entry["step"] is None else entry["step"]
 
 
-def _steps_made(saved: Iterable[dict[str, Any]]) -> dict[frozenset[str], Any]:
-    """Return how many steps there were, by the settings of groups; before the first one: nothing.
+def _steps_made(saved: Iterable[dict[str, Any]]) -> dict[_Family, Any]:
+    """Return how many steps there were, by family of groups; before the first one: nothing.
 
-    All groups step together, but one without parameters on its rank does not count there; nor does
-    Muon ever, whose groups have other settings than Adam's.
+    Groups of a family step together, but one without parameters on its rank does not count there.
+    Experts have an optimizer of their own, with its own count; Muon, whose groups have other
+    settings than Adam's, never counts.
     """
-    made: dict[frozenset[str], Any] = {}
+    made: dict[_Family, Any] = {}
     for entry in saved:
         for group in entry["param_groups"]:
             if (step := _step_of(entry, group)) is not None:
-                made.setdefault(_settings(group), step)
+                made.setdefault(_family(group), step)
     return made
+
+
+def _family(group: dict[str, Any]) -> _Family:
+    return _settings(group), bool(_value(group, _EXPERT))
 
 
 def _settings(group: dict[str, Any]) -> frozenset[str]:

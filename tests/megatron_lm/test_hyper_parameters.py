@@ -21,6 +21,7 @@ from megatron_flashckpt.megatron_lm import hyper_parameters as hyper_module
 from megatron_flashckpt.megatron_lm.hyper_parameters import (
     IDENTIFIERS,
     check,
+    completed,
     hyper_parameters,
     load_hyper_parameters,
     merge,
@@ -223,6 +224,50 @@ def test_a_rank_that_owns_nothing_does_not_hide_the_steps_of_others(make, empty_
     inner = make([group(1.0), group(1.0, expert=True)])
     load_hyper_parameters(wrapped(inner), merge(of_ranks if empty_first else of_ranks[::-1]))
     assert steps_of(inner) == [[5], [5]]
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_chained_optimizers_keep_a_count_each(make, merged: bool) -> None:
+    saved = hyper_parameters(
+        chained(
+            wrapped(stepped(make([group(1.0), group(0.0)]), 5)),
+            wrapped(stepped(make([group(1.0, expert=True)]), 3)),
+        )
+    )
+    dense, experts = make([group(1.0), group(0.0)]), make([group(1.0, expert=True)])
+    load_hyper_parameters(
+        chained(wrapped(dense), wrapped(experts)), merge([saved]) if merged else saved
+    )
+    assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[3]])
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_an_optimizer_that_has_made_no_step_takes_none_of_the_one_chained_to_it(merged) -> None:
+    saved = hyper_parameters(
+        chained(
+            # A rank may own nothing of a group, which then does not count there.
+            wrapped(stepped(PerGroup([group(1.0), group(0.0, parameters=0)]))),
+            wrapped(PerGroup([group(1.0, expert=True), group(0.0, expert=True)])),
+        )
+    )
+    dense = PerGroup([group(1.0), group(0.0)])
+    experts = PerGroup([group(1.0, expert=True), group(0.0, expert=True)])
+    load_hyper_parameters(
+        chained(wrapped(dense), wrapped(experts)), merge([saved]) if merged else saved
+    )
+    assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[None], [None]])
+
+
+def test_a_rank_that_owned_nothing_of_one_optimizer_takes_its_count_from_others(make) -> None:
+    def saved(expert_parameters: int) -> list[Group]:
+        dense = stepped(make([group(1.0, lr=0.5)]), 5)
+        experts = stepped(make([group(1.0, expert=True, parameters=expert_parameters)]), 3)
+        return hyper_parameters(chained(wrapped(dense), wrapped(experts)))
+
+    others = merge([saved(0), saved(1)])
+    dense, experts = make([group(1.0)]), make([group(1.0, expert=True)])
+    load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), completed(saved(0), others))
+    assert (steps_of(dense), steps_of(experts)) == ([[5]], [[3]])
 
 
 @pytest.mark.parametrize(("saved_as", "loaded_as"), [(adam, PerGroup), (PerGroup, adam)])
