@@ -155,3 +155,6 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
 
 def __getattr__(name: str) -> Any:
     return getattr(checkpointing(), name)
+
+
+starting.watch_from_import()

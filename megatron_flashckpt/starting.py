@@ -2,9 +2,8 @@
 
 Doors lead here at different moments. A load is the first occasion, if there is one; else the first
 training step, whose function is replaced for it: by the launcher at once, and where only imports
-were swapped by the first call of `maybe_finalize_async_save`, right before that step. Releases
-before core 0.7 have no such call: there, with swapped imports and without a load, the first save
-makes do with the check of its own rank, because saves do not communicate.
+were swapped by the first call of `maybe_finalize_async_save`, right before that step; or, in
+releases before core 0.7, which have no such call, of what Megatron calls in its place.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from megatron_flashckpt.config import Config, Retention
 from megatron_flashckpt.layout.completeness import Tally, tally
 from megatron_flashckpt.megatron_lm import self_check, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
+from megatron_flashckpt.megatron_lm.features import exists
 from megatron_flashckpt.memory.available import available_nbytes
 from megatron_flashckpt.node_link import slab_nbytes
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
@@ -31,6 +31,8 @@ from megatron_flashckpt.session import session
 
 #: Sums of as many remainders as there can be ranks stay below 2**63.
 _PRIME = 2**45 - 55
+#: What Megatron's `train` calls before every step, in every release.
+_BEFORE_STEP = "update_num_microbatches"
 
 
 def check(model: list[Any], optimizer: Any) -> None:
@@ -82,6 +84,24 @@ def watch() -> None:
     """See to it that `begin` comes before the first training step, also without a load."""
     if stock.loaded("training") is not None and not stock.is_replaced("training", "train_step"):
         stock.replace("training", "train_step", train_step)
+
+
+def watch_from_import() -> None:
+    """See to `watch` where nothing of ours is called before a step, unless there is a load.
+
+    So it is where only imports were swapped, in releases without `async_utils`. Their `training`
+    imports us while it is being imported itself, and has by then what it calls before a step.
+    """
+    training = stock.loaded("training")
+    if training is None or hasattr(training, "train_step") or not hasattr(training, _BEFORE_STEP):
+        return
+    if not exists(f"{training.__package__}.async_utils"):
+        stock.replace("training", _BEFORE_STEP, _watch_and_call)
+
+
+def _watch_and_call(*args: Any, **kwargs: Any) -> Any:
+    watch()
+    return stock.original("training", _BEFORE_STEP)(*args, **kwargs)
 
 
 def train_step(*args: Any, **kwargs: Any) -> Any:

@@ -102,13 +102,14 @@ def _gone(stock: Any) -> Iterator[str]:
         there = next((name for name in names if hasattr(stock, name)), None)
         for name in names:
             module = _MODULES.get(name)
-            shown_by = there or later or (module if module and _exists(module) else None)
+            shown_by = there or later or (module if module and exists(module) else None)
             if not hasattr(stock, name) and shown_by is not None:
                 yield f"{stock.__name__} has no '{name}', though there is '{shown_by}'"
         later = later or there
 
 
-def _exists(module: str) -> bool:
+def exists(module: str) -> bool:
+    """Return whether a module can be imported; it is not."""
     return importlib.util.find_spec(module) is not None
 
 
