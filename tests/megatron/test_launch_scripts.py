@@ -24,6 +24,13 @@ SCRIPTS = REPO / "scripts"
 #: What Megatron needs to be told where there is no GPU, Transformer Engine or Apex.
 ON_CPU = TINY[TINY.index("--num-workers") : TINY.index("--log-interval")]
 SCRIPT_NAMES = sorted(path.name for path in SCRIPTS.glob("pretrain_gpt_*.s*"))
+ALL_SCRIPTS = [
+    path
+    for path in sorted(
+        [*SCRIPTS.iterdir(), *REPO.glob(".ci/*"), *REPO.glob("tests/slurm_double/*")]
+    )
+    if path.is_file() and b"bash" in path.read_bytes().split(b"\n", 1)[0]
+]
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_JOB_NUM_NODES": "2",
@@ -208,12 +215,13 @@ def test_real_data_comes_with_the_tokenizer_of_gpt2(said: dict[str, str]) -> Non
         assert lines[lines.index(flag) + 1] == value
 
 
-@pytest.mark.parametrize("script", SCRIPT_NAMES)
-def test_bash_and_shellcheck_find_nothing_wrong(script: str) -> None:
-    assert subprocess.run(["bash", "-n", str(SCRIPTS / script)], check=False).returncode == 0
-    if not (shellcheck := shutil.which("shellcheck")):
+@pytest.mark.parametrize("script", ALL_SCRIPTS, ids=lambda path: path.name)
+def test_bash_and_shellcheck_find_nothing_wrong(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if not (shellcheck := shutil.which("shellcheck", path=beside)):
         pytest.skip("bash has nothing to say; shellcheck is not installed")
     done = subprocess.run(
-        [shellcheck, "-x", str(SCRIPTS / script)], capture_output=True, text=True, check=False
+        [shellcheck, "-x", str(script)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout
