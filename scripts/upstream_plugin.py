@@ -105,9 +105,10 @@ def _put_ours_in_place() -> None:
             (Path(margs.save) / iteration_dir(call.iteration) / ".metadata").touch()
         dist.barrier()
 
-    launch.install()
+    # The launcher leaves alone what has been replaced already.
     stock.replace("checkpointing", "save_checkpoint", _counted(save_and_wait))
     stock.replace("checkpointing", "load_checkpoint", _counted(checkpointing.load_checkpoint))
+    launch.install()
 
 
 def _without_transformer_engine() -> None:

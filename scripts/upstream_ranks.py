@@ -2,8 +2,8 @@
 
 Run by `scripts/compat --upstream-tests` with the tree's root as directory and its environment:
 `upstream_ranks.py RANKS DOOR=DIRECTORY:PORT ... -- FILE ...`. One door after the other, each with
-the tests that passed through the one before. Results and logs go to the directory; the ranks meet
-at the driver's store at PORT.
+the tests that passed through the one before; one that has its results already is left out. Results
+and logs go to the directory; the ranks meet at the driver's store at PORT.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -89,7 +90,9 @@ if __name__ == "__main__":
     for each in sys.argv[2:split]:
         door, _, rest = each.partition("=")
         directory, _, port = rest.rpartition(":")
-        run(int(sys.argv[1]), door, Path(directory), port, sys.argv[split + 1 :])
         only = Path(directory) / "passed.json"
-        only.write_text(json.dumps(passed(Path(directory))))
+        if not only.is_file():
+            shutil.rmtree(directory, ignore_errors=True)
+            run(int(sys.argv[1]), door, Path(directory), port, sys.argv[split + 1 :])
+            only.write_text(json.dumps(passed(Path(directory))))
         os.environ["UPSTREAM_ONLY"] = str(only)
