@@ -1,179 +1,137 @@
 """Version x feature, each tick from a run of that release's own `pretrain_gpt.py` on CPU ranks.
 
-    MEGATRON_LM=/path/to/clone scripts/compat [TAG ...]
+    MEGATRON_LM=/path/to/clone scripts/compat [TAG ...] [--keep DIR] [--readme]
     MEGATRON_LM=/path/to/clone scripts/compat --upstream-tests [TAG ...]
 
 Trees come from the clone with `git archive`; nothing is written to it. Four gloo ranks, TP2 x DP2,
-distributed optimizer, bf16, dropout on. With `--upstream-tests`, instead of that, what
-`compat_upstream.py` says: Megatron's own unit tests of saving and loading.
+distributed optimizer, bf16, dropout on; `compat_release.py` says what each feature is. With
+`--keep` a later call goes on where this one was ended: releases that passed are not tried again.
+With `--upstream-tests`, instead of that, what `compat_upstream.py` says: Megatron's own unit tests
+of saving and loading.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import datetime
+import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import compat_upstream
-from compat_tree import Run, Tree
+from compat_release import FEATURES, CellError, NotHereError, Release
+from compat_tree import REPO, Tree
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_flashckpt.layout.names import TRACKER, iteration_dir
-from patches import TAGS, PatchError, apply
-from tests.megatron.jobs import assemble, differing, tensors, truncated_copy
+from patches import TAGS, PatchError
 
-TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
-HALF, END = 3, 6
-DISTRIBUTED = "--use-distributed-optimizer"
-#: Its distributed optimizer calls into Transformer Engine, whatever the precision.
-PLAIN_ONLY = ("core_v0.12.3",)
+TICK, CROSS, NONE = "\u2713", "\u2717", "-"
+README = REPO / "README.md"
+#: What `--readme` writes stands between these lines.
+BEGIN, FINISH = "<!-- scripts/compat --readme -->\n", "<!-- end of scripts/compat -->\n"
 
 
-class CellError(Exception):
-    """A feature does not work with a release."""
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """What was found out about one release."""
+
+    tag: str
+    revision: str
+    """The commit of the tree, and its day."""
+    ran: str
+    """The day."""
+    marks: dict[str, str]
+    """By feature."""
+    notes: list[str]
+    """Why a mark is not a tick."""
+
+    @property
+    def failed(self) -> int:
+        """How many features do not work."""
+        return list(self.marks.values()).count(CROSS)
 
 
-class Release:
-    """The runs of one release. Every feature is a method that raises CellError; order matters."""
-
-    def __init__(self, tree: Tree, where: Path) -> None:
-        self._tree = tree
-        self._where = where
-        self._stock: Run | None = None
-
-    def trains(self) -> None:
-        """Stock runs on this machine at all: the reference."""
-        self._stock = self._run("stock", TP2, door="stock")
-        if sorted(self._stock.figures) != list(range(1, END + 1)):
-            raise CellError(self._stock.reason("stock itself does not train here"))
-
-    def saves(self) -> None:
-        """Unedited, through the launcher: trains as stock does, and both saves are committed."""
-        run = self._run("A", TP2, save=self._where / "A")
-        assert self._stock is not None
-        if run.figures != self._stock.figures:
-            raise CellError(run.reason("trains otherwise than stock"))
-        if (self._where / "A" / TRACKER).read_text() != str(END):
-            raise CellError(run.reason("the last save is not committed"))
-
-    def resumes(self) -> None:
-        """Patched with patches/<tag>.patch: goes on from storage as if it had never stopped."""
-        save = truncated_copy(self._where / "A", self._where / "B", HALF)
-        patched = self._tree.copy(self._where / "patched")
-        apply(patched.root, self._tree.tag)
-        run = self._run("B", TP2, save=save, tree=patched, door="stock")
-        self._same_end(run, save)
-
-    def restarts(self) -> None:
-        """A rank is killed while it saves, torchrun restarts all: memory, bit for bit."""
-        save = self._where / "C"
-        fault = f"rank1:save.granted:2:KILL:{self._where / 'killed'}"
-        run = self._run("C", TP2, save=save, env={"FLASHCKPT_FAULT": fault}, restarts=1)
-        if f"iteration {HALF} was restored from memory" not in run.log:
-            raise CellError(run.reason("was not restored from memory"))
-        self._same_end(run, save)
-
-    def reshards(self) -> None:
-        """Goes on under PP2 x DP2: same weights, so the same losses but for rounding."""
-        save = truncated_copy(self._where / "A", self._where / "D", HALF)
-        run = self._run("D", PP2, save=save)
-        assert self._stock is not None
-        for iteration in (HALF + 1, END):
-            for found, expected in zip(
-                run.figures.get(iteration, (0.0, 0.0)), self._stock.figures[iteration], strict=True
-            ):
-                if abs(found - expected) > 0.02 * expected:
-                    raise CellError(run.reason(f"iteration {iteration}: {found}, not {expected}"))
-        shapes = [
-            {name: tuple(whole.shape) for name, whole in assemble(root, END).items()}
-            for root in (self._where / "A", save)
-        ]
-        if shapes[0] != shapes[1]:
-            raise CellError(run.reason("saves other tensors than under TP2 x DP2"))
-
-    def overlaps(self) -> None:
-        """Overlapped reduce and gather: every weight that is saved is its master, rounded."""
-        save = self._where / "E"
-        overlapped = (*TP2, "--overlap-grad-reduce", "--overlap-param-gather")
-        run = self._run("E", overlapped, save=save)
-        if not (save / iteration_dir(END)).is_dir():
-            raise CellError(run.reason("does not save"))
-        wholes = assemble(save, END)
-        stale = [
-            key
-            for kind, key in wholes
-            if kind == "master"
-            and not (wholes[kind, key].bfloat16() == wholes["weight", key]).all()
-        ]
-        if stale:
-            raise CellError(run.reason(f"stale weights: {', '.join(stale)}"))
-
-    def _same_end(self, run: Run, save: Path) -> None:
-        assert self._stock is not None
-        # In its second line after a start 0.16.1 and later print the mean of two losses.
-        for iteration in (HALF + 1, END):
-            if run.figures.get(iteration) != self._stock.figures[iteration]:
-                raise CellError(run.reason(f"iteration {iteration} is not as if uninterrupted"))
-        wrong = differing(tensors(self._where / "A", END), tensors(save, END))
-        if wrong:
-            raise CellError(run.reason(f"not bit-equal at the end: {', '.join(map(str, wrong))}"))
-
-    def _run(
-        self,
-        name: str,
-        layout: tuple[str, ...],
-        *,
-        save: Path | None = None,
-        tree: Tree | None = None,
-        door: str = "launch",
-        env: dict[str, str] | None = None,
-        restarts: int = 0,
-    ) -> Run:
-        arguments = [*layout, "--train-iters", str(END)]
-        if self._tree.tag not in PLAIN_ONLY:
-            arguments.append(DISTRIBUTED)
-        if save is not None:
-            arguments += ["--save", str(save), "--load", str(save), "--save-interval", str(HALF)]
-        log = self._where / f"{name}.log"
-        environment = {
-            "FLASHCKPT_RUNTIME_DIR": str(self._where / "run"),
-            "FLASHCKPT_AGENT__GRACE_S": "120",
-            **(env or {}),
-        }
-        return (tree or self._tree).run(arguments, log, door, environment, restarts)
-
-
-FEATURES: dict[str, Callable[[Release], None]] = {
-    "stock runs here": Release.trains,
-    "saves, trains as stock": Release.saves,
-    "patch; resumes bit-exact": Release.resumes,
-    "restart from memory, bit-exact": Release.restarts,
-    "loads under PP2 DP2": Release.reshards,
-    "overlapped gather": Release.overlaps,
-}
-
-
-def cells(release: Release, out: Console, tag: str, done: Callable[[], object]) -> list[str]:
-    """Return a tick, a cross or a dash (not reached) per feature."""
-    found: list[str] = []
+def try_all(release: Release, tag: str, revision: str, done: Callable[[], object]) -> Column:
+    """Run every feature, in order."""
+    marks: dict[str, str] = {}
+    notes: list[str] = []
     for name, feature in FEATURES.items():
         # Without stock, or a save to go on from, there is nothing to be said of the rest.
-        if "\u2717" in found[:2] or (feature is Release.overlaps and tag in PLAIN_ONLY):
-            found.append("-")
+        if CROSS in list(marks.values())[:2]:
+            marks[name] = NONE
         else:
             try:
                 feature(release)
-                found.append("\u2713")
-            except (CellError, PatchError, OSError) as error:
-                found.append("\u2717")
-                out.print(f"{tag}, {name}: {error}")
+                marks[name] = TICK
+            except NotHereError as reason:
+                marks[name] = NONE
+                notes.append(f"{tag}, {name}: {reason}")
+            except (CellError, PatchError, OSError, subprocess.TimeoutExpired) as error:
+                marks[name] = CROSS
+                notes.append(f"{tag}, {name}: {error}")
         done()
+    return Column(tag, revision, datetime.date.today().isoformat(), marks, notes)
+
+
+def column(tag: str, where: Path, clone: Path, done: Callable[[], object]) -> Column:
+    """Return what an earlier call with this directory has found out, or find out now."""
+    kept = where / tag / "column.json"
+    if kept.is_file():
+        found = Column(**json.loads(kept.read_text()))
+        if list(found.marks) == list(FEATURES) and not found.failed:
+            return found
+    shutil.rmtree(where / tag, ignore_errors=True)
+    tree = extract(tag, where, clone)
+    found = try_all(Release(tree, tree.root.parent), tag, _revision(clone, TAGS[tag]), done)
+    kept.write_text(json.dumps(dataclasses.asdict(found)))
     return found
+
+
+def extract(tag: str, where: Path, clone: Path) -> Tree:
+    """Return the files of a release, which may be there from an earlier call."""
+    root = where / tag / "tree"
+    if root.is_dir():
+        return Tree(tag, root)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    return Tree.extract(clone, tag, TAGS[tag], root)
+
+
+def _revision(clone: Path, revision: str) -> str:
+    command = ["git", "log", "-1", "--format=%h of %cs", "--abbrev=10", revision]
+    return subprocess.run(
+        command, cwd=clone, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def table(columns: list[Column]) -> Iterable[str]:
+    """Yield lines of Markdown: a row per feature, and what is not ticked explained below."""
+    days = sorted({column.ran for column in columns})
+    yield f"Ran {' to '.join(dict.fromkeys([days[0], days[-1]]))}: " + ", ".join(
+        f"{column.tag} ({column.revision})" for column in columns
+    )
+    yield ""
+    yield "| | " + " | ".join(column.tag.removeprefix("core_v") for column in columns) + " |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for name in FEATURES:
+        yield f"| {name} | " + " | ".join(column.marks[name] for column in columns) + " |"
+    notes = [note for column in columns for note in column.notes]
+    if notes:
+        yield ""
+        yield from (f"- {note.partition('; log: ')[0]}" for note in notes)
+
+
+def write_readme(lines: list[str]) -> None:
+    """Put the table in the place of the one in the README."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    _, _, after = rest.partition(FINISH)
+    README.write_text(f"{before}{BEGIN}" + "".join(f"{line}\n" for line in lines) + FINISH + after)
 
 
 def main() -> None:
@@ -182,12 +140,17 @@ def main() -> None:
     )
     parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(TAGS)}")
     parser.add_argument(
-        "--keep", type=Path, help="put trees, checkpoints and logs there; keep them"
+        "--keep", type=Path, help="put trees, checkpoints, logs there; go on from what is there"
+    )
+    parser.add_argument(
+        "--readme", action="store_true", help="put the table in the place of the README's"
     )
     parser.add_argument(
         "--upstream-tests", action="store_true", help="Megatron's own tests of saving and loading"
     )
     args = parser.parse_args()
+    if args.readme and args.tags:
+        sys.exit("scripts/compat: the README's table has all releases: name none with --readme")
     unknown = set(args.tags) - set(TAGS)
     if unknown:
         sys.exit(f"scripts/compat: no {', '.join(sorted(unknown))}; there are {', '.join(TAGS)}")
@@ -198,36 +161,33 @@ def main() -> None:
             "MEGATRON_LM to the clone"
         )
     where = args.keep or Path(tempfile.mkdtemp(prefix="flashckpt-compat-"))
-
-    def extract(tag: str) -> Tree:
-        (where / tag).mkdir(parents=True)
-        return Tree.extract(Path(clone), tag, TAGS[tag], where / tag / "tree")
-
     if args.upstream_tests:
-        failed = compat_upstream.main(args.tags or compat_upstream.TAGS, extract)
+        failed = compat_upstream.main(
+            args.tags or compat_upstream.TAGS, lambda tag: extract(tag, where, Path(clone))
+        )
     else:
-        failed = matrix(args.tags or list(TAGS), extract)
+        failed = matrix(args.tags or list(TAGS), where, Path(clone), readme=args.readme)
     if not args.keep:
         shutil.rmtree(where)
     sys.exit(bool(failed))
 
 
-def matrix(tags: list[str], extract: Callable[[str], Tree]) -> int:
+def matrix(tags: list[str], where: Path, clone: Path, *, readme: bool) -> int:
     """Print version x feature; return how many cells failed."""
     out = Console(soft_wrap=True, highlight=False, markup=False)
-    lines = ["| " + " | ".join(["release", *FEATURES]) + " |", "|---" * (1 + len(FEATURES)) + "|"]
+    columns = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(tags) * len(FEATURES))
-        for tag in tags:
-            progress.update(task, description=tag)
-            tree = extract(tag)
-            ticks = cells(Release(tree, tree.root.parent), out, tag, lambda: progress.advance(task))
-            lines.append("| " + " | ".join([tag, *ticks]) + " |")
-    crosses = sum(line.count("\u2717") for line in lines)
-    # Markdown, for the README.
+        for number, tag in enumerate(tags):
+            progress.update(task, description=tag, completed=number * len(FEATURES))
+            columns.append(column(tag, where, clone, lambda: progress.advance(task)))
+            for note in columns[-1].notes:
+                out.print(note)
+    lines = list(table(columns))
     print("\n".join(lines))
-    print(f"with the plain optimizer: {', '.join(PLAIN_ONLY)}; {crosses or 'none'} failed")
-    return crosses
+    if readme:
+        write_readme(lines)
+    return sum(column.failed for column in columns)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import tarfile
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-RANKS = 4
 #: Mock data has tokens up to 4095, and 4352 is a padded size under TP1 as under TP2.
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -24,7 +23,7 @@ MODEL = (
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --log-interval 1 "
     "--eval-interval 1000 --eval-iters 0 --swiglu --no-bias-swiglu-fusion "
-    "--untie-embeddings-and-output-weights"
+    "--untie-embeddings-and-output-weights --distributed-timeout-minutes 3"
 ).split()
 _FIGURES = re.compile(
     r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ",
@@ -74,24 +73,36 @@ class Tree:
         return Tree(self.tag, root)
 
     def run(
-        self, arguments: list[str], log: Path, door: str, env: dict[str, str], restarts: int
+        self,
+        arguments: list[str],
+        log: Path,
+        door: str,
+        env: dict[str, str],
+        restarts: int = 0,
+        ranks: int = 4,
     ) -> Run:
-        """Run one torchrun job to its end.
+        """Run one job to its end; by torchrun if it can restart, else with forked ranks.
 
         Args:
             door: `stock` (the tree as it is) or `launch` (through our launcher).
         """
-        environment = {**self.environment(log.parent), **env}
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(RANKS), "--max-restarts", str(restarts)),
             *(["-m", "megatron_flashckpt.launch"] if door == "launch" else []),
             *("pretrain_gpt.py", *MODEL, *arguments),
             *(["--no-rope-fusion", "--attention-backend", "unfused"] if self._is_modern() else []),
         ]
-        with open(log, "w") as output:
+        environment = {**self.environment(log.parent), **env}
+        if restarts:
+            torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}"
+            start = [*torchrun.split(), "--max-restarts", str(restarts)]
+        else:
+            environment["LOCAL_RANK"] = "0"  # for the stand-in, in what the ranks are forked from
+            start = [str(REPO / "scripts/compat_ranks.py"), str(ranks), str(log), self._shared()]
+        log.unlink(missing_ok=True)
+        # Ranks open it, too: all append.
+        with open(log, "a") as output:
             subprocess.run(
-                command,
+                [sys.executable, *start, *command],
                 cwd=self.root,
                 env=environment,
                 stdout=output,
@@ -100,6 +111,15 @@ class Tree:
                 check=False,
             )
         return Run(log.read_text(errors="replace"), log)
+
+    def _shared(self) -> str:
+        """Return the modules that ranks may have imported before they are forked.
+
+        What is ours reads settings when it is imported, which it is with a tree that is patched.
+        """
+        homes = [self.root / "megatron/training.py", self.root / "megatron/training/training.py"]
+        edited = any(home.is_file() and "flashckpt" in home.read_text() for home in homes)
+        return "torch,numpy" if edited else "torch,numpy,megatron.training"
 
     def environment(self, scratch: Path) -> dict[str, str]:
         """Return the environment in which this release runs on a CPU."""
@@ -117,6 +137,15 @@ class Tree:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "TMPDIR": str(scratch),
         }
+
+    def knows(self, argument: str) -> bool:
+        """Return whether this release has an argument; some are fields of configurations."""
+        places = [*self.root.glob("megatron/**/arguments.py"), *self._configurations()]
+        written = re.compile(rf"(?<![\w-])(?:--)?{argument.replace('_', '[-_]')}(?![\w-])")
+        return any(written.search(place.read_text()) for place in places)
+
+    def _configurations(self) -> list[Path]:
+        return list(self.root.glob("megatron/training/config/*.py"))
 
     def _is_modern(self) -> bool:
         return "attention-backend" in self._text("megatron/training/arguments.py")

@@ -1,0 +1,311 @@
+"""What `scripts/compat` tries with one release, each feature in a run of its own `pretrain_gpt.py`.
+
+Losses and gradient norms are compared as they are printed, tensors of checkpoints bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from compat_tree import Run, Tree
+
+from megatron_flashckpt.layout.names import TRACKER, iteration_dir
+from patches import TAGS, TRAINING, PatchError, apply, swapped
+from tests.megatron.jobs import assemble, differing, tensors, truncated_copy
+
+TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2"),
+    "--disable-bias-linear",
+)
+HALF, END = 3, 6
+DISTRIBUTED = "--use-distributed-optimizer"
+#: Its distributed optimizer calls into Transformer Engine, whatever the precision.
+PLAIN_ONLY = ("core_v0.12.3",)
+NO_DISTRIBUTED = "its distributed optimizer does not run without Transformer Engine"
+_CHECKED, _FIRST_STEP = "flashckpt: self-check of", f" iteration        1/{END:8d} |"
+
+
+class CellError(Exception):
+    """A feature does not work with a release."""
+
+
+class NotHereError(Exception):
+    """There is nothing to try: the release does not have it, or does not do it on a CPU itself."""
+
+
+class Release:
+    """The runs of one release. Every feature is a method that raises CellError; order matters."""
+
+    def __init__(self, tree: Tree, where: Path) -> None:
+        self._tree = tree
+        self._where = where
+        self._format: str | None = None
+        """In which stock's own checkpoints were written, if it can write any here."""
+
+    # ------------------------------------------------------------------ the features
+
+    def trains(self) -> None:
+        """Stock runs on this machine at all: the reference. It saves, too, if it can."""
+        if sorted(self._stock.figures) != list(range(1, END + 1)):
+            raise CellError(self._stock.reason("stock itself does not train here"))
+
+    def saves(self) -> None:
+        """Unedited, through the launcher: trains as stock does, and both saves are committed."""
+        run = self._launched
+        if run.figures != self._stock.figures:
+            raise CellError(run.reason("trains otherwise than stock"))
+        self._committed(run, "A")
+
+    def resumes(self) -> None:
+        """Patched with patches/<tag>.patch: goes on from storage as if it had never stopped."""
+        save = truncated_copy(self._where / "A", self._where / "B", HALF)
+        run = self._run("B", TP2, save=save, tree=self._patched, door="stock")
+        self._same_end(run, save)
+
+    def checks(self) -> None:
+        """Checks itself before the first step: with the launcher, and patched without --load."""
+        for run in (self._launched, self._overlapped):
+            checked, stepped = run.log.find(_CHECKED), run.log.find(_FIRST_STEP)
+            if not 0 <= checked < stepped:
+                raise CellError(run.reason("no self-check before the first step"))
+
+    def refuses(self) -> None:
+        """Every other release's patch is refused by name, or is the same; nothing is changed."""
+        tree = self._tree.copy(self._where / "refusing")
+        before = {path: (tree.root / path).read_bytes() for path in self._training(tree)}
+        for other in set(TAGS) - {self._tree.tag}:
+            try:
+                apply(tree.root, other)
+            except PatchError as error:
+                if f"take patches/{self._tree.tag}.patch" not in str(error):
+                    raise CellError(f"{other}: {error}") from error
+            else:
+                raise CellError(f"patches/{other}.patch is applied")
+        if before != {path: (tree.root / path).read_bytes() for path in before}:
+            raise CellError("a refusal has changed the tree")
+
+    def reshards(self) -> None:
+        """With the imports swapped by hand, under PP2 x DP2: the same losses but for rounding."""
+        save = truncated_copy(self._where / "A", self._where / "D", HALF)
+        run = self._run("D", PP2, save=save, tree=self._swapped(), door="stock")
+        for iteration in (HALF + 1, END):
+            for found, expected in zip(
+                run.figures.get(iteration, (0.0, 0.0)), self._stock.figures[iteration], strict=True
+            ):
+                if abs(found - expected) > 0.02 * expected:
+                    raise CellError(run.reason(f"iteration {iteration}: {found}, not {expected}"))
+        shapes = [
+            {name: tuple(whole.shape) for name, whole in assemble(root, END).items()}
+            for root in (self._where / "A", save)
+        ]
+        if shapes[0] != shapes[1]:
+            raise CellError(run.reason("saves other tensors than under TP2 x DP2"))
+
+    def restarts(self) -> None:
+        """A rank is killed while it saves, torchrun restarts all: memory, bit for bit."""
+        save = self._where / "C"
+        fault = f"rank1:save.granted:2:KILL:{self._where / 'killed'}"
+        run = self._run("C", TP2, save=save, env={"FLASHCKPT_FAULT": fault}, restarts=1)
+        if f"iteration {HALF} was restored from memory" not in run.log:
+            raise CellError(run.reason("was not restored from memory"))
+        self._same_end(run, save)
+
+    def distributes(self) -> None:
+        """All of these runs with the distributed optimizer: each replica saves its own part."""
+        if self._tree.tag in PLAIN_ONLY:
+            raise NotHereError(NO_DISTRIBUTED)
+        masters = [
+            {name for of, name in tensors(self._where / "A", END) if of == rank}
+            for rank in range(4)
+        ]
+        if not all(any(name.startswith("master/") for name in of_rank) for of_rank in masters):
+            raise CellError("a rank saves no part of the masters")
+
+    def overlaps(self) -> None:
+        """Overlapped reduce and gather: every weight that is saved is its master, rounded."""
+        if self._tree.tag in PLAIN_ONLY:
+            raise NotHereError(NO_DISTRIBUTED)
+        self._committed(self._overlapped, "E")
+        wholes = assemble(self._where / "E", END)
+        stale = [
+            key
+            for kind, key in wholes
+            if kind == "master"
+            and not (wholes[kind, key].bfloat16() == wholes["weight", key]).all()
+        ]
+        if stale:
+            raise CellError(self._overlapped.reason(f"stale weights: {', '.join(stale)}"))
+
+    def saves_asynchronously(self) -> None:
+        """With Megatron's --async-save, saves are ours all the same."""
+        if not self._asynchronous:
+            raise NotHereError("has no --async-save")
+        if "Disabling --async-save" in self._overlapped.log:
+            raise CellError(self._overlapped.reason("Megatron has switched --async-save off"))
+        self._committed(self._overlapped, "E")
+
+    def mixes_experts(self) -> None:
+        """Four experts on two ranks (EP2): goes on from storage as if it had never stopped."""
+        whole = self._run("G", EXPERTS, save=self._where / "G", ranks=2)
+        if sorted(whole.figures) != list(range(1, END + 1)):
+            if "experts of Megatron's legacy models are not saved" in whole.log:
+                raise NotHereError("refused with a message: its experts are of the legacy model")
+            stock = self._run("H", EXPERTS, door="stock", ranks=2)
+            if sorted(stock.figures) != list(range(1, END + 1)):
+                raise NotHereError(stock.reason("stock does not train experts here"))
+            raise CellError(whole.reason("does not train as stock does"))
+        save = truncated_copy(self._where / "G", self._where / "I", HALF)
+        self._same_end(self._run("I", EXPERTS, save=save, ranks=2), save, whole, "G")
+
+    def takes_over(self) -> None:
+        """Goes on from what stock has saved, in place and bit for bit; the next save is ours."""
+        if self._format is None:
+            raise NotHereError("stock itself cannot save here")
+        save = truncated_copy(self._where / "stock", self._where / "F", HALF)
+        run = self._run("F", (*TP2, *self._format.split()), save=save)
+        try:
+            self._same_end(run, save)
+        except CellError:
+            save = truncated_copy(self._where / "stock", self._where / "J", HALF)
+            stock = self._run("J", (*TP2, *self._format.split()), save=save, door="stock")
+            if stock.figures.get(END) == self._stock.figures[END]:
+                raise
+            raise NotHereError(stock.reason("stock itself does not go on from it here")) from None
+
+    # ------------------------------------------------------------------ runs that several look at
+
+    @functools.cached_property
+    def _stock(self) -> Run:
+        """Stock, saving in the newest of its formats that it can write on this machine."""
+        save = self._where / "stock"
+        for number, flags in enumerate(self._formats()):
+            run = self._run(f"stock-{number}", (*TP2, *flags.split()), save=save, door="stock")
+            if END in run.figures and (save / TRACKER).is_file():
+                self._format = flags
+                return run
+            shutil.rmtree(save, ignore_errors=True)
+        return self._run("stock", TP2, door="stock")
+
+    def _formats(self) -> tuple[str, ...]:
+        if self._tree.knows("ckpt_format"):
+            return "--ckpt-format torch_dist", "--ckpt-format torch"
+        return ("--use-dist-ckpt", "") if self._tree.knows("use_dist_ckpt") else ("",)
+
+    @functools.cached_property
+    def _launched(self) -> Run:
+        return self._run("A", TP2, save=self._where / "A")
+
+    @functools.cached_property
+    def _overlapped(self) -> Run:
+        """Patched, without `--load`, with what overlaps."""
+        overlap = ("--overlap-grad-reduce", "--overlap-param-gather")
+        flags = () if self._tree.tag in PLAIN_ONLY else overlap
+        return self._run(
+            "E",
+            (*flags, *self._asynchronous),
+            save=self._where / "E",
+            load=False,
+            tree=self._patched,
+            door="stock",
+            ranks=2,
+        )
+
+    @functools.cached_property
+    def _asynchronous(self) -> tuple[str, ...]:
+        """The flags of an asynchronous save; none: this release has no such thing."""
+        if not self._tree.knows("async_save"):
+            return ()
+        # Without these later releases switch it off, or want a package that needs a GPU.
+        more = {
+            "use_persistent_ckpt_worker": "--use-persistent-ckpt-worker",
+            "async_strategy": "--async-strategy mcore",
+        }
+        given = [self._formats()[0], *(it for name, it in more.items() if self._tree.knows(name))]
+        return ("--async-save", *" ".join(given).split())
+
+    @functools.cached_property
+    def _patched(self) -> Tree:
+        tree = self._tree.copy(self._where / "patched")
+        apply(tree.root, self._tree.tag)
+        return tree
+
+    def _swapped(self) -> Tree:
+        """Return a tree in which somebody has swapped the imports of `training.py`."""
+        tree = self._tree.copy(self._where / "swapped")
+        for path in self._training(tree):
+            (tree.root / path).write_text(swapped((tree.root / path).read_text()))
+        return tree
+
+    @staticmethod
+    def _training(tree: Tree) -> list[str]:
+        return [path for path in TRAINING if (tree.root / path).is_file()]
+
+    # ------------------------------------------------------------------ what is asked of a run
+
+    def _committed(self, run: Run, name: str) -> None:
+        save = self._where / name
+        tracker = save / TRACKER
+        if not tracker.is_file() or tracker.read_text() != str(END):
+            raise CellError(run.reason("the last save is not committed"))
+        for iteration in (HALF, END):
+            if not (save / iteration_dir(iteration) / "manifest.json").is_file():
+                raise CellError(run.reason(f"no save of iteration {iteration} in our format"))
+
+    def _same_end(self, run: Run, save: Path, whole: Run | None = None, name: str = "A") -> None:
+        """Raise unless a run from HALF on ends as `whole` does, which has saved to `name`."""
+        expected = (whole or self._stock).figures
+        # In its second line after a start 0.16.1 and later print the mean of two losses.
+        for iteration in (HALF + 1, END):
+            if run.figures.get(iteration) != expected[iteration]:
+                raise CellError(run.reason(f"iteration {iteration} is not as if uninterrupted"))
+        wrong = differing(tensors(self._where / name, END), tensors(save, END))
+        if wrong:
+            raise CellError(run.reason(f"not bit-equal at the end: {', '.join(map(str, wrong))}"))
+
+    def _run(
+        self,
+        name: str,
+        flags: tuple[str, ...],
+        *,
+        save: Path | None = None,
+        load: bool = True,
+        tree: Tree | None = None,
+        door: str = "launch",
+        env: dict[str, str] | None = None,
+        restarts: int = 0,
+        ranks: int = 4,
+    ) -> Run:
+        arguments = [*flags, "--train-iters", str(END)]
+        if self._tree.tag not in PLAIN_ONLY:
+            arguments.append(DISTRIBUTED)
+        if save is not None:
+            arguments += ["--save", str(save), "--save-interval", str(HALF)]
+            arguments += ["--load", str(save)] if load else []
+        log = self._where / f"{name}.log"
+        environment = {
+            "FLASHCKPT_RUNTIME_DIR": str(self._where / "run"),
+            "FLASHCKPT_AGENT__GRACE_S": "120",
+            **(env or {}),
+        }
+        return (tree or self._tree).run(arguments, log, door, environment, restarts, ranks)
+
+
+#: In this order: later ones look at what earlier ones have left.
+FEATURES: dict[str, Callable[[Release], None]] = {
+    "stock trains on these CPU ranks": Release.trains,
+    "launcher, nothing edited: trains as stock, saves": Release.saves,
+    "patch: resumes bit for bit": Release.resumes,
+    "patch of another release is refused": Release.refuses,
+    "swapped imports: loads under PP2 x DP2": Release.reshards,
+    "checks itself before the first step": Release.checks,
+    "killed rank: restarts from memory, bit for bit": Release.restarts,
+    "distributed optimizer": Release.distributes,
+    "overlapped reduce and gather": Release.overlaps,
+    "`--async-save`": Release.saves_asynchronously,
+    "experts (EP2): resumes bit for bit": Release.mixes_experts,
+    "goes on from Megatron's own checkpoint": Release.takes_over,
+}
