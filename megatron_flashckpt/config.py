@@ -95,7 +95,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     persist_on_leave: bool = True
     """Write the newest checkpoint if it is only in memory when the agent leaves: nobody came back
-    within the grace time, or the job ended right after a memory-only save."""
+    within the grace time, or the job ended right after a save that was for memory only, or failed
+    (a failed save is tried once more then: the storage may be back)."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

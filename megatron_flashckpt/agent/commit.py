@@ -72,6 +72,9 @@ class PendingSave:
     """Saves that the same trainer staged later, where this one was taken over from another agent,
     which may have committed them before it went."""
 
+    staged_as: str = ""
+    """The id that its slots have: another one if it failed before, and is written after all."""
+
     @property
     def directory(self) -> str:
         return names.iteration_dir(self.iteration)

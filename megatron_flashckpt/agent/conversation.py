@@ -249,7 +249,7 @@ class Conversations:
             staged = (
                 save.iteration < request.iteration and save.metas.keys() >= self._node.ranks.keys()
             )
-            if save.save_id != request.save_id and not staged:
+            if save.staged_as != request.save_id and not staged:
                 save.outlived = save.save_id not in awaited
         if self._node.peers is not None:
             self._node.peers.adopt(number, request.save_id, request.iteration)

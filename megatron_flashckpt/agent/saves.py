@@ -7,6 +7,8 @@ import logging
 import threading
 import time
 
+import msgspec
+
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit import (
     PendingSave,
@@ -25,6 +27,7 @@ from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_d
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.faults import reach
+from megatron_flashckpt.layout.names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import phase
@@ -55,6 +58,8 @@ class Saves:
         # Of its own: what takes a second must not wait for what takes minutes.
         self._digest_pool = pool(1, "digest")
         self._closing = False
+        #: What was written, or was to be, when nobody was there any more.
+        self._written_last: set[str] = set()
         #: Saves that were concluded while storage did not answer; their files are still there.
         self._given_up: list[PendingSave] = []
         self._committer = threading.Thread(target=self._commit_loop, name="commit", daemon=True)
@@ -86,7 +91,11 @@ class Saves:
         header = slot.header
         if header.state not in (SlotState.STAGED, SlotState.KEPT):
             raise AgentError(f"slot {index} of rank {number} is {header.state.name}, not STAGED")
-        save = None if header.state == SlotState.KEPT else self._join(number, slot, info)
+        save = (
+            None
+            if header.state == SlotState.KEPT
+            else self._join(number, slot, info, header.save_id)
+        )
         if doorbell is not None:
             self._node.traces.add(header.iteration, header.save_id, number, doorbell.spans)
             if save is not None and doorbell.cost is not None:
@@ -105,17 +114,18 @@ class Saves:
         self._node.changed.notify_all()
         return header.save_id
 
-    def _join(self, number: int, slot: Slot, info: SlotInfo) -> PendingSave:
+    def _join(self, number: int, slot: Slot, info: SlotInfo, save_id: str) -> PendingSave:
         """Return the pending save that a rank has its part in a slot of."""
         header, meta = slot.header, slot.meta
         save = self.pending.setdefault(
-            header.save_id,
+            save_id,
             PendingSave(
                 PosixStorage(meta.root, self._node.direct_io),
                 header.iteration,
-                header.save_id,
+                save_id,
                 time.monotonic(),
                 inherited=info.inherited,
+                staged_as=header.save_id,
             ),
         )
         save.metas[number] = meta
@@ -148,14 +158,18 @@ class Saves:
             self._node.changed.notify_all()
         else:
             # Nobody here has staged it yet: ranks that will, here or elsewhere, find the note.
-            note = (self._node.storage, request.iteration, request.save_id, number, reason)
-            self._pool.submit(leave_note, *note)
+            self._leave_note(request.iteration, request.save_id, number, reason)
+        # Nor can it be written later.
+        self._leave_note(request.iteration, next_attempt(request.save_id), number, reason)
+
+    def _leave_note(self, iteration: int, save_id: str, number: int, reason: str) -> None:
+        self._pool.submit(leave_note, self._node.storage, iteration, save_id, number, reason)
 
     def _persist(self, number: int, slots: RankSlots, slot: Slot, save: PendingSave) -> None:
         error: str | None = None
         digests: tuple[str, ...] | None = None
         started = time.monotonic()
-        header = slot.header
+        header = msgspec.structs.replace(slot.header, save_id=save.save_id)
         info = slots.infos[slot.index]
         try:
             if info.inherited and is_persisted(save, number):
@@ -192,20 +206,40 @@ class Saves:
             # The save failed elsewhere while this shard was being written.
             forget(save)
 
-    def persist_kept(self) -> bool:
-        """Write what is in memory only and would be lost; return whether there is any."""
+    def persist_rest(self) -> bool:
+        """Write what is in memory only and would be lost; return whether there is any.
+
+        Each save once: what was meant for memory only, and what could not be written when it was
+        staged, for storage may have come back since.
+        """
         slots = {number: rank.slots for number, rank in self._node.ranks.items() if rank.slots}
-        if not self._node.options.persist_on_leave or len(slots) < len(self._node.ranks):
+        if (
+            not self._node.options.persist_on_leave
+            or len(slots) < len(self._node.ranks)
+            or self._node.is_stuck()
+        ):
             return False
         saves = only_in_memory(list(slots.values()), self._node.committed)
+        saves = [save_id for save_id in saves if save_id not in self._written_last]
+        self._written_last.update(saves)
         for save_id in saves:
             logger.info("save %s is in memory only: writing it before leaving", save_id)
             for number, theirs in slots.items():
-                slot = theirs.kept()[save_id]
+                slot = theirs.unwritten()[save_id]
+                if slot.header.state == SlotState.FAILED:
+                    self._try_again(number, theirs, slot)
+                    continue
                 slot.set_state(SlotState.STAGED)
                 theirs.infos[slot.index].claimed = False
                 self.take_over(number, slot.index)
         return bool(saves)
+
+    def _try_again(self, number: int, slots: RankSlots, slot: Slot) -> None:
+        """Persist what failed before, under an id of its own: notes of that failure are there."""
+        info = slots.infos[slot.index]
+        save = self._join(number, slot, info, next_attempt(slot.header.save_id))
+        info.persisting, info.persisting_since = True, time.monotonic()
+        self._pool.submit(self._persist, number, slots, slot, save)
 
     def watch(self) -> None:
         """Say which saves take long; end those whose storage does not even answer `outcome_of`."""
@@ -310,7 +344,7 @@ class Saves:
             rank = self._node.ranks[number]
             self._tell(rank, outcome)
             if rank.slots is not None:
-                rank.slots.mark(save.save_id, state)
+                rank.slots.mark(save.staged_as, state)
         reach("save.marked")
         self._node.changed.notify_all()
 

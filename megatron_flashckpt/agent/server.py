@@ -78,7 +78,7 @@ class Agent:
                 or (self._node.ranks and all(rank.left for rank in self._node.ranks.values()))
                 or time.monotonic() - self._talks.last_seen > patience
             ):
-                self._talks.parting = self._saves.persist_kept()
+                self._talks.parting = self._saves.persist_rest()
                 return not self._talks.parting
             return False
 

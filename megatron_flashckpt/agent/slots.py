@@ -129,9 +129,10 @@ class RankSlots:
             and self.infos[slot.index].sequence > self.infos[index].sequence
         }
 
-    def kept(self) -> dict[str, Slot]:
-        """Return the slots of checkpoints that are meant for memory only, by save."""
-        slots = [slot for slot in self.slab.slots if slot.header.state == SlotState.KEPT]
+    def unwritten(self) -> dict[str, Slot]:
+        """Return, by save, the slots that are not for storage, or were not to be written."""
+        states = (SlotState.KEPT, SlotState.FAILED)
+        slots = [slot for slot in self.slab.slots if slot.header.state in states]
         return {slot.header.save_id: slot for slot in slots}
 
     @property
@@ -166,12 +167,14 @@ class RankSlots:
 def only_in_memory(ranks: Sequence[RankSlots], committed: int) -> list[str]:
     """Return the saves to write if memory is to be given up and no trainer comes back.
 
-    Those meant for memory only that all of this node's ranks have and that are newer than what is
-    in storage. Ranks of other nodes may lack the newest, so all are returned, newest first; where
-    there are no other nodes, just the newest.
+    Those meant for memory only, and those that could not be written, that all of this node's ranks
+    have and that are newer than what is in storage. Ranks of other nodes may lack the newest, so
+    all are returned, newest first; where there are no other nodes, just the newest.
     """
-    held = [slots.kept() for slots in ranks]
+    held = [slots.unwritten() for slots in ranks]
     common = set(held[0]).intersection(*held[1:]) if held else set()
+    # Only the agent of rank 0 is told; the others see it in their slots.
+    committed = max(committed, *(slots.committed for slots in ranks)) if ranks else committed
     newer = [held[0][save_id] for save_id in common]
     newer = [slot for slot in newer if slot.header.iteration > committed]
     newer.sort(key=lambda slot: -slot.header.iteration)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import xxhash
+
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 #: What became of the last saves, for people; no load reads it.
@@ -15,6 +17,14 @@ _OF_A_SAVE = re.compile(
     r"|common-(?P<common>[0-9a-f]{8,32})\.pt"
 )
 _REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
+
+
+def next_attempt(save_id: str) -> str:
+    """Return the id under which a save that failed is written once more; the same on all nodes.
+
+    Notes and files of the first attempt have nothing to do with it.
+    """
+    return xxhash.xxh3_64_hexdigest(f"{save_id} again".encode())
 
 
 def iteration_dir(iteration: int) -> str:

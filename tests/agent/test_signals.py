@@ -11,9 +11,10 @@ import pytest
 
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.layout import names
+from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import eventually, held_back, is_alive, new_save_id
+from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id
 
 
 def watched(pid: int, for_s: float) -> bool:
@@ -85,3 +86,57 @@ def test_signals_meant_for_the_trainers_do_not_end_the_agent(
     os.kill(trainer.client.agent_pid, signal.Signals[name])
     assert watched(trainer.client.agent_pid, 0.3)
     assert trainer.save(1).error is None
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["persist_on_leave", "not"])
+def test_an_agent_told_to_end_writes_what_is_in_memory_only_if_that_is_wanted(
+    node: Node, root: Path, wanted: bool
+) -> None:
+    """Storage is slow: it waits for it, and a second time not."""
+    trainer = node.trainer(root, config=node.config(persist_on_leave=wanted))
+    agent, save_id = trainer.client.agent_pid, new_save_id()
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+        trainer.stage(1, save_id, state=SlotState.KEPT)
+        assert trainer.outcome().kept
+        trainer.client.close()
+        os.kill(agent, signal.SIGTERM)
+        if wanted:
+            assert watched(agent, 0.7)
+            let_go()
+        eventually("the end of the agent", lambda: not is_alive(agent))
+    if wanted:
+        assert_intact(root, 1, [trainer])
+    else:
+        assert not (root / names.TRACKER).exists()
+
+
+def test_what_is_in_memory_only_does_not_keep_an_agent_beyond_its_deadline(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root, config=node.config(sigterm_timeout_s=0.5))
+    agent, save_id = trainer.client.agent_pid, new_save_id()
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+        trainer.stage(1, save_id, state=SlotState.KEPT)
+        assert trainer.outcome().kept
+        trainer.client.close()
+        os.kill(agent, signal.SIGTERM)
+        eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
+    assert "told to end: iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
+    assert not (root / names.TRACKER).exists()
+
+
+def test_a_trainer_that_is_told_to_end_leaves_what_it_has_staged_to_the_agent(
+    node: Node, root: Path
+) -> None:
+    """No handler of its own: it ends at once, while storage is slow, and the agent after that."""
+    save_id = new_save_id()
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+        process = node.process(root, iterations=[1], save_id=save_id, stop="staged")
+        agent = process.stopped()
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(PATIENCE_S) == -signal.SIGTERM
+        os.kill(agent, signal.SIGTERM)
+        assert watched(agent, 0.3)
+        let_go()
+        eventually("the end of the agent", lambda: not is_alive(agent))
+    assert_intact(root, 1, [node.trainer(root)])

@@ -29,14 +29,19 @@ class Matrix:
         """Args: `columns`: after process and point."""
         self._columns = columns
         self._done: dict[tuple[str, str], dict[str, list[bool]]] = {}
-        self.failures: list[tuple[Cell | PeerCell, BaseException]] = []
         self.restored: collections.Counter[str] = collections.Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._done)
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many cells are as they should be, and how many have ended."""
+        ended = [each for row in self._done.values() for cells in row.values() for each in cells]
+        return sum(ended), len(ended)
 
     def note(self, cell: Cell | PeerCell, outcome: list[Found] | BaseException) -> None:
         failed = isinstance(outcome, BaseException)
-        if isinstance(outcome, BaseException):
-            self.failures.append((cell, outcome))
-        else:
+        if not isinstance(outcome, BaseException):
             self.restored.update(found.source for found in outcome)
         row, column = _place(cell)
         self._done.setdefault(row, {}).setdefault(column, []).append(not failed)
@@ -96,19 +101,22 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
                     said = str(future.exception()).partition("\n")[0]
                     out.print(f"FAILED {cell}: {said[:500]}", markup=False)
                 bar.advance(task)
+        except (KeyboardInterrupt, SystemExit):
+            out.print("stopped before the end")
         finally:
             pool.shutdown(cancel_futures=True)
     shutil.rmtree(home)
-    failures = matrix.failures + of_peers.failures
+    passed, ended = map(sum, zip(matrix.counts(), of_peers.counts(), strict=True))
     restored = matrix.restored + of_peers.restored
     for its in (matrix, of_peers):
-        its.print(out)
+        if its:
+            its.print(out)
     sources = ", ".join(f"{count} from {name}" for name, count in restored.most_common())
     out.print(
-        f"{len(cells) - len(failures)}/{len(cells)} cells; {restored.total()} restarts: {sources}; "
+        f"{passed}/{ended} cells of {len(cells)}; {restored.total()} restarts: {sources}; "
         f"{time.monotonic() - started:.0f} s"
     )
-    return 1 if failures else 0
+    return 0 if passed == len(cells) else 1
 
 
 def _tell(cell: Cell | PeerCell, home: Path, keep: Path | None) -> list[Found]:

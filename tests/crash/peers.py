@@ -108,7 +108,7 @@ def peer_sample() -> list[PeerCell]:
     return [
         PeerCell("copy", "send.chunk", 2 * _CHUNKS["copy"] + 1, OWN),
         PeerCell("copy", "hold.chunk", 2 * _CHUNKS["copy"] + 1, AGENT),
-        PeerCell("xor", "recover.filled", 1, OWN),
+        PeerCell("xor", "send.chunk", 9, AGENT),
     ]
 
 
@@ -232,6 +232,18 @@ class _Story:
         said = re.findall(rf"rank (\d+): iteration {iteration} is held by node (\d+) ", logs)
         return Counter((int(rank), int(holder)) for rank, holder in said)
 
+    def _asked_again(self) -> set[tuple[int, int]]:
+        """Return whose parts holders have asked for again, and which holders."""
+        said = [
+            (rank, holder)
+            for holder in range(len(self._made.nodes))
+            for ranks in re.findall(
+                r"iteration 3: ranks \{(.*)\} are asked", self._made.log(holder)
+            )
+            for rank in ranks.split(", ")
+        ]
+        return {(int(rank), holder) for rank, holder in said}
+
     def _await_held(
         self,
         iteration: int,
@@ -263,6 +275,8 @@ class _Story:
             made.succeed(0)
             # Its own are sent anew, and it gets back what it held for others.
             self._await_held(3, {pair for pair in self._all if 0 in pair}, before)
+            # Parity that it had spoiled is made again, of the others' parts, too.
+            self._await_held(3, self._asked_again(), before)
         made.lose(*{OWN: [0], ALL: range(len(made.nodes))}.get(lost, [1]))
 
     def restore(self) -> Found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from megatron_flashckpt.agent.peers.messages import Held, Label
@@ -51,7 +51,9 @@ class _Record:
 class Holdings:
     """By lane, as many saves as the senders have slots. Safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, gave_up: Callable[[int, set[int]], None] = lambda iteration, ranks: None):
+        """Args: `gave_up`: told of an iteration and the ranks whose finished parts had to go."""
+        self._gave_up = gave_up
         self._lock = threading.Lock()
         self._lanes: dict[Lane, list[_Record]] = {}
 
@@ -64,6 +66,7 @@ class Holdings:
         Raises:
             HoldError: newer ones take all places, or the memory is not there.
         """
+        spoiled: set[int] = set()
         with self._lock:
             records = self._lanes.setdefault(part.lane, [])
             record = next((r for r in records if r.save_id == label.save_id), None)
@@ -74,7 +77,9 @@ class Holdings:
             begun = [each for each in records if label.rank in each.parts]
             for dead in [each for each in begun if not each.finished(label.rank)]:
                 records.remove(dead)
-                record = None if dead is record else record
+                if dead is record:
+                    spoiled = dead.parts.keys() - {label.rank}
+                    record = None
             if record is None:
                 record = self._new(part.lane, label)
             start, end = part.bounds(label.nbytes)
@@ -85,7 +90,9 @@ class Holdings:
                 raise
             record.parts[label.rank] = _Contribution(part, label)
             record.received[label.rank] = 0
-            return True
+        if spoiled:
+            self._gave_up(label.iteration, spoiled)
+        return True
 
     def _new(self, lane: Lane, label: Label) -> _Record:
         records, memory = self._lanes[lane], None

@@ -61,9 +61,11 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendAgain(msgspec.Struct, frozen=True, tag=True):
-    """The agent that held something for you is gone, and I have its place. Reply: Taken."""
+    """I have lost what I held for you. Reply: Taken."""
 
     node: int
+    successor: bool
+    """The agent that you sent it to is gone, and I have its place."""
 
 
 class Find(msgspec.Struct, frozen=True, tag=True):

@@ -58,7 +58,7 @@ class Redundancy:
         self._is_successor = request.identity is not None
         self._host = request.host
         self._context = new_context(request.threads)
-        self._holdings = Holdings()
+        self._holdings = Holdings(self._gave_up)
         try:
             self._server = PeerServer(
                 self._context, request.host, request.port, self._identity, self._answer
@@ -97,7 +97,7 @@ class Redundancy:
         if self._is_successor:
             self._is_successor = False
             for node in self._topology.contributors(plan.me):
-                self._recoverers.submit(self._ask_again, plan, node)
+                self._recoverers.submit(self._ask_again, plan, node, True)
 
     def close(self) -> None:
         """Stop at once: what is under way is given up."""
@@ -176,10 +176,10 @@ class Redundancy:
                 if streams.holds(slots.slab, index, save_id):
                     self.staged(rank, slots, index)
 
-    def _send_again(self, node: int) -> None:
+    def _send_again(self, request: m.SendAgain) -> None:
         """Send all complete slots, because a holder has lost its part; others say they have it."""
         with self._lock:
-            waiting = [key for key in self._links if key[0] == node]
+            waiting = [key for key in self._links if key[0] == request.node and request.successor]
             dead = [self._links.pop(key) for key in waiting]
         for link in dead:
             link.close()  # it may wait for an answer of the agent that is gone
@@ -209,7 +209,7 @@ class Redundancy:
                     self._holdings.end(request.lane, request.rank, request.save_id)
                     reach("hold.ended")
                 case m.SendAgain():
-                    self._send_again(request.node)
+                    self._send_again(request)
                 case m.Find():
                     return self._find(request.rank), b""
                 case m.ReadSlot():
@@ -296,11 +296,21 @@ class Redundancy:
         except Exception:
             logger.exception("rank %d: nothing was recovered from other nodes", rank)
 
-    def _ask_again(self, plan: JoinPeers, node: int) -> None:
-        """Get back what the agent that was here before held for another node."""
+    def _gave_up(self, iteration: int, ranks: set[int]) -> None:
+        """Have ranks contribute again to a parity that another rank's broken part has spoiled."""
+        with self._lock:
+            plan = self._plan
+        logger.info("iteration %d: ranks %s are asked for their parts again", iteration, ranks)
+        for node, there in enumerate(plan.nodes if plan is not None else ()):
+            if plan is not None and not ranks.isdisjoint(there.ranks):
+                with contextlib.suppress(RuntimeError):  # closing
+                    self._recoverers.submit(self._ask_again, plan, node, False)
+
+    def _ask_again(self, plan: JoinPeers, node: int, successor: bool) -> None:
+        """Get back what was held here for another node."""
         try:
             with self._way(plan, node) as ask:
-                for _ in ask([m.SendAgain(plan.me)]):
+                for _ in ask([m.SendAgain(plan.me, successor)]):
                     logger.info("node %d sends again what was held here for it", node)
         except PeerError as error:
             logger.warning("node %d has nothing held here until its next save: %s", node, error)

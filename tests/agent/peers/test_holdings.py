@@ -122,10 +122,13 @@ def test_what_is_here_is_not_taken_twice() -> None:
 
 
 def test_a_contribution_that_was_cut_off_makes_the_parity_worthless_not_wrong() -> None:
-    held, lane = Holdings(), (0, 1)
+    given_up: list[tuple[int, set[int]]] = []
+    held, lane = Holdings(lambda *what: given_up.append(what)), (0, 1)
     give(held, lane, 1, 10, b"b" * 3000)
     give(held, lane, 0, 10, b"a" * 3000, upto=1000)
+    assert given_up == []
     give(held, lane, 0, 10, b"a" * 3000)
+    assert given_up == [(10, {1})], "whoever gave its part must give it again"
     assert iterations(held, 0) == []
     give(held, lane, 1, 10, b"b" * 3000)
     assert iterations(held, 0) == [10]

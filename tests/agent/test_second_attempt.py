@@ -1,0 +1,123 @@
+"""A save that failed is written once more when its agent leaves: storage may have come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.memory.slot import SlotState
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact, files_of_ours, save_all
+from tests.agent.test_memory_only import assert_the_agent_leaves, iterations_in
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+
+
+def start(node: Node, other_node: Node, root: Path, nodes: int) -> list[FakeTrainer]:
+    """Return two ranks, on so many nodes."""
+    where = (node, node) if nodes == 1 else (node, other_node)
+    return [
+        each.trainer(root, rank, 2, config=each.config(grace_s=0.3))
+        for rank, each in enumerate(where)
+    ]
+
+
+def fail(trainers: list[FakeTrainer], root: Path, iteration: int) -> Path:
+    """Let a save of all ranks fail; return what must go so that another one works."""
+    obstacle = root / names.iteration_dir(iteration)
+    obstacle.parent.mkdir(exist_ok=True)
+    obstacle.write_text("in the way")
+    assert None not in save_all(trainers, iteration)
+    return obstacle
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("leave", [True, False], ids=["ended", "killed"])
+def test_it_is_there_after_all_if_storage_is_back_when_the_trainers_have_gone(
+    node: Node, other_node: Node, root: Path, nodes: int, leave: bool
+) -> None:
+    trainers = start(node, other_node, root, nodes)
+    agents = [trainer.client.agent_pid for trainer in trainers]
+    assert save_all(trainers, 1) == [None, None]
+    fail(trainers, root, 2).unlink()
+    assert_intact(root, 1, trainers)
+    for trainer in trainers:
+        trainer.hang_up(leave=leave)
+    for agent in agents:
+        assert_the_agent_leaves(agent)
+    assert_intact(root, 2, trainers)
+    assert not list(root.rglob("*.failed"))
+
+
+def test_if_storage_is_not_back_the_agent_leaves_all_the_same(node: Node, root: Path) -> None:
+    trainers = start(node, node, root, 1)
+    agent = trainers[0].client.agent_pid
+    assert save_all(trainers, 1) == [None, None]
+    obstacle = fail(trainers, root, 2)
+    before = files_of_ours(root)
+    for trainer in trainers:
+        trainer.hang_up(leave=True)
+    assert_the_agent_leaves(agent)
+    assert files_of_ours(root) == before
+    assert obstacle.read_text() == "in the way"
+    assert_intact(root, 1, trainers)
+    said = (node.directory(root) / LOG).read_text()
+    assert said.count("iteration 2 was not saved") == 2, "once when it was staged, once at the end"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_a_later_save_has_made_needless_is_not_written(
+    node: Node, other_node: Node, root: Path, nodes: int
+) -> None:
+    trainers = start(node, other_node, root, nodes)
+    agents = [trainer.client.agent_pid for trainer in trainers]
+    fail(trainers, root, 2).unlink()
+    assert save_all(trainers, 3) == [None, None]
+    for trainer in trainers:
+        trainer.hang_up(leave=True)
+    for agent in agents:
+        assert_the_agent_leaves(agent)
+    assert iterations_in(root) == [3]
+
+
+def test_what_a_rank_had_no_part_in_keeps_no_agent_of_other_nodes_waiting(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    trainers = start(node, other_node, root, 2)
+    agents = [trainer.client.agent_pid for trainer in trainers]
+    save_id = new_save_id()
+    trainers[0].stage(1, save_id)
+    trainers[1].client.abandon(1, save_id, "no memory")
+    assert "no memory" in (trainers[0].outcome().error or "")
+    for trainer in trainers:
+        trainer.hang_up(leave=True)
+    for agent in agents:
+        assert_the_agent_leaves(agent)
+    assert files_of_ours(root) == []
+
+
+def test_a_trainer_that_comes_back_meanwhile_goes_on_from_memory(node: Node, root: Path) -> None:
+    config = node.config(grace_s=0.2)
+    trainer = node.trainer(root, config=config)
+    agent = trainer.client.agent_pid
+    fail([trainer], root, 2).unlink()
+    (offer,) = trainer.take()
+    again_id = names.next_attempt(offer.save_id)
+    with held_back(root / names.iteration_dir(2) / names.shard_name(0, again_id)) as let_go:
+        trainer.client.close()
+        log = node.directory(root) / LOG
+        eventually("the second attempt", lambda: "writing it before leaving" in log.read_text())
+        again = node.trainer(root, config=config)
+        (offered,) = again.take()
+        assert (offered.save_id, again.client.agent_pid) == (offer.save_id, agent)
+        assert again.bytes_in(offered.slot) == content(0, 2, again.layout.nbytes)
+        again.client.adopt(offered.save_id, 2)
+        let_go()
+        assert again.slab is not None
+        slot = again.slab.slots[offered.slot]
+        eventually("it is durable", lambda: slot.header.state == SlotState.DURABLE)
+    assert again.save(3).error is None
+    assert read_rank(stored(root, 2), again) == content(0, 2, again.layout.nbytes)
