@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
+from megatron_flashckpt.errors import AgentError, ConfigError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, order
@@ -90,6 +90,17 @@ class Checkpointer:
     """
 
     def __init__(self, root: str, config: Config) -> None:
+        """Args: `root`: a directory, shared by all nodes; need not exist.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        if "://" in root:
+            # It would become a directory of that name, on a disk of each node.
+            raise ConfigError(
+                f"{root}: is not a path, and there is no object store to save to yet; mount it, "
+                "or save to a shared file system"
+            )
         self.root = os.path.abspath(root)
         self.config = config
         self.rank = dist.get_rank() if dist.is_initialized() else 0

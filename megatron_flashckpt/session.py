@@ -58,10 +58,10 @@ class Session:
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`, made on first use."""
-        root = os.path.abspath(root)
+        given, root = root, os.path.abspath(root)
         if root not in self._open:
             around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
-            self._open[root] = _Open(Checkpointer(root, self.config))
+            self._open[root] = _Open(Checkpointer(given, self.config))
         return self._open[root].checkpointer
 
     def is_checked(self, root: str, chunks: list[Any], optimizer: Any) -> bool:
