@@ -6,6 +6,7 @@ copy thread (`_hand_over`) and in the agent.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -26,6 +27,7 @@ from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, order
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
+from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
@@ -107,7 +109,7 @@ class Checkpointer:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.model_state = ModelState(config.replicated)
         self.link = NodeLink(self.root, self.rank, config)
-        self.hook = StepHook(self.link.stager.wait)
+        self.hook = StepHook(self.link.stager.wait_copied)
         self._run_id: str | None = None
         self._saves = itertools.count()
         self._plans = PlanCache(self.link.fetch_template, self.link.publish_template)
@@ -165,6 +167,28 @@ class Checkpointer:
             nbytes += 2 * sum(piece.nbytes for piece in steppable)
         return Expected([local.piece for local in owned], nbytes + _SIDE_NBYTES)
 
+    def rehearse(
+        self, chunks: list[Any], optimizer: Any, rank_state: Callable[[], dict[str, Any]]
+    ) -> bool:
+        """Enumerate and plan as a save does, so that the first one finds all that this leaves.
+
+        That is the geometry of the model, the pieces, the plan, and what Python imports on the way.
+        It comes after the first training step, because that makes the optimizer's state. Whatever
+        has changed until the save is found out then: plans are found by all that they cover.
+
+        Returns:
+            False if agent and memory are still being made ready; ask again.
+
+        Raises:
+            UnsupportedError: the job holds state that cannot be saved.
+        """
+        if self.link.is_preparing:
+            return False
+        ordered = self._ordered(chunks, optimizer, rank_state)
+        with contextlib.suppress(AgentError), held_off():  # the save finds another agent
+            self._plans.layout([local.piece for local in ordered])
+        return True
+
     # ------------------------------------------------------------------ save
 
     def save(self, request: SaveRequest) -> SaveReport:
@@ -190,9 +214,7 @@ class Checkpointer:
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
         # 1. Tensors are enumerated afresh; only layouts are cached.
         with phase("enumerate"):
-            pieces = self.model_state.owned(request.chunks, request.optimizer)
-            pieces.append(side_state.frame(request.rank_state(), self.rank, self.world_size))
-            ordered = [pieces[i] for i in order([local.piece for local in pieces])]
+            ordered = self._ordered(request.chunks, request.optimizer, request.rank_state)
         if self._run_id is None:
             self._run_id = _run_id_from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
@@ -216,8 +238,17 @@ class Checkpointer:
         # 4. Stage.
         self._stage(ordered, layout, slot, request, trace)
         if self.config.staging == "blocking":
-            self.link.stager.wait()
+            self.link.stager.wait_copied()
         return SaveReport(request.iteration, trace.age_s, layout.nbytes)
+
+    def _ordered(
+        self, chunks: list[Any], optimizer: Any, rank_state: Callable[[], dict[str, Any]]
+    ) -> list[LocalPiece]:
+        """Return all that this rank saves, in layout order."""
+        with held_off():
+            pieces = self.model_state.owned(chunks, optimizer)
+            pieces.append(side_state.frame(rank_state(), self.rank, self.world_size))
+            return [pieces[i] for i in order([local.piece for local in pieces])]
 
     def _place(
         self, request: SaveRequest, ordered: list[LocalPiece], save_id: str
@@ -225,7 +256,7 @@ class Checkpointer:
         """Return the plan and a slot; if the agent turns out to be gone, another agent's."""
         for client in (self.link.current, None):
             try:
-                with phase("plan"):
+                with phase("plan"), held_off():
                     layout = self._plans.layout([local.piece for local in ordered])
                 with phase("acquire slot"):
                     return layout, self._acquire(request, layout, save_id)
@@ -292,10 +323,14 @@ class Checkpointer:
     ) -> None:
         client = self.link.client()
         save_id = slot.header.save_id
-        copies = [
-            Copy(local.tensor, slot.data_offset + item.byte_offset, local.early)
-            for local, item in zip(ordered, layout.template.items, strict=True)
-        ]
+        data_offset = slot.data_offset
+        # What training waits for anyhow is copied here: no other thread has to wake up for it.
+        blocking = self.config.staging == "blocking"
+        with held_off():
+            copies = [
+                Copy(local.tensor, data_offset + item.byte_offset, blocking or local.early)
+                for local, item in zip(ordered, layout.template.items, strict=True)
+            ]
 
         def hand_over(seconds: float, error: BaseException | None) -> None:
             # 5. Header, then doorbell: the agent does the rest (6 and 7).
@@ -305,7 +340,7 @@ class Checkpointer:
                 reach("stage.copied")
                 slot.set_state(SlotState.KEPT if request.memory_only else SlotState.STAGED)
                 reach("stage.staged")
-                cost = trace.staged_now(blocking=self.config.staging == "blocking")
+                cost = trace.staged_now(blocking=blocking)
                 with phase("doorbell"):
                     client.staged(slot.index, cost, trace.unsent())
                 reach("stage.rung")

@@ -85,6 +85,11 @@ class NodeLink:
             # The first save will meet the same trouble and report it where it can be acted on.
             logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether work in the background is under way, which the next request would wait for."""
+        return self._preparing is not None and self._preparing.is_alive()
+
     def _prepared(self) -> None:
         if self._preparing is not None:
             self._preparing.join()
@@ -275,7 +280,7 @@ class NodeLink:
 
         None while an agent is being looked for.
         """
-        if self._preparing is not None and self._preparing.is_alive():
+        if self.is_preparing:
             return None
         self._prepared()
         taken, self._taken = self._taken, ()

@@ -52,7 +52,7 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        #: Whether there was a training step, and what it made of the optimizer was looked at.
+        #: Whether there was a training step, and the saving of what it made was rehearsed.
         self.has_stepped = False
         self._open: dict[str, _Open] = {}
 

@@ -21,7 +21,7 @@ from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.checkpointer import Checkpointer, Expected
 from megatron_flashckpt.config import Config, Retention
 from megatron_flashckpt.layout.completeness import Tally, tally
-from megatron_flashckpt.megatron_lm import self_check, stock
+from megatron_flashckpt.megatron_lm import self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.features import exists
 from megatron_flashckpt.memory.available import available_nbytes
@@ -105,7 +105,7 @@ def _watch_and_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def train_step(*args: Any, **kwargs: Any) -> Any:
-    """Do what Megatron's own `train_step` does; before the first, `begin`.
+    """Do what Megatron's own `train_step` does; before the first, `begin`; after it, rehearse.
 
     Raises:
         UnsupportedError: as `begin`; or the first step made state that cannot be saved.
@@ -117,9 +117,21 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     named = stock.bind(step, args, kwargs)
     begin(named["model"], named["optimizer"])
     result = step(*args, **kwargs)
+    chunks, saved = _saved(margs, named["model"], named["optimizer"])
     # State of a kind that cannot be saved shows now: not in the first save, hours later.
-    _, saved = _saved(margs, named["model"], named["optimizer"])
-    session.has_stepped = saved is None or has_states(saved)
+    if saved is None or has_states(saved):
+        checkpointer = session.checkpointer(margs.save)
+        session.has_stepped = checkpointer.rehearse(
+            chunks,
+            saved,
+            lambda: side_state.rank_state(
+                chunks,
+                checkpointer.model_state.geometry(chunks),
+                saved,
+                None,
+                save_rng=not getattr(margs, "no_save_rng", False),
+            ),
+        )
     return result
 
 

@@ -9,6 +9,7 @@ a box with a range.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -65,7 +66,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
         itemsize(self.dtype)
 
 
-def equal_shares(sizes: list[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
+def equal_shares(sizes: Sequence[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
     """Return the element range of each tensor that replica `index` of `count` writes.
 
     The tensors are laid end to end and cut into `count` equal byte shares; a cut inside an element

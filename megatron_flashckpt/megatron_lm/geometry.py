@@ -50,7 +50,7 @@ class ModelGeometry:
 def signature(chunks: list[Any]) -> tuple[Any, ...]:
     """Return what must be unchanged for a cached geometry to be valid."""
     return tuple(
-        (id(tensor), tuple(tensor.shape), tensor.dtype)
+        (id(tensor), tensor.shape, tensor.dtype)
         for chunk in chunks
         for tensor in (*chunk.parameters(), *chunk.buffers())
     )

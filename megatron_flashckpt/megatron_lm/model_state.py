@@ -6,10 +6,10 @@ parameters each time, is kept. A cached tensor pointer is how other systems wrot
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,21 +23,19 @@ from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometr
 from megatron_flashckpt.megatron_lm.runs import Geometry
 
 
-@dataclasses.dataclass(frozen=True)
-class LocalPiece:
+class LocalPiece(NamedTuple):
     """A piece and the local elements that it stands for."""
 
     piece: Piece
     tensor: torch.Tensor
-    """Flat view (or, of a non-contiguous source, copy) of `piece.numel` elements."""
+    """Flat, without gradients: a view (of a non-contiguous source, a copy) of the elements."""
     early: bool = False
     """Whether something else than `optimizer.step()` may change it."""
     resizable: bool = False
     """Whether it may be stored in another global shape (padded vocabulary)."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Replicated:
+class _Replicated(NamedTuple):
     """A tensor that several replicas hold alike; one entry of the stream that they share out."""
 
     geometry: Geometry
@@ -71,6 +69,7 @@ class ModelState:
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
+        writers = functools.cache(_writers)  # Megatron takes its time to say
         for entry in optimizer_state.entries(optimizer):
             geo = by_id.get(id(entry.parameter))
             if geo is None:
@@ -81,13 +80,13 @@ class ModelState:
             tensors = entry.tensors()
             if entry.sharded:
                 if geo.main and entry.main:
-                    weight = entry.parameter.data.reshape(-1)[entry.start : entry.end]
+                    weight = _flat(entry.parameter.data, entry.start, entry.end)
                     if entry.stale_weight:
                         weight = entry.owned.to(weight.dtype)
                     for kind, tensor in {WEIGHT: weight, **tensors}.items():
                         found += _cut(geo, kind, tensor, entry.start, entry.end)
             else:
-                group = _replica_group(geo, entry.parameter)
+                group = _replica_group(geo, entry.parameter, writers)
                 shared[(*group, self._replicated.optimizer)] += [
                     _Replicated(geo, kind, tensor) for kind, tensor in tensors.items()
                 ]
@@ -97,7 +96,7 @@ class ModelState:
         for parameter, geo in geometry.parameters:
             if id(parameter) in sharded:
                 continue
-            group = _replica_group(geo, parameter)
+            group = _replica_group(geo, parameter, writers)
             weight_entry = _Replicated(geo, WEIGHT, parameter.data)
             shared[(*group, self._replicated.weight)].append(weight_entry)
         for (count, index, policy), stream in shared.items():
@@ -174,6 +173,8 @@ class ModelState:
 
     @staticmethod
     def _buffers(chunks: list[Any], geometry: ModelGeometry) -> list[tuple[Geometry, torch.Tensor]]:
+        if not geometry.buffers:  # to look for none takes a walk through all modules
+            return []
         named = [dict(chunk.named_buffers(remove_duplicate=False)) for chunk in chunks]
         found = []
         for number, name, geo in geometry.buffers:
@@ -185,32 +186,53 @@ class ModelState:
         return found
 
 
-def _replica_group(geometry: Geometry, parameter: torch.nn.Parameter) -> tuple[int, int]:
+def _writers(expert: bool) -> tuple[int, int]:
+    """Return `(count, index)` of the replicas of expert, or of dense, parameters."""
+    return parallel.expert_data_parallel() if expert else parallel.data_parallel()
+
+
+def _replica_group(
+    geometry: Geometry, parameter: torch.nn.Parameter, writers: Callable[[bool], tuple[int, int]]
+) -> tuple[int, int]:
     """Return `(count, index)` of the writers among which this parameter is shared out.
 
     A duplicate writes nothing: `(0, 0)`.
     """
     if not geometry.main:
         return 0, 0
-    if optimizer_state.is_expert(parameter):
-        return parallel.expert_data_parallel()
-    return parallel.data_parallel()
+    return writers(optimizer_state.is_expert(parameter))
+
+
+#: One share for each kind of stream; the geometry that it follows from seldom changes.
+_equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
 
 
 def _share_out(stream: list[_Replicated], count: int, index: int, policy: str) -> list[LocalPiece]:
-    if count == 0:
+    if count == 0 or (policy == "first" and index > 0):
         return []
-    if policy == "first":
-        count, index = (1, 0) if index == 0 else (0, 0)
-        if count == 0:
-            return []
-    sizes = [(it.tensor.numel(), itemsize(dtype_name(it.tensor.dtype))) for it in stream]
     found: list[LocalPiece] = []
-    for it, (start, end) in zip(stream, equal_shares(sizes, count, index), strict=True):
+    if count == 1 or policy == "first":
+        for it in stream:
+            found += _cut(it.geometry, it.kind, it.tensor, 0, it.tensor.numel())
+        return found
+    sizes = tuple((it.tensor.numel(), itemsize(dtype_name(it.tensor.dtype))) for it in stream)
+    for it, (start, end) in zip(stream, _equal_shares(sizes, count, index), strict=True):
         if start < end:
-            part = it.tensor.detach().reshape(-1)[start:end]
-            found += _cut(it.geometry, it.kind, part, start, end)
+            found += _cut(it.geometry, it.kind, _flat(it.tensor, start, end), start, end)
     return found
+
+
+def _flat(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Return elements `[start, end)` of the flattened tensor, without gradients.
+
+    Calls of torch are most of what enumerating tens of thousands of tensors costs, so none is made
+    that would change nothing.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.dim() != 1:
+        tensor = tensor.reshape(-1)
+    return tensor if end - start == tensor.numel() else tensor[start:end]
 
 
 def _writable(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
@@ -224,10 +246,7 @@ def _cut(
     geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int, early: bool = False
 ) -> list[LocalPiece]:
     """Return local range `[start, end)`, whose elements `tensor` holds, as pieces."""
-    flat = tensor.detach().reshape(-1)
-    dtype = dtype_name(tensor.dtype)
     return [
-        LocalPiece(piece, flat[low - start : low - start + piece.numel], early, geometry.resizable)
-        for run in geometry.runs
-        for piece, low in run.pieces(kind, dtype, start, end)
+        LocalPiece(piece, _flat(tensor, low - start, high - start), early, geometry.resizable)
+        for piece, low, high in geometry.parts(kind, dtype_name(tensor.dtype), start, end)
     ]

@@ -8,10 +8,9 @@ pair), never through `model_param_group_index_map`: that one is wrong for groups
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,8 +37,7 @@ _MASTER_STATE = "master_param"
 _UNSCALED = (torch.float32, torch.bfloat16)
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerEntry:
+class OptimizerEntry(NamedTuple):
     """What one optimizer holds for one model parameter on this rank."""
 
     parameter: torch.nn.Parameter
@@ -68,35 +66,26 @@ class OptimizerEntry:
         """
         # `state` is a defaultdict: a plain look-up would leave an empty entry behind, which stops
         # later allocation.
-        if self.owned not in self.inner.state:
-            return {}
-        state = self.inner.state[self.owned]
-        # What is offloaded is listed among its own states, too.
-        mine = {name: value for name, value in state.items() if value is not self.owned}
-        found = {name: value for name, value in mine.items() if self._is_per_element(value)}
-        # Steps are tensors of one element, and kept with the param groups.
-        odd = [
-            f"'{name}' ({_shape(value)})"
-            for name, value in mine.items()
-            if name not in found
-            and value is not None
-            and not (name == "step" and isinstance(value, torch.Tensor) and value.numel() == 1)
-        ]
+        state = self.inner.state.get(self.owned, {})
+        numel = self.end - self.start
+        found, odd = {}, []
+        for name, value in state.items():
+            if value is None or value is self.owned:  # what is offloaded lists itself, too
+                continue
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and value.numel() == numel and value.dim() > 0:
+                found[_kind(name, value.dtype)] = value
+            # Steps are tensors of one element, and kept with the param groups.
+            elif not (is_tensor and name == "step" and value.numel() == 1):
+                odd.append(f"'{name}' ({_shape(value)})")
         if odd:
             raise UnsupportedError(
                 f"optimizer {type(self.inner).__name__} keeps {', '.join(odd)} for a parameter of "
-                f"{self.end - self.start} elements: neither one element for each nor a count of "
+                f"{numel} elements: neither one element for each nor a count of "
                 "steps, which is all that this release saves; use another optimizer, or keep "
                 "Megatron's own checkpointing for this job"
             )
-        return {_kind(name, value.dtype): value for name, value in found.items()}
-
-    def _is_per_element(self, value: Any) -> bool:
-        return (
-            isinstance(value, torch.Tensor)
-            and value.dim() > 0
-            and value.numel() == self.end - self.start
-        )
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the live per-element tensors beside the weight, by kind."""

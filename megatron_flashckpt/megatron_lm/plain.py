@@ -24,7 +24,7 @@ from megatron_flashckpt.errors import CorruptCheckpointError
 
 _TAG = "__flashckpt__"
 _LEFT_OUT = object()
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+_ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype))
 
 
 def encode(value: Any) -> bytes:
@@ -90,7 +90,9 @@ def decode_dict(encoded: bytes, place: str, keys: Collection[str]) -> dict[str, 
 
 def to_plain(value: Any) -> Any:
     """Return `value` made of dicts, lists, tuples, atoms and CPU tensors only."""
-    if isinstance(value, enum.Enum):  # before int: some enums are both
+    if type(value) in _ATOMS and value != b"":  # first: states of generators are thousands of them
+        return value
+    if isinstance(value, enum.Enum):
         return {_TAG: "enum", "class": _path(value), "name": value.name}
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
@@ -109,8 +111,6 @@ def to_plain(value: Any) -> Any:
     if type(value) is bytes and not value:
         # Pickle writes b"" as a call of `bytes`, which weights_only refuses.
         return {_TAG: "no_bytes"}
-    if type(value) in _ATOMS or isinstance(value, torch.dtype):
-        return value
     if isinstance(value, dict):
         items = [(to_plain(key), to_plain(item)) for key, item in value.items()]
         try:

@@ -95,8 +95,10 @@ class Ours(System):
         self.figures["agent_start_s"] = time.perf_counter() - started
         expected = self._checkpointer.expected([self._weights], self._optimizer)
         self._checkpointer.prepare(expected)
-        # Training has begun by the first save: what is prepared in the background is there.
+        # Training has begun by the first save: what is prepared in the background is there, and
+        # the first step was followed by this.
         self._checkpointer.link.client()
+        self._checkpointer.rehearse([self._weights], self._optimizer, self._rank_state)
 
     def _adopt(self, state: State) -> None:
         self._weights = Weights(state.of("weight"), self.rank, self.world_size)

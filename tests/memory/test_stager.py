@@ -101,6 +101,59 @@ def test_wait_returns_only_when_late_copies_are_made_and_handed_over(
     assert finish.thread == "flashckpt-stage", "the training thread is not held up by it"
 
 
+def test_training_may_go_on_when_all_is_copied_but_the_next_save_not(
+    slab: Slab, stager: HeldStager
+) -> None:
+    offset = slab.slots[0].data_offset
+    ringing, answered = threading.Event(), threading.Event()
+
+    def finish(seconds: float, error: BaseException | None) -> None:
+        ringing.set()
+        assert answered.wait(PATIENCE_S)
+
+    stager.gate.set()
+    stager.stage([Copy(torch.arange(50.0), offset, False)], finish)
+    stager.wait_copied()
+    assert bytes_at(slab, offset, 200) == raw(torch.arange(50.0))
+    assert ringing.wait(PATIENCE_S)
+    waiting = threading.Thread(target=stager.wait)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    answered.set()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+def test_nothing_is_waited_for_if_all_copies_were_early(slab: Slab, stager: HeldStager) -> None:
+    offset = slab.slots[0].data_offset
+    finish = Finish()
+    stager.stage([Copy(torch.ones(4), offset, True)], finish)
+    stager.wait_copied()
+    assert finish.calls == [], "the copy thread has not even looked at it"
+    stager.gate.set()
+    stager.wait()
+    assert len(finish.calls) == 1
+
+
+def test_neighbours_of_several_types_and_what_lies_apart_all_come_to_their_places(
+    slab: Slab, stager: HeldStager
+) -> None:
+    stager.gate.set()
+    position = slab.slots[0].data_offset
+    copies = []
+    types = [torch.float32, torch.float32, torch.int32, *[torch.bfloat16] * 4, torch.uint8]
+    for number, dtype in enumerate(types):
+        position += 2 if number == 5 else 0
+        source = torch.full((3 * (number % 3),), number + 1).to(dtype)
+        copies.append(Copy(source, position, False))
+        position += source.nbytes
+    stager.stage(copies, Finish())
+    stager.wait()
+    for source, offset, _ in copies:
+        assert bytes_at(slab, offset, source.nbytes) == raw(source)
+
+
 def test_wait_without_a_job_returns_at_once(stager: HeldStager) -> None:
     stager.wait()
     stager.wait()

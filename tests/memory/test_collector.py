@@ -1,0 +1,33 @@
+"""The collector rests inside the context, and is left as it was found."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from megatron_flashckpt.memory.collector import held_off
+
+
+class OddError(Exception):
+    """What goes wrong in the context."""
+
+
+def test_nothing_is_collected_inside_and_everything_after_it() -> None:
+    assert gc.isenabled()
+    with held_off():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(OddError), held_off():
+        raise OddError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with held_off():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
