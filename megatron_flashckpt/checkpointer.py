@@ -41,6 +41,8 @@ from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 logger = logging.getLogger(__name__)
 
 _WAIT_SLICE_S = 5.0
+#: What a plan takes for one piece, beside its key and its axes.
+_PIECE_NBYTES = 256
 #: Room for what a rank keeps beside tensors.
 _SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
@@ -82,6 +84,8 @@ class Expected:
     """Without what the optimizer makes in its first step."""
     nbytes: int
     """With that (as Adam's two moments), and with room for the side state."""
+    plan_nbytes: int
+    """About what says which bytes are which; at least as much."""
 
 
 class Checkpointer:
@@ -150,12 +154,13 @@ class Checkpointer:
 
     def prepare(self, expected: Expected) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
-        self.link.prepare(expected.nbytes)
+        self.link.prepare(expected.nbytes, expected.plan_nbytes)
 
     def expected(self, chunks: list[Any], optimizer: Any) -> Expected:
         """Return what this rank will save. No communication, and no copies."""
         owned = self.model_state.owned(chunks, optimizer)
         nbytes = sum(local.piece.nbytes for local in owned)
+        plan_nbytes = sum(_plan_nbytes(local.piece) for local in owned)
         entries = list(optimizer_state.entries(optimizer))
         if not any(entry.states() for entry in entries):
             if any(entry.keeps_master for entry in entries):  # the copies come with the moments
@@ -165,7 +170,8 @@ class Checkpointer:
             if not steppable and optimizer is not None:
                 steppable = [local.piece for local in owned if local.piece.dtype == "F32"]
             nbytes += 2 * sum(piece.nbytes for piece in steppable)
-        return Expected([local.piece for local in owned], nbytes + _SIDE_NBYTES)
+            plan_nbytes *= 4  # a weight becomes four pieces at most
+        return Expected([local.piece for local in owned], nbytes + _SIDE_NBYTES, plan_nbytes)
 
     def rehearse(
         self, chunks: list[Any], optimizer: Any, rank_state: Callable[[], dict[str, Any]]
@@ -406,6 +412,11 @@ class Checkpointer:
         Call `wait` before, or pending outcomes are lost (the saves are not).
         """
         self.link.close(leave=leave)
+
+
+def _plan_nbytes(piece: Piece) -> int:
+    """Return at least what a plan, its part of the file's header included, takes for `piece`."""
+    return 2 * len(piece.key) + _PIECE_NBYTES + 10 * 3 * len(piece.shape)
 
 
 def _run_id_from_store(root: str) -> str:

@@ -22,13 +22,14 @@ logger = logging.getLogger(__name__)
 
 #: Room for descriptions of later saves that are a little longer.
 _META_RESERVE = 64 * 1024
-#: For the descriptions of saves before there was one.
+#: For the descriptions of saves before there was one: arguments and the like.
 _FIRST_META = 8 * _META_RESERVE
 
 
-def slab_nbytes(slots: int, data_nbytes: int) -> int:
-    """Return the memory that `prepare` takes for checkpoints of `data_nbytes`."""
-    return SlabGeometry(slots, align(_FIRST_META + _META_RESERVE), align(data_nbytes)).nbytes
+def slab_nbytes(slots: int, data_nbytes: int, plan_nbytes: int) -> int:
+    """Return the memory that `prepare` takes for such checkpoints."""
+    meta_nbytes = plan_nbytes + _FIRST_META + _META_RESERVE
+    return SlabGeometry(slots, align(meta_nbytes), align(data_nbytes)).nbytes
 
 
 class NodeLink:
@@ -54,13 +55,17 @@ class NodeLink:
         self._taken: tuple[str, ...] = ()
         self.stager = Stager()
 
-    def prepare(self, nbytes: int | None) -> None:
-        """Start the agent and reserve a slab of `nbytes` (None: later), in the background."""
+    def prepare(self, nbytes: int | None, plan_nbytes: int = 0) -> None:
+        """Start the agent and reserve a slab of `nbytes` (None: later), in the background.
+
+        Args:
+            plan_nbytes: about what the plan of a save takes beside the data.
+        """
         if self._unmapped and self._slab is not None:
             self._unmapped = False
             self._begin(self._populate, self._slab, self._preparing)
         elif self._slab is None and (nbytes is not None or self._preparing is None):
-            self._begin(self._prepare, nbytes, self._preparing)
+            self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
 
     def _begin(self, work: Callable[..., None], *args: object) -> None:
         self._preparing = threading.Thread(
@@ -73,14 +78,16 @@ class NodeLink:
             earlier.join()
         slab.populate()
 
-    def _prepare(self, nbytes: int | None, earlier: threading.Thread | None) -> None:
+    def _prepare(
+        self, nbytes: int | None, plan_nbytes: int, earlier: threading.Thread | None
+    ) -> None:
         if earlier is not None:
             earlier.join()
         try:
             if nbytes is None:
                 self._connected()
             else:
-                self._ensure(nbytes, _FIRST_META)
+                self._ensure(nbytes, plan_nbytes + _FIRST_META)
         except FlashCkptError as error:
             # The first save will meet the same trouble and report it where it can be acted on.
             logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)

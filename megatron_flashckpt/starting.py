@@ -182,7 +182,7 @@ def _add_up(mine: dict[str, Tally]) -> None:
 def _announce(margs: Any, checkpointer: Checkpointer, expected: Expected, started: float) -> None:
     """Say what will happen, on rank 0. Collective."""
     config = checkpointer.config
-    slab = slab_nbytes(config.slots, expected.nbytes)
+    slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     available = available_nbytes()
     largest = reduce_int(slab, "max")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -24,7 +24,8 @@ def main() -> None:
     save = commands.add_parser("save", help="saves and loads, beside other checkpoint systems")
     add_arguments(save)
     growth = commands.add_parser("growth", help="saves and loads of ours as state or ranks grow")
-    growth.add_argument("--only", choices=("mib", "pieces", "ranks"), help="what grows")
+    growth.add_argument("--ranks", type=int, nargs="+", help="of 1, 2, 4, 8: only these jobs")
+    growth.add_argument("--most-mib", type=int, default=1024, help="the largest state of a rank")
     growth.add_argument("--json", type=Path, help="where to write all figures")
     plan = commands.add_parser("plan", help="planning one rank's reads of 16,384 ranks' checkpoint")
     plan.add_argument("--rounds", type=int, default=5)
@@ -57,8 +58,7 @@ def main() -> None:
         run(out, args)
         return
     if args.command == "growth":
-        steps = [args.only] if args.only else ["mib", "pieces", "ranks"]
-        bench_growth(out, args.dir, steps, args.json)
+        bench_growth(out, args.dir, args.ranks, args.most_mib, args.json)
         return
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
         if args.command == "load":

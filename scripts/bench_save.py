@@ -9,6 +9,7 @@ ranks see the stand-in of `tests/cpu_megatron`: a copy to the host stays a copy.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,28 +127,37 @@ def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str,
 
 def _job(mode: str, names: list[str], size: Size, root: Path) -> dict[str, Any]:
     result = root / f"{mode}.json"
+    with ranks(mode, names, size, root, result) as job:
+        job.wait(size.timeout_s)
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+@contextlib.contextmanager
+def ranks(
+    mode: str, names: list[str], size: Size, root: Path, result: Path, *more: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a job that measures into `result`; at the end of the context it must have done so."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(size.ranks), str(REPO / "scripts/bench_save_rank.py"), mode),
         *("--systems", ",".join(names), "--root", str(root), "--out", str(result)),
         *("--nbytes", str(int(size.mib * 2**20)), "--pieces", str(size.pieces)),
         *("--saves", str(size.saves), "--train-saves", str(size.train_saves)),
-        *("--loads", str(size.loads), "--step-ms", str(size.step_ms)),
+        *("--loads", str(size.loads), "--step-ms", str(size.step_ms), *more),
     ]
     log = root / f"{mode}.log"
     with log.open("wb") as output:
         job = subprocess.Popen(command, env=_environment(), stdout=output, stderr=subprocess.STDOUT)
         try:
-            status = job.wait(size.timeout_s)
+            yield job
         finally:
             if job.poll() is None:
                 job.terminate()  # torchrun takes its ranks along
                 job.wait()
-    if status or not result.exists():
+    if job.returncode or not result.exists():
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
-        raise SystemExit(f"the job that was to {mode} ended with {status}:\n{tail}")
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+        raise SystemExit(f"the job that was to {mode} ended with {job.returncode}:\n{tail}")
 
 
 def _environment() -> dict[str, str]:

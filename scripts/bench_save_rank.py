@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -29,7 +30,7 @@ _TIMEOUT = datetime.timedelta(seconds=90)
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=("save", "load"))
+    parser.add_argument("mode", choices=("save", "load", "grow"))
     parser.add_argument("--systems", required=True, help="names, separated by commas")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--train-saves", type=int, required=True)
     parser.add_argument("--loads", type=int, required=True)
     parser.add_argument("--step-ms", type=float, required=True)
+    parser.add_argument("--sizes", type=json.loads, default=[], help="to grow: [[bytes, tensors]]")
     return parser.parse_args()
 
 
@@ -48,24 +50,7 @@ def main() -> None:
     args = arguments()
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-    job = Job(args)
-    if args.mode == "save":
-        saves(job, args.saves)
-        training(job, args.train_saves)
-        memory(job)
-        busy(job)
-        from_memory(job, args.loads)
-    else:
-        loads(job, args.loads)
-    if job.rank == 0:
-        state_nbytes = job.state.nbytes
-        found = {
-            "rank_nbytes": state_nbytes,
-            "pieces": len(job.state.tensors),
-            "systems": job.found,
-        }
-        found["limits"] = job.found.pop("limits", {})
-        args.out.write_text(json.dumps(found))
+    job = grow(args) if args.mode == "grow" else measure(args)
     dist.barrier()
     job.close(keep=args.mode == "save")
     dist.barrier()
@@ -76,6 +61,58 @@ def main() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     os._exit(0)
+
+
+def measure(args: argparse.Namespace) -> Job:
+    """Measure all that `scripts/bench save` reports."""
+    job = Job(args)
+    if args.mode == "save":
+        saves(job, args.saves)
+        training(job, args.train_saves)
+        memory(job)
+        busy(job)
+        from_memory(job, args.loads)
+    else:
+        loads(job, args.loads)
+    if job.rank == 0:
+        args.out.write_text(found_by(job))
+    return job
+
+
+def found_by(job: Job) -> str:
+    """Return what a rank has found, on one line."""
+    limits = job.found.pop("limits", {})
+    return json.dumps(
+        {
+            "rank_nbytes": job.state.nbytes,
+            "pieces": len(job.state.tensors),
+            "systems": job.found,
+            "limits": limits,
+        }
+    )
+
+
+def grow(args: argparse.Namespace) -> Job:
+    """Measure saves and loads of ever larger states, one line of figures for each.
+
+    Loads are into the ranks that have saved: a start of all ranks for each size would take longer
+    than all that is measured.
+    """
+    for number, (nbytes, pieces) in enumerate(args.sizes):
+        root = args.root / f"{number}"
+        root.mkdir(exist_ok=True)
+        given = {**vars(args), "nbytes": nbytes, "pieces": pieces, "root": root}
+        job = Job(argparse.Namespace(**given))
+        saves(job, args.saves)
+        loads(job, args.loads)
+        if job.rank == 0:
+            with args.out.open("a") as out:
+                out.write(found_by(job) + "\n")
+        if number + 1 < len(args.sizes):
+            job.close(keep=False)
+            dist.barrier()
+            shutil.rmtree(root, ignore_errors=True)
+    return job
 
 
 if __name__ == "__main__":
