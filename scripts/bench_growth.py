@@ -122,7 +122,7 @@ def _line(result: Path, number: int, job: Any, deadline: float) -> str | None:
 
 
 def _print(out: Console, what: str, measured: dict[Size, dict[str, Any]], quantity: Any) -> None:
-    """Print the points in which only one quantity differs, and the power of it that costs follow."""
+    """Print the points in which only one quantity differs, and what power of it costs follow."""
     smallest = min(measured, key=lambda size: (quantity(size), size.ranks), default=_USUAL)
     points = {
         quantity(size): summary(results, "flashckpt")

@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -165,32 +165,40 @@ class Stager:
     def _copy(self, copies: list[Copy]) -> None:
         if not copies:
             return
-        targets = self._targets(copies)
-        sources = [copy.source for copy in copies]
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 stack.enter_context(torch.cuda.stream(self._stream))
-            # One call for all: the interpreter lock is released for its whole length.
-            torch._foreach_copy_(targets, sources, non_blocking=self._pinned)
+            # One call for many: the interpreter lock is released for its whole length.
+            for target, sources in self._neighbours(copies):
+                if self._stream is None:  # at the speed of a memcpy, however many there are
+                    torch.cat(sources, out=target)
+                else:
+                    numels = [source.numel() for source in sources]
+                    torch._foreach_copy_(
+                        target.split_with_sizes(numels), sources, non_blocking=self._pinned
+                    )
 
-    def _targets(self, copies: list[Copy]) -> list[torch.Tensor]:
-        """Return where each copy goes.
+    def _neighbours(
+        self, copies: list[Copy]
+    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+        """Yield where in the slab what comes next goes, and the sources: of one type, side by side.
 
-        Neighbours of one type are cut out of the slab by one call: of 20,000 pieces, which lie side
-        by side, at a fraction of the time that a call for each takes.
+        Nearly all pieces of a kind are: what differs in type or is copied at another time parts
+        them. 20,000 pieces one by one took twice as long as their bytes.
         """
-        targets: list[torch.Tensor] = []
-        while len(targets) < len(copies):
-            dtype, start = copies[len(targets)].source.dtype, copies[len(targets)].offset
-            numels, end = [], start
-            for copy in itertools.islice(copies, len(targets), None):
-                if copy.offset != end or copy.source.dtype != dtype:
+        first = 0
+        while first < len(copies):
+            dtype, start = copies[first].source.dtype, copies[first].offset
+            end = start
+            sources = []
+            for source, offset, _ in itertools.islice(copies, first, None):
+                if offset != end or source.dtype != dtype:
                     break
-                numels.append(copy.source.numel())
-                end += copy.source.nbytes
-            targets += self._bytes[start:end].view(dtype).split_with_sizes(numels)
-        return targets
+                sources.append(source)
+                end += source.nbytes
+            first += len(sources)
+            yield self._bytes[start:end].view(dtype), tuple(sources)
 
     def _unpin(self) -> None:
         if self._pinned:
