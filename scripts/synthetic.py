@@ -14,7 +14,7 @@ from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.layout.manifest import Manifest, ManifestItem, ShardEntry
 from megatron_flashckpt.layout.names import shard_name
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import order, place
+from megatron_flashckpt.layout.plan import order, placed
 from megatron_flashckpt.layout.records import Coordinates
 
 KINDS = (("weight", "BF16"), ("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
@@ -167,6 +167,7 @@ def manifest(world: World) -> Manifest:
     templates: dict[tuple[ManifestItem, ...], str] = {}
     shards = []
     for rank, (coordinates, pieces) in enumerate(world.ranks()):
+        placed_at, placement = placed(pieces)
         items = tuple(
             ManifestItem(
                 keys.setdefault(piece.key, len(keys)),
@@ -175,8 +176,9 @@ def manifest(world: World) -> Manifest:
                 piece.global_shape,
                 piece.shape,
                 piece.numel,
+                position,
             )
-            for piece in pieces
+            for piece, position in zip(pieces, placed_at, strict=True)
         )
         shards.append(
             ShardEntry(
@@ -186,7 +188,7 @@ def manifest(world: World) -> Manifest:
                 nbytes=4096 + sum(piece.nbytes for piece in pieces),
                 header_digest="0" * 16,
                 template=templates.setdefault(items, f"{len(templates):032x}"),
-                placement=place(pieces),
+                placement=placement,
             )
         )
     return Manifest(

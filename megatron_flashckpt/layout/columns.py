@@ -80,12 +80,10 @@ def stored_columns(
         items = users[0].template.items
         numbers = _placements(users, placement_length(items), place)
         ranks = np.array([user.rank for user in users], dtype=np.int64)
-        position = 0
         for item in items:
-            low, position = position, position + len(item.shape) + 1
             hull = hulls.get((item.kind, item.key))
             if hull is not None:
-                columns = _columns(item, numbers[:, low:position], ranks, hull, place)
+                columns = _columns(item, numbers[:, item.place], ranks, hull, place)
                 found[item.kind, item.key][item.global_shape, item.dtype].append(columns)
     return {
         name: {variant: _joined(parts) for variant, parts in variants.items()}

@@ -58,6 +58,7 @@ class ManifestItem(msgspec.Struct, frozen=True, array_like=True):
     global_shape: tuple[int, ...]
     shape: tuple[int, ...]
     numel: int
+    placed_at: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +93,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                     it.shape,
                     it.numel,
                     position,
+                    it.placed_at,
                 )
             )
             position += it.numel * itemsize(it.dtype)
@@ -136,6 +138,7 @@ def merge(
                     it.global_shape,
                     it.shape,
                     it.numel,
+                    it.placed_at,
                 )
                 for it in decode_items(record)
             )
@@ -271,6 +274,8 @@ def check(manifest: Manifest, place: str) -> None:
                 f"{shard.file}: a placement of {len(shard.placement)} numbers for a template that "
                 f"takes {lengths[shard.template]}"
             )
+    if any(item.placed_at < 0 for items in manifest.templates.values() for item in items):
+        problems.append("a template's numbers begin before its placement")
     if any(
         not 0 <= item.key < len(manifest.keys)
         for items in manifest.templates.values()

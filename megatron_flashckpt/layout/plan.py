@@ -32,6 +32,13 @@ class TemplateItem(msgspec.Struct, frozen=True, array_like=True):
     shape: Shape
     numel: int
     byte_offset: int
+    placed_at: int
+    """Where in a placement its numbers begin. A weight's master and moments have the same ones."""
+
+    @property
+    def place(self) -> slice:
+        """Which numbers of a placement are its own."""
+        return slice(self.placed_at, self.placed_at + len(self.shape) + 1)
 
 
 class Template(msgspec.Struct, frozen=True, array_like=True):
@@ -44,13 +51,17 @@ class Template(msgspec.Struct, frozen=True, array_like=True):
 
 
 Placement = tuple[int, ...]
-"""Which part of the global tensors a template's items are: for each item in order its box's offset
-(one number per axis), then its range's start. Flat, because a large job has millions of them."""
+"""Which part of the global tensors a template's items are: for each that is placed like none before
+it, its box's offset (one number per axis), then its range's start. Flat, because a large job has
+millions of them."""
 
 
-class _Shaped(Protocol):
+class _Placed(Protocol):
     @property
     def shape(self) -> Shape: ...
+
+    @property
+    def placed_at(self) -> int: ...
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -98,34 +109,44 @@ def pieces_of(template: Template, placement: Placement) -> list[Piece]:
             f"{placement_length(template.items)}"
         )
     pieces = []
-    position = 0
     for item in template.items:
-        start_at = position + len(item.shape)
-        start = placement[start_at]
+        *offset, start = placement[item.place]
         pieces.append(
             Piece(
                 item.key,
                 item.kind,
                 item.dtype,
                 item.global_shape,
-                placement[position:start_at],
+                tuple(offset),
                 item.shape,
                 start,
                 start + item.numel,
             )
         )
-        position = start_at + 1
     return pieces
 
 
-def place(pieces: Iterable[Piece]) -> Placement:
-    """Return the placement of `pieces`."""
-    return tuple(number for piece in pieces for number in (*piece.offset, piece.start))
+def placed(pieces: Iterable[Piece]) -> tuple[list[int], Placement]:
+    """Return where each piece's numbers begin in the placement of `pieces`, and the placement.
+
+    Pieces of one key that are the same part of equal tensors have them in common: of Adam's four
+    kinds three say nothing new.
+    """
+    positions: dict[object, int] = {}
+    numbers: list[int] = []
+    placed_at = []
+    for piece in pieces:
+        part = (piece.key, piece.global_shape, piece.shape, piece.numel, piece.offset, piece.start)
+        position = positions.setdefault(part, len(numbers))
+        if position == len(numbers):
+            numbers += (*piece.offset, piece.start)
+        placed_at.append(position)
+    return placed_at, tuple(numbers)
 
 
-def placement_length(items: Iterable[_Shaped]) -> int:
+def placement_length(items: Iterable[_Placed]) -> int:
     """Return how many numbers the placement of a template's `items` has."""
-    return sum(len(item.shape) + 1 for item in items)
+    return max((item.placed_at + len(item.shape) + 1 for item in items), default=0)
 
 
 def tensor_names(items: list[tuple[str, str]]) -> list[str]:
@@ -143,13 +164,13 @@ def tensor_names(items: list[tuple[str, str]]) -> list[str]:
     return names
 
 
-def build_template(pieces: list[Piece]) -> Template:
-    """Return the template of `pieces`, which must be in layout order."""
+def build_template(pieces: list[Piece], placed_at: list[int]) -> Template:
+    """Return the template of `pieces`, which must be in layout order, with what `placed` said."""
     items = []
     entries = {}
     position = 0
     names = tensor_names([(piece.kind, piece.key) for piece in pieces])
-    for name, piece in zip(names, pieces, strict=True):
+    for name, piece, number in zip(names, pieces, placed_at, strict=True):
         piece.check()
         items.append(
             TemplateItem(
@@ -160,6 +181,7 @@ def build_template(pieces: list[Piece]) -> Template:
                 piece.shape,
                 piece.numel,
                 position,
+                number,
             )
         )
         entries[name] = {
@@ -212,15 +234,18 @@ class PlanCache:
         if cached is not None:
             self.counters.local_hits += 1
             return cached
-        template_part = [(p.key, p.kind, p.dtype, p.global_shape, p.shape, p.numel) for p in pieces]
-        placement = place(pieces)
+        placed_at, placement = placed(pieces)
+        template_part = [
+            (p.key, p.kind, p.dtype, p.global_shape, p.shape, p.numel, position)
+            for p, position in zip(pieces, placed_at, strict=True)
+        ]
         template_fingerprint = _digest(template_part)
         template = self._shared(template_fingerprint)
         if template is not None:
             self.counters.shared_hits += 1
         else:
             self.counters.misses += 1
-            template = build_template(pieces)
+            template = build_template(pieces, placed_at)
             if self._publish is not None:
                 self._publish(template_fingerprint, msgspec.msgpack.encode(template))
         layout = Layout(template, placement, template_fingerprint, fingerprint)

@@ -19,7 +19,8 @@ import xxhash
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError, LayoutError
 from megatron_flashckpt.layout.dtypes import ITEMSIZE
-from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of, placed
 
 #: Bytes of the data section that one digest covers.
 CHUNK_NBYTES = 4 * 1024 * 1024
@@ -125,14 +126,6 @@ class Shard(msgspec.Struct, frozen=True):
     digests: tuple[str, ...]
     data_offset: int
 
-    def check_against(self, place: str) -> None:
-        """Raise CorruptCheckpointError unless pieces and digests fit the data section."""
-        for piece in pieces_of(self.template, self.placement):
-            try:
-                piece.check()
-            except LayoutError as error:
-                raise CorruptCheckpointError(f"{place}: {error}; {_OLDER}") from error
-
 
 def decode_header(header: bytes, place: str) -> Shard:
     """Return what the header says, checked for consistency with itself.
@@ -160,7 +153,7 @@ def decode_header(header: bytes, place: str) -> Shard:
         raise CorruptCheckpointError(
             f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}; {_OLDER}"
         )
-    items, position = [], 0
+    pieces, offsets, position = [], [], 0
     for (name, entry), piece in zip(tensors.items(), metadata.pieces, strict=True):
         kind, _, rest = name.partition("/")
         key, _, _ = rest.rpartition("#")
@@ -170,7 +163,8 @@ def decode_header(header: bytes, place: str) -> Shard:
             raise CorruptCheckpointError(
                 f"{place}: tensor {name!r} does not lie where it should; {_OLDER}"
             )
-        items.append(TemplateItem(key, kind, entry.dtype, piece[0], piece[2], numel, position))
+        pieces.append(Piece(key, kind, entry.dtype, *piece, piece[3] + numel))
+        offsets.append(position)
         position = end
     digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
     if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(position):
@@ -178,15 +172,17 @@ def decode_header(header: bytes, place: str) -> Shard:
             f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not stand for "
             f"{position} bytes of data; {_OLDER}"
         )
-    shard = Shard(
-        metadata,
-        Template(tuple(items), position, b""),
-        tuple(number for piece in metadata.pieces for number in (*piece[1], piece[3])),
-        digests,
-        len(header),
+    try:
+        for each in pieces:
+            each.check()
+    except LayoutError as error:
+        raise CorruptCheckpointError(f"{place}: {error}; {_OLDER}") from error
+    placed_at, placement = placed(pieces)
+    items = tuple(
+        TemplateItem(it.key, it.kind, it.dtype, it.global_shape, it.shape, it.numel, *where)
+        for it, *where in zip(pieces, offsets, placed_at, strict=True)
     )
-    shard.check_against(place)
-    return shard
+    return Shard(metadata, Template(items, position, b""), placement, digests, len(header))
 
 
 def refuse_newer(version: int, place: str) -> None:

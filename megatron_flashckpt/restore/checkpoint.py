@@ -12,7 +12,7 @@ from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
-from megatron_flashckpt.layout.plan import Source, Template
+from megatron_flashckpt.layout.plan import Placement, Source, Template, pieces_of
 from megatron_flashckpt.layout.shard_file import (
     CHUNK_NBYTES,
     Shard,
@@ -121,8 +121,8 @@ class StoredCheckpoint:
                 f"{_OLDER}"
             )
         if (
-            shard.placement != entry.placement
-            or _described(shard.template) != _described(self._templates[entry.template])
+            _described(shard.template, shard.placement)
+            != _described(self._templates[entry.template], entry.placement)
             or shard.data_offset + shard.template.nbytes != entry.nbytes
         ):
             raise CorruptCheckpointError(
@@ -167,11 +167,11 @@ class StoredCheckpoint:
             raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {_OLDER}") from error
 
 
-def _described(template: Template) -> list[tuple[object, ...]]:
-    """Return what header and manifest both say of a template, in terms that both can express."""
+def _described(template: Template, placement: Placement) -> list[tuple[object, ...]]:
+    """Return what header and manifest both say of a shard, in terms that both can express."""
     return [
-        (f"{it.kind}/{it.key}", it.dtype, it.global_shape, it.shape, it.numel, it.byte_offset)
-        for it in template.items
+        (f"{it.kind}/{it.key}", it.dtype, it.global_shape, it.offset, it.shape, it.start, it.end)
+        for it in pieces_of(template, placement)
     ]
 
 

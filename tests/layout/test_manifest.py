@@ -226,6 +226,14 @@ def test_a_placement_that_does_not_fit_its_template_is_corrupt(length):
         decode_manifest(forged.encode(), PLACE)
 
 
+@pytest.mark.parametrize(("position", "said"), [(-1, "begin before"), (2**40, "a placement of 6")])
+def test_a_place_outside_of_the_placement_is_corrupt(position, said):
+    forged = Forged()
+    forged.items[1][6] = position
+    with pytest.raises(CorruptCheckpointError, match=said):
+        decode_manifest(forged.encode(), PLACE)
+
+
 @pytest.mark.parametrize("index", [-1, 1, 2**40])
 def test_a_key_index_out_of_range_is_corrupt(index):
     forged = Forged()

@@ -16,6 +16,7 @@ from megatron_flashckpt.layout.plan import (
     build_template,
     order,
     pieces_of,
+    placed,
     tensor_names,
 )
 from tests.layout.strategies import keys, kinds, layout_of, moved, piece_lists, pieces
@@ -51,7 +52,7 @@ def test_order_is_a_stable_permutation_with_wide_elements_first(unordered):
 
 @given(piece_lists)
 def test_tensors_lie_end_to_end_each_aligned_to_its_element(ordered):
-    template = build_template(ordered)
+    template = build_template(ordered, placed(ordered)[0])
     position = 0
     for item, piece in zip(template.items, ordered, strict=True):
         assert item.byte_offset == position
@@ -69,14 +70,29 @@ def test_a_layout_gives_back_the_pieces_that_it_was_made_of(ordered):
 
 
 def test_a_placement_of_another_length_than_the_template_is_refused():
-    layout = layout_of([PIECE, PIECE])
+    layout = layout_of([PIECE, moved(PIECE, 1)])
     with pytest.raises(LayoutError, match="a placement of 2 numbers for a template that takes 6"):
         pieces_of(layout.template, layout.placement[:2])
 
 
+def test_kinds_of_one_run_have_one_place():
+    """A large job's manifest consists of placements: of Adam's four kinds three say nothing new."""
+    elsewhere = msgspec.structs.replace(PIECE, start=3, end=8)
+    runs = [
+        msgspec.structs.replace(run, kind=kind)
+        for kind in ("master", "exp_avg", "exp_avg_sq", "weight")
+        for run in (PIECE, elsewhere)
+    ]
+    layout = layout_of(runs)
+    assert layout.placement == (2, 2, 2, 2, 2, 3)
+    assert [item.placed_at for item in layout.template.items] == 4 * [0, 3]
+    another_key = msgspec.structs.replace(PIECE, key="other.w")
+    assert len(layout_of([PIECE, another_key]).placement) == 6, "chance must not make a template"
+
+
 def test_a_template_refuses_a_piece_that_leaves_its_tensor():
     with pytest.raises(LayoutError, match="leaves the global shape"):
-        build_template([msgspec.structs.replace(PIECE, offset=(6, 2))])
+        build_template([msgspec.structs.replace(PIECE, offset=(6, 2))], [0])
 
 
 @given(st.lists(st.tuples(kinds, keys), max_size=12))
@@ -136,7 +152,7 @@ def test_like_stages_share_the_template_but_not_the_layout(stage, rows):
     here, there = store.cache(), store.cache()
     mine, theirs = here.layout(stage), there.layout(next_stage)
     assert mine.template_fingerprint == theirs.template_fingerprint
-    assert mine.template == theirs.template == build_template(next_stage)
+    assert mine.template == theirs.template == build_template(next_stage, placed(next_stage)[0])
     assert (mine.fingerprint == theirs.fingerprint) == (not stage)
     assert here.counters == PlanCounters(misses=1)
     assert there.counters == PlanCounters(shared_hits=1)
