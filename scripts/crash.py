@@ -6,6 +6,10 @@ stopped, the how-manieth time it comes there, and what is then killed with SIGKI
 job is started again, and must go on from the newest iteration that all ranks had staged completely
 (or, if the node was lost, committed), from memory whenever it is there, bit for bit; no half
 checkpoint may look like a whole one, the next saves must work, and nothing may stay behind.
+
+Other cells ("copy: agent:...", "xor: agent:...") are of two or three nodes that hold copies or
+parity for each other, with real agents and trainers without Megatron: an agent is stopped while it
+sends, holds or gets back a checkpoint, and nodes are lost.
 """
 
 from __future__ import annotations

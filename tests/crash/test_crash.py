@@ -1,7 +1,7 @@
 """A sample of the crash matrix; `scripts/crash` runs all of it.
 
-Every cell is a job of two real Megatron ranks and their agent, stopped at a named point, killed in
-whole or in part, and started again.
+A cell is a job of two real Megatron ranks and their agent, stopped at a named point, killed in
+whole or in part, and started again; or one of several nodes that hold copies for each other.
 """
 
 from __future__ import annotations
