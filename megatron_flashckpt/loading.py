@@ -6,7 +6,6 @@ overwritten: an error on one rank is raised on all.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import time
@@ -14,24 +13,23 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 
 from megatron_flashckpt.agent.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
+from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.names import common_name, iteration_dir
+from megatron_flashckpt.held_slot import HeldSlot
+from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.records import Coordinates
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, plan_load
 from megatron_flashckpt.load_side_state import SideState, load_side_state
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object, gather_objects, together
 from megatron_flashckpt.restore.exchange import ROUND_NBYTES, exchange
@@ -125,10 +123,12 @@ def load_from_memory(
     """Fill the model from the slots of all ranks, with `threads` threads. Collective.
 
     Raises:
-        FlashCkptError: on every rank alike; nothing was overwritten.
+        FlashCkptError: on every rank alike. Nothing was overwritten unless bytes turned out to have
+            changed while they were read.
     """
     offer = found_there.offer
-    meta, own = together(lambda: verified_slot(found_there, rank, threads))
+    held = together(lambda: HeldSlot(found_there.slab, offer, rank))
+    meta = held.meta
     place = f"the memory of iteration {offer.iteration}"
     layouts = gather_objects(
         msgspec.msgpack.encode((meta.rank, meta.template.items, meta.placement, meta.coordinates))
@@ -141,8 +141,10 @@ def load_from_memory(
 
     def fill(plan: LoadPlan) -> ReadReport:
         started = time.perf_counter()
-        received = exchange(own, rank, plan.reads, plan.targets, threads)
-        return ReadReport(0, received, time.perf_counter() - started, 2 * ROUND_NBYTES)
+        with ChunkReader(held, threads) as reader:
+            received = exchange(reader, held.data, rank, plan.reads, plan.pieces, plan.targets)
+        seconds = time.perf_counter() - started
+        return ReadReport(0, received, seconds, 2 * ROUND_NBYTES + reader.nbytes)
 
     return _load(
         request,
@@ -257,47 +259,3 @@ class _Summary(msgspec.Struct, array_like=True):
     items: tuple[TemplateItem, ...]
     placement: Placement
     coordinates: Coordinates
-
-
-def verified_slot(
-    found_there: InMemory, rank: int, threads: int = 1
-) -> tuple[SlotMeta, torch.Tensor]:
-    """Return the description and the data (flat uint8) of this rank's slot.
-
-    The digests were taken when the agent read the slot; one that has not come to that has none.
-
-    Raises:
-        CorruptCheckpointError: it is not what the agent offered, or its bytes have changed.
-    """
-    slab, offer = found_there.slab, found_there.offer
-    place = f"slot {offer.slot} of rank {rank}, {iteration_dir(offer.iteration)}"
-    slot = slab.slots[offer.slot]
-    header = slot.header
-    if (header.iteration, header.save_id) != (offer.iteration, offer.save_id):
-        raise CorruptCheckpointError(
-            f"{place}: holds save {header.save_id!r} of iteration {header.iteration}, the agent "
-            f"offered {offer.save_id!r}; host memory is damaged or another process writes to it"
-        )
-    meta = slot.meta
-    if meta.rank != rank or meta.template.nbytes != header.data_nbytes:
-        raise CorruptCheckpointError(
-            f"{place}: is that of rank {meta.rank} with {meta.template.nbytes} bytes of data, "
-            f"expected {header.data_nbytes}; host memory is damaged"
-        )
-    own = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
-    own = own[slot.data_offset : slot.data_offset + header.data_nbytes]
-
-    def check(chunk: int, expected: str) -> None:
-        start = chunk * CHUNK_NBYTES
-        found = chunk_digest(own[start : start + CHUNK_NBYTES].numpy().data)
-        if found != expected:
-            raise CorruptCheckpointError(
-                f"{place}, chunk {chunk}: digest {found}, expected {expected}; host memory changed "
-                "after it was staged"
-            )
-
-    digests = offer.digests or ()
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        # `list`: the error of the first chunk that has one is raised.
-        list(pool.map(check, range(len(digests)), digests))
-    return meta, own

@@ -61,13 +61,14 @@ class SharedStorage(PosixStorage):
         self._lock = lock
         self._mib_per_s = mib_per_s
 
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+    def read_into(self, *args: Any) -> int:
         if self._mib_per_s is None:
-            return super().read_into(name, offset, buffer)
+            return super().read_into(*args)
         with self._lock:
-            until = time.perf_counter() + buffer.nbytes / 2**20 / self._mib_per_s
-            filled = super().read_into(name, offset, buffer)
-            time.sleep(max(0.0, until - time.perf_counter()))
+            started = time.perf_counter()
+            filled = super().read_into(*args)
+            took = time.perf_counter() - started
+            time.sleep(max(0.0, filled / 2**20 / self._mib_per_s - took))
             return filled
 
 

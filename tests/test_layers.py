@@ -36,7 +36,7 @@ LAYERS = (
     {"peering", "outstanding"},
     {"checkpointer", "inspection", "verification"},
     {"convert", "planning", "report"},
-    {"session", "saved_job"},
+    {"session", "saved_job", "held_slot"},
     {"load_plan", "cli"},
     {"load_side_state"},
     {"loading"},

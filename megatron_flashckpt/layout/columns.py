@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +22,8 @@ from megatron_flashckpt.layout.plan import Source, TemplateItem, placement_lengt
 from megatron_flashckpt.layout.reshard import Run
 
 Numbers = npt.NDArray[np.int64]
-_Hull = tuple[Numbers, Numbers]
+_Hull = tuple[Shape, Shape]
+"""Low and high corner of a box."""
 Name = tuple[str, str]
 """Kind and key."""
 Variant = tuple[Shape, str]
@@ -28,45 +31,77 @@ Variant = tuple[Shape, str]
 _OLDER = "load an older iteration with --ckpt-step"
 #: The sum of two numbers below it fits into 64 bits.
 _LIMIT = 2**62
+#: Up to so many ranks that share a template, and so many runs of a tensor, numbers are looked at
+#: one by one: to make arrays of them takes longer than it saves.
+_FEW_USERS, _FEW_ROWS = 8, 64
+
+
+class StoredRun(NamedTuple):
+    """One stored run, with the smallest box that holds it: from `low` to `high` along each axis."""
+
+    rank: int
+    byte_offset: int
+    run: Run
+    low: Shape
+    high: Shape
+
+
+class Rows(list[StoredRun]):
+    """Stored runs of one tensor, a few: looked at one by one, they need no arrays."""
+
+    def meeting(self, low: Shape, high: Shape) -> list[StoredRun]:
+        """Return the runs that meet the box from `low` to `high`."""
+        return [row for row in self if _meet(row.low, row.high, low, high)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
     """Stored runs of one tensor: row `i` of every column is run `i`."""
 
+    rank: Numbers
+    byte_offset: Numbers
     offset: Numbers
     shape: Numbers
     start: Numbers
     end: Numbers
     low: Numbers
     high: Numbers
-    """The smallest box that holds the run: from `low` to `high` along every axis."""
-    byte_offset: Numbers
-    rank: Numbers
 
-    def run(self, row: int) -> Run:
-        offset, shape = self.offset[row].tolist(), self.shape[row].tolist()
-        return Run(tuple(offset), tuple(shape), int(self.start[row]), int(self.end[row]))
+    @classmethod
+    def of(cls, rows: Rows) -> Columns:
+        ranks, byte_offsets, runs, lows, highs = zip(*rows, strict=True)
+        columns = (ranks, byte_offsets, *zip(*runs, strict=True), lows, highs)
+        return cls(*(np.array(column, np.int64) for column in columns))
+
+    def meeting(self, low: Shape, high: Shape) -> list[StoredRun]:
+        """Return the runs that meet the box from `low` to `high`."""
+        meets = ((self.low < np.array(high)) & (self.high > np.array(low))).all(axis=1)
+        return [self._row(row) for row in np.flatnonzero(meets).tolist()]
+
+    def _row(self, row: int) -> StoredRun:
+        offset, shape, low, high = (
+            tuple(column[row].tolist()) for column in (self.offset, self.shape, self.low, self.high)
+        )
+        run = Run(offset, shape, int(self.start[row]), int(self.end[row]))
+        return StoredRun(int(self.rank[row]), int(self.byte_offset[row]), run, low, high)
 
 
 def hulls(wanted: list[Piece]) -> dict[Name, _Hull]:
     """Return the smallest box, as low and high corner, that holds all that is wanted by name."""
-    corners: dict[Name, list[tuple[list[int], list[int]]]] = defaultdict(list)
+    found: dict[Name, _Hull] = {}
     for piece in wanted:
-        high = [low + n for low, n in zip(piece.offset, piece.shape, strict=True)]
-        corners[piece.kind, piece.key].append((list(piece.offset), high))
-    return {
-        name: (
-            np.array([low for low, _ in both], np.int64).min(axis=0),
-            np.array([high for _, high in both], np.int64).max(axis=0),
-        )
-        for name, both in corners.items()
-    }
+        name = piece.kind, piece.key
+        low, high = piece.offset, tuple(map(operator.add, piece.offset, piece.shape))
+        if name in found:
+            low = tuple(map(min, low, found[name][0]))
+            high = tuple(map(max, high, found[name][1]))
+        found[name] = low, high
+    return found
 
 
 def stored_columns(
     sources: Iterable[Source], hulls: dict[Name, _Hull], place: str
-) -> dict[Name, dict[Variant, Columns]]:
+) -> dict[Name, dict[Variant, Rows | Columns]]:
     """Return the runs that meet the `hulls` of the tensors they belong to, by shape and type.
 
     Side state has another length, so another global shape, on every rank. Of a tensor of the model
@@ -75,16 +110,25 @@ def stored_columns(
     sharing: dict[int, list[Source]] = defaultdict(list)
     for source in sources:
         sharing[id(source.template)].append(source)
-    found: dict[Name, dict[Variant, list[Columns]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[Name, dict[Variant, list[Rows | Columns]]]
+    found = defaultdict(lambda: defaultdict(list))
     for users in sharing.values():
         items = users[0].template.items
         numbers = _placements(users, placement_length(items), place)
         ranks = np.array([user.rank for user in users], dtype=np.int64)
+        few = len(users) <= _FEW_USERS
         for item in items:
             hull = hulls.get((item.kind, item.key))
-            if hull is not None:
-                columns = _columns(item, numbers[:, item.place], ranks, hull, place)
-                found[item.kind, item.key][item.global_shape, item.dtype].append(columns)
+            if hull is None:
+                continue
+            if not _possible(item):
+                raise _outside(item, users[0].rank, place)
+            part: Rows | Columns
+            if few:
+                part = _rows(item, users, hull, place)
+            else:
+                part = _columns(item, numbers[:, item.place], ranks, hull, place)
+            found[item.kind, item.key][item.global_shape, item.dtype].append(part)
     return {
         name: {variant: _joined(parts) for variant, parts in variants.items()}
         for name, variants in found.items()
@@ -102,56 +146,96 @@ def _placements(users: list[Source], length: int, place: str) -> Numbers:
         ) from error
 
 
+def _outside(item: TemplateItem, rank: int, place: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{place}: {item.kind}/{item.key} lies outside of its box, tensor or file on rank {rank}; "
+        f"{_OLDER}"
+    )
+
+
+def _rows(item: TemplateItem, placed: slice, users: list[Source], hull: _Hull, place: str) -> Rows:
+    """Return the runs that `item` is on the ranks of `users`, as far as they meet `hull`.
+
+    Args:
+        placed: where a placement has the offset of the box and the start of the range.
+    """
+    found = Rows()
+    last_start = math.prod(item.shape) - item.numel
+    for user in users:
+        *corner, start = user.placement[item.place]
+        offset, end = tuple(corner), start + item.numel
+        far = tuple(map(operator.add, offset, item.shape))
+        if len(hull[0]) == len(offset) and not _meet(offset, far, *hull):
+            continue
+        if (
+            not 0 <= start <= last_start
+            or min(offset, default=0) < 0
+            or any(map(operator.gt, far, item.global_shape))
+        ):
+            raise _outside(item, user.rank, place)
+        run = Run(offset, item.shape, start, end)
+        found.append(StoredRun(user.rank, item.byte_offset, run, *bounds(run)))
+    return found
+
+
+def _meet(low: Shape, high: Shape, other_low: Shape, other_high: Shape) -> bool:
+    return all(map(operator.lt, low, other_high)) and all(map(operator.gt, high, other_low))
+
+
 def _columns(
     item: TemplateItem, placed: Numbers, ranks: Numbers, hull: _Hull, place: str
 ) -> Columns:
-    """Return the runs that `item` is on `ranks`, as far as they meet `hull`.
+    """Return what `_rows` does, of many ranks.
 
     Args:
         placed: per rank the offset of its box and the start of its range.
     """
-    problem = f"{item.kind}/{item.key} lies outside of its box, tensor or file"
-    if not _possible(item):
-        raise CorruptCheckpointError(f"{place}: {problem} on rank {ranks[0]}; {_OLDER}")
     shape = np.array(item.shape, np.int64)
     if len(hull[0]) == len(shape):  # else there is a difference, for which all are of interest
         offset = placed[:, :-1]
-        meets = ((offset < hull[1]) & (offset > hull[0] - shape)).all(axis=1)
+        low, high = (np.array(corner, np.int64) for corner in hull)
+        meets = ((offset < high) & (offset > low - shape)).all(axis=1)
         placed, ranks = placed[meets], ranks[meets]
     offset, start = placed[:, :-1], placed[:, -1]
     room = np.array(item.global_shape, np.int64) - shape
     outside = ((offset < 0) | (offset > room)).any(axis=1)
     outside |= (start < 0) | (start > math.prod(item.shape) - item.numel)
     if outside.any():
-        raise CorruptCheckpointError(f"{place}: {problem} on rank {ranks[outside][0]}; {_OLDER}")
+        raise _outside(item, ranks[outside][0], place)
     rows = len(ranks)
-    low, high = bounds(offset, item.shape, start, start + item.numel)
+    low, high = offset.copy(), offset + shape
+    if (axis := _first_extent(item.shape)) is not None:
+        row = max(math.prod(item.shape[axis + 1 :]), 1)
+        low[:, axis] = offset[:, axis] + start // row
+        high[:, axis] = offset[:, axis] - (-(start + item.numel) // row)
     return Columns(
+        ranks,
+        np.full(rows, item.byte_offset, np.int64),
         offset,
         np.broadcast_to(shape, (rows, len(item.shape))),
         start,
         start + item.numel,
         low,
         high,
-        np.full(rows, item.byte_offset, np.int64),
-        ranks,
     )
 
 
-def bounds(offset: Numbers, shape: Shape, start: Numbers, end: Numbers) -> tuple[Numbers, Numbers]:
-    """Return corners of boxes that hold the runs `[start, end)` of boxes of `shape`.
+def bounds(run: Run) -> _Hull:
+    """Return corners of a box that holds `run`.
 
     They are tight along the first axis that has an extent: the distributed optimizer cuts a layer's
     matrix into bands of rows.
     """
-    low, high = offset.copy(), offset + np.array(shape, np.int64)
-    for axis, n in enumerate(shape):
-        if n != 1:
-            row = max(math.prod(shape[axis + 1 :]), 1)
-            low[:, axis] = offset[:, axis] + start // row
-            high[:, axis] = offset[:, axis] - (-end // row)
-            break
-    return low, high
+    low, high = list(run.offset), list(map(operator.add, run.offset, run.shape))
+    if (axis := _first_extent(run.shape)) is not None:
+        row = max(math.prod(run.shape[axis + 1 :]), 1)
+        low[axis] = run.offset[axis] + run.start // row
+        high[axis] = run.offset[axis] - (-run.end // row)
+    return tuple(low), tuple(high)
+
+
+def _first_extent(shape: Shape) -> int | None:
+    return next((axis for axis, n in enumerate(shape) if n != 1), None)
 
 
 def _possible(item: TemplateItem) -> bool:
@@ -166,6 +250,12 @@ def _possible(item: TemplateItem) -> bool:
     )
 
 
-def _joined(parts: list[Columns]) -> Columns:
+def _joined(parts: list[Rows | Columns]) -> Rows | Columns:
+    rows = Rows(row for part in parts if isinstance(part, Rows) for row in part)
+    columns = [part for part in parts if isinstance(part, Columns)]
+    if not columns and len(rows) <= _FEW_ROWS:
+        return rows
+    if rows:
+        columns.append(Columns.of(rows))
     fields = [field.name for field in dataclasses.fields(Columns)]
-    return Columns(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
+    return Columns(*(np.concatenate([getattr(part, name) for part in columns]) for name in fields))

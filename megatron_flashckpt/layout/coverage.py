@@ -13,10 +13,15 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.layout.columns import Columns, Variant, bounds, hulls, stored_columns
+from megatron_flashckpt.layout.columns import (
+    Columns,
+    Rows,
+    Variant,
+    bounds,
+    hulls,
+    stored_columns,
+)
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece, Shape
 from megatron_flashckpt.layout.plan import Source, stored_items
@@ -116,7 +121,7 @@ def superfluous(wanted: list[Piece], sources: Iterable[Source], kinds: set[str])
     }
 
 
-def _shape_to_read(piece: Piece, variants: dict[Variant, Columns], resizable: bool) -> Shape | None:
+def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool) -> Shape | None:
     """Return the global shape in which `piece` is stored; None if what is stored is not like it."""
     if piece.kind != RANK_STATE and len(variants) > 1:
         return None
@@ -150,31 +155,28 @@ class _Part(NamedTuple):
     read: Read
 
 
-def _parts(index: int, piece: Piece, columns: Columns) -> list[_Part]:
+def _parts(index: int, piece: Piece, stored: Rows | Columns) -> list[_Part]:
     """Return what there is of `piece`, the wanted one at position `index`."""
     wanted = Run.of(piece)
     size = itemsize(piece.dtype)
-    offset = np.array([piece.offset], np.int64).reshape(1, -1)
-    ends = np.array([piece.start], np.int64), np.array([piece.end], np.int64)
-    low, high = bounds(offset, piece.shape, *ends)
-    meets = ((columns.low < high) & (columns.high > low)).all(axis=1)
     found = []
-    for row in np.flatnonzero(meets).tolist():
-        run = columns.run(row)
+    for rank, byte_offset, run, _, _ in stored.meeting(*bounds(wanted)):
         common = overlap(run, wanted)
         if common.numel:
             read = Read(
-                int(columns.byte_offset[row]) + (common.low - run.start) * size,
+                byte_offset + (common.low - run.start) * size,
                 (common.high - common.low) * size,
                 index,
-                run._replace(start=common.low, end=common.high),
+                Run(run.offset, run.shape, common.low, common.high),
             )
-            found.append(_Part(int(columns.rank[row]), common.numel, read))
+            found.append(_Part(rank, common.numel, read))
     return found
 
 
 def _any_overlap(parts: list[_Part]) -> bool:
     """Return whether an element may be in two of `parts`. Boxes of a tensor never overlap."""
+    if len(parts) < 2:
+        return False
     boxes: dict[Box, list[tuple[int, int]]] = defaultdict(list)
     for part in parts:
         run = part.read.stored

@@ -58,6 +58,11 @@ def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
+def new_chunk_digest() -> xxhash.xxh3_64:
+    """Return what makes the same digits of a chunk that comes in parts."""
+    return xxhash.xxh3_64()
+
+
 def encode_header(
     template: Template,
     placement: Placement,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import xxhash
 
@@ -16,9 +16,9 @@ from megatron_flashckpt.layout.plan import Placement, Source, Template, pieces_o
 from megatron_flashckpt.layout.shard_file import (
     CHUNK_NBYTES,
     Shard,
-    chunk_digest,
     decode_header,
     header_nbytes,
+    new_chunk_digest,
 )
 from megatron_flashckpt.storage.base import Storage, read_whole
 
@@ -33,6 +33,7 @@ class StoredCheckpoint:
     def __init__(self, storage: Storage, iteration: int, encoded_manifest: bytes) -> None:
         self.storage = storage
         self.directory = names.iteration_dir(iteration)
+        self._shards: dict[int, Shard] = {}
         self.manifest: Manifest = manifest.decode_manifest(
             encoded_manifest, f"{self.place}/{names.MANIFEST}"
         )
@@ -129,30 +130,41 @@ class StoredCheckpoint:
                 f"{place}: holds other pieces than the manifest says; {_OLDER}"
             )
 
-    def chunk(self, shard: Shard, index: int, buffer: bytearray | None = None) -> memoryview:
-        """Return a chunk of the data section, verified.
+    def chunk(self, shard: Shard, index: int) -> memoryview:
+        """Return a chunk of the data section, verified, in new memory.
 
         Args:
             shard: what `shard` returned.
-            buffer: at least `CHUNK_NBYTES` that the chunk is read into; default: new memory.
 
         Raises:
             CorruptCheckpointError: names file, chunk, bytes and both digests.
         """
+        nbytes = min(CHUNK_NBYTES, shard.template.nbytes - index * CHUNK_NBYTES)
+        data = memoryview(bytearray(nbytes))
+        self._read_chunk(shard, index, [data])
+        return data
+
+    def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+        """See `restore.reader.ChunkSource`; the header of each shard is read once."""
+        shard = self._shards.get(rank)
+        if shard is None:  # two threads may both look: the same header twice does no harm
+            shard = self._shards[rank] = self.shard(rank)
+        self._read_chunk(shard, number, parts)
+
+    def _read_chunk(self, shard: Shard, index: int, parts: Sequence[memoryview]) -> None:
         file = self.manifest.shards[shard.metadata.rank].file
         start = index * CHUNK_NBYTES
-        nbytes = min(CHUNK_NBYTES, shard.template.nbytes - start)
-        data = memoryview(bytearray(nbytes) if buffer is None else buffer)[:nbytes]
+        digest = new_chunk_digest()
         with self._promised(file):
             name = f"{self.directory}/{file}"
-            data = data[: self.storage.read_into(name, shard.data_offset + start, data)]
-        found = chunk_digest(data)
+            self.storage.read_into(name, shard.data_offset + start, parts, digest.update)
+        found = digest.hexdigest()
         if found != shard.digests[index]:
+            end = min(start + CHUNK_NBYTES, shard.template.nbytes) - 1
             raise CorruptCheckpointError(
-                f"{self.place}/{file}, chunk {index} (bytes {start}-{start + nbytes - 1} of the "
+                f"{self.place}/{file}, chunk {index} (bytes {start}-{end} of the "
                 f"data): digest {found}, expected {shard.digests[index]}; {_OLDER}"
             )
-        return data
 
     def _stored(self, file: str, offset: int, nbytes: int) -> bytes:
         with self._promised(file):

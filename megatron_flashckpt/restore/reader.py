@@ -1,8 +1,10 @@
-"""Carry out a read plan on storage: whole chunks, verified, straight into their destination.
+"""Carry out a read plan: whole chunks, verified, straight into their destination.
 
 Digests cover 4 MiB chunks, so a chunk is the least that can be read and trusted. Chunks are read
-in the order of the files by a few threads, each with one buffer that it keeps: memory does not grow
-with the checkpoint.
+in the order of the files by a few threads. What is wanted of a chunk in one stretch is read to
+where it belongs, and digested there; the rest goes through a buffer that each thread keeps, so
+memory does not grow with the checkpoint. So bytes may be in place when their digest turns out to be
+wrong: then the read as a whole fails, and nothing that it has filled counts.
 """
 
 from __future__ import annotations
@@ -11,25 +13,50 @@ import concurrent.futures
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from megatron_flashckpt.layout.coverage import Read, ReadPlan
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.reshard import Run, overlap
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, Shard
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+
+#: Smaller stretches go through the buffer: a call per piece would cost more than their copy.
+_PLACED_NBYTES = 16 * 1024
 
 
 class Sink(Protocol):
-    """Where verified bytes go: `restore.targets.Targets`, or whatever a tool makes of them."""
+    """Where bytes go: `restore.targets.Targets`, or whatever a tool makes of them.
+
+    Called by several threads, for different elements.
+    """
+
+    def place(self, read: Read, offset: int, nbytes: int) -> memoryview | None:
+        """Return the memory that is to hold `nbytes` bytes of `read.stored` from byte `offset` of
+        `read` on; None: `put` shall have them.
+        """
 
     def put(self, read: Read, offset: int, source: memoryview) -> None:
-        """Take `source`, the bytes of `read.stored` from byte `offset` of `read` on.
+        """Take `source`, the bytes of `read.stored` from byte `offset` of `read` on, verified.
 
-        `source` is writable, and used for other things afterwards. Called by several threads, for
-        different elements.
+        `source` is writable, and used for other things afterwards.
+        """
+
+
+class ChunkSource(Protocol):
+    """The data sections of all ranks, wherever they are. Used by several threads."""
+
+    def data_nbytes(self, rank: int) -> int:
+        """Return the length of the data section of a rank."""
+
+    def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+        """Fill `parts`, end to end, with a chunk, and verify it.
+
+        Raises:
+            CorruptCheckpointError: names place, chunk and both digests.
         """
 
 
@@ -69,24 +96,57 @@ def deliver(chunk: ChunkReads, data: memoryview, sink: Sink) -> None:
     """Give `sink` what is wanted of `data`, the contents of `chunk`."""
     start = chunk.number * CHUNK_NBYTES
     for read in chunk.reads:
-        low = max(read.source_offset, start)
-        high = min(read.source_offset + read.nbytes, start + data.nbytes)
-        sink.put(read, low - read.source_offset, data[low - start : high - start])
+        low, high = _within(read, start, data.nbytes)
+        sink.put(read, start + low - read.source_offset, data[low:high])
+
+
+def _within(read: Read, start: int, nbytes: int) -> tuple[int, int]:
+    """Return which bytes of a chunk of `nbytes`, which begins at `start`, `read` takes."""
+    low = max(read.source_offset, start)
+    high = min(read.source_offset + read.nbytes, start + nbytes)
+    return low - start, high - start
+
+
+def _laid_out(
+    chunk: ChunkReads, buffer: memoryview, sink: Sink
+) -> tuple[list[memoryview], ChunkReads]:
+    """Return the memory that is to hold `chunk`, end to end, and what is then to be delivered.
+
+    Args:
+        buffer: as long as the chunk; a byte that is not placed goes where the chunk has it.
+    """
+    start = chunk.number * CHUNK_NBYTES
+    parts: list[memoryview] = []
+    rest = []
+    placed = buffered = 0
+    for read in chunk.reads:
+        low, high = _within(read, start, buffer.nbytes)
+        if low < placed:
+            return [buffer], chunk  # some bytes are wanted twice
+        view = None
+        if low >= buffered and high - low >= _PLACED_NBYTES:
+            view = sink.place(read, start + low - read.source_offset, high - low)
+        if view is None:
+            rest.append(read)
+            buffered = max(buffered, high)
+        else:
+            parts += [buffer[placed:low], view]
+            placed = high
+    return [*parts, buffer[placed:]], chunk._replace(reads=tuple(rest))
 
 
 class ChunkReader:
     """Reads chunks of one checkpoint with `threads` threads. A context manager."""
 
-    def __init__(self, stored: StoredCheckpoint, threads: int) -> None:
-        self.stored = stored
+    def __init__(self, source: ChunkSource, threads: int) -> None:
+        self.source = source
         self.read_nbytes = 0
-        #: Memory that the buffers take.
+        #: Memory that the buffers take, if all that is read goes through them.
         self.nbytes = threads * CHUNK_NBYTES
         self._pool = concurrent.futures.ThreadPoolExecutor(threads)
-        self._buffers: queue.SimpleQueue[bytearray] = queue.SimpleQueue()
+        self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(threads):
-            self._buffers.put(bytearray(CHUNK_NBYTES))
-        self._shards: dict[int, Shard] = {}
+            self._buffers.put(np.empty(CHUNK_NBYTES, np.uint8).data)
         self._lock = threading.Lock()
 
     def __enter__(self) -> ChunkReader:
@@ -96,17 +156,22 @@ class ChunkReader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def read(
-        self, chunks: Iterable[ChunkReads], use: Callable[[ChunkReads, memoryview], None]
+        self,
+        chunks: Iterable[ChunkReads],
+        sink: Sink,
+        keep: Callable[[ChunkReads], memoryview] | None = None,
     ) -> None:
-        """Call `use(chunk, contents)` for all `chunks`, from several threads.
+        """Give `sink` what is wanted of all `chunks`, from several threads.
 
-        The contents are good until `use` returns. Returns when all is done; after an error nothing
-        of these chunks is still being read.
+        Returns when all is done; after an error nothing of these chunks is still being read.
+
+        Args:
+            keep: returns memory, at least as long as the chunk, that is to hold it as a whole.
 
         Raises:
-            CorruptCheckpointError: names file, chunk, bytes and both digests.
+            CorruptCheckpointError: names place, chunk and both digests.
         """
-        jobs = [self._pool.submit(self._one, chunk, use) for chunk in chunks]
+        jobs = [self._pool.submit(self._one, chunk, sink, keep) for chunk in chunks]
         try:
             for job in jobs:
                 job.result()
@@ -116,31 +181,35 @@ class ChunkReader:
             concurrent.futures.wait(jobs)
             raise
 
-    def _one(self, chunk: ChunkReads, use: Callable[[ChunkReads, memoryview], None]) -> None:
+    def _one(
+        self, chunk: ChunkReads, sink: Sink, keep: Callable[[ChunkReads], memoryview] | None
+    ) -> None:
+        whole = self.source.data_nbytes(chunk.rank)
+        nbytes = min(CHUNK_NBYTES, whole - chunk.number * CHUNK_NBYTES)
         buffer = self._buffers.get()
         try:
-            data = self.stored.chunk(self._shard(chunk.rank), chunk.number, buffer)
-            use(chunk, data)
+            if keep is None:
+                data = buffer[:nbytes]
+                parts, rest = _laid_out(chunk, data, sink)
+            else:
+                data = keep(chunk)[:nbytes]
+                parts, rest = [data], chunk
+            self.source.read_chunk(chunk.rank, chunk.number, parts)
+            deliver(rest, data, sink)
             with self._lock:
-                self.read_nbytes += data.nbytes
+                self.read_nbytes += nbytes
         finally:
             self._buffers.put(buffer)
 
-    def _shard(self, rank: int) -> Shard:
-        shard = self._shards.get(rank)
-        if shard is None:  # two threads may both look: the same header twice does no harm
-            shard = self._shards[rank] = self.stored.shard(rank)
-        return shard
-
 
 def read_all(
-    stored: StoredCheckpoint, plan: ReadPlan, wanted: list[Piece], sink: Sink, threads: int
+    source: ChunkSource, plan: ReadPlan, wanted: list[Piece], sink: Sink, threads: int
 ) -> int:
     """Carry out `plan`, this rank alone; return the bytes read.
 
     Raises:
-        CorruptCheckpointError: names file, chunk, bytes and both digests.
+        CorruptCheckpointError: names place, chunk and both digests.
     """
-    with ChunkReader(stored, threads) as reader:
-        reader.read(chunk_reads(plan, wanted), lambda chunk, data: deliver(chunk, data, sink))
+    with ChunkReader(source, threads) as reader:
+        reader.read(chunk_reads(plan, wanted), sink)
         return reader.read_nbytes

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.restore.collectives import Group, gather_objects, together
-from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads, deliver
+from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
 
@@ -72,15 +72,12 @@ def read_with_replicas(
     started = time.perf_counter()
     report = ReadReport(memory_nbytes=reader.nbytes)
 
-    def fill(chunk: ChunkReads, data: memoryview) -> None:
-        deliver(chunk, data, targets)
-
     if (
         sharing.mode == "never"
         or not dist.is_initialized()
         or dist.get_world_size(sharing.group) < 2
     ):
-        reader.read(chunks, fill)
+        reader.read(chunks, targets)
     else:
         mine = {(chunk.rank, chunk.number): chunk for chunk in chunks}
         needs = [set(theirs) for theirs in gather_objects(list(mine), sharing.group)]
@@ -88,9 +85,9 @@ def read_with_replicas(
         if sharing.mode == "auto" and max(map(len, needs)) < _CHUNKS_PER_ROUND:
             readers = {}
         alone = [chunk for key, chunk in mine.items() if key not in readers]
-        together(lambda: reader.read(alone, fill), sharing.group)
+        together(lambda: reader.read(alone, targets), sharing.group)
         rest = _Rounds(reader, mine, needs, readers, targets, sharing, report).run()
-        together(lambda: reader.read([mine[key] for key in rest], fill), sharing.group)
+        together(lambda: reader.read([mine[key] for key in rest], targets), sharing.group)
     report.read_nbytes = reader.read_nbytes
     report.seconds = time.perf_counter() - started
     return report
@@ -169,13 +166,11 @@ class _Rounds:
         slots = {chunk: slot for slot, chunk in enumerate(chunks)}
         view = buffer.numpy().data
 
-        def keep(chunk: ChunkReads, data: memoryview) -> None:
-            start = slots[chunk.rank, chunk.number] * CHUNK_NBYTES
-            view[start : start + data.nbytes] = data
-            deliver(chunk, data, self._targets)
+        def keep(chunk: ChunkReads) -> memoryview:
+            return view[slots[chunk.rank, chunk.number] * CHUNK_NBYTES :]
 
         work = [self._mine[chunk] for chunk in chunks]
-        together(lambda: self._reader.read(work, keep), self._sharing.group)
+        together(lambda: self._reader.read(work, self._targets, keep), self._sharing.group)
         return time.perf_counter() - started
 
     def _send(self, lists: list[list[_Chunk]], buffer: torch.Tensor, quota: int) -> float:
@@ -214,7 +209,7 @@ class _Rounds:
 
     def _nbytes(self, chunk: _Chunk) -> int:
         rank, number = chunk
-        return min(CHUNK_NBYTES, self._reader.stored.data_nbytes(rank) - number * CHUNK_NBYTES)
+        return min(CHUNK_NBYTES, self._reader.source.data_nbytes(rank) - number * CHUNK_NBYTES)
 
     def _use(self, chunk: ChunkReads, start: int, part: torch.Tensor) -> None:
         """Put a part of a chunk, which starts at byte `start` of it, where it is wanted."""

@@ -28,6 +28,23 @@ class Targets:
         self._runs = [Run.of(piece) for piece in pieces]
         self._tensors = [t.view(carrier) for t, carrier in zip(tensors, carriers, strict=True)]
 
+    def place(self, read: Read, offset: int, nbytes: int) -> memoryview | None:
+        """Return the memory that is to hold `nbytes` bytes of `read.stored` from byte `offset` of
+        `read` on, if it is host memory without a gap; else None.
+        """
+        target = self._tensors[read.wanted]
+        if target.device.type != "cpu" or not target.is_contiguous():
+            return None
+        size = target.itemsize
+        first = read.stored.start + offset // size
+        run = read.stored._replace(start=first, end=first + nbytes // size)
+        found = regions(run, self._runs[read.wanted])
+        if len(found) != 1 or not found[0].gapless or found[0].shape != (nbytes // size,):
+            return None
+        begin = found[0].target_start
+        memory: memoryview = target[begin : begin + nbytes // size].view(torch.uint8).numpy().data
+        return memory
+
     def put(self, read: Read, offset: int, source: memoryview) -> None:
         """Put `source`, the bytes of `read.stored` from byte `offset` of `read` on."""
         self.put_tensor(read, offset, torch.frombuffer(source, dtype=torch.uint8))

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.storage.reading import Seen
 
 #: What a name stands for. `other`: a symbolic link (whatever it leads to), a pipe, a device.
 Kind = Literal["file", "directory", "other"]
@@ -58,8 +60,10 @@ class Storage(Protocol):
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         """Return `nbytes` from `offset` (default: all); fewer only at the end of the file."""
 
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `offset`; return the bytes read, fewer only at the end of the file."""
+    def read_into(
+        self, name: str, offset: int, parts: Sequence[memoryview], seen: Seen | None = None
+    ) -> int:
+        """Fill `parts`, end to end, from `offset`; see `storage.reading.read_parts`."""
 
     def size(self, name: str) -> int:
         """Return the bytes of `name`."""

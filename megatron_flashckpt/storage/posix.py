@@ -7,13 +7,14 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.storage.base import Kind, temporary_name
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, REFUSALS, DirectIo, is_aligned
+from megatron_flashckpt.storage.reading import Seen, read_parts
 
 _REMEDY = {
     errno.ENOSPC: "free space there or save elsewhere",
@@ -208,16 +209,12 @@ class PosixStorage:
             file.seek(offset)
             return file.read() if nbytes is None else file.read(nbytes)
 
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+    def read_into(
+        self, name: str, offset: int, parts: Sequence[memoryview], seen: Seen | None = None
+    ) -> int:
         path = self._path(name)
         with _explained(path, "read"), open(path, "rb", 0, opener=_open_nofollow) as file:
-            filled = 0
-            while filled < buffer.nbytes:
-                got = os.preadv(file.fileno(), [buffer[filled:]], offset + filled)
-                if not got:
-                    break
-                filled += got
-            return filled
+            return read_parts(file.fileno(), offset, parts, seen)
 
     def size(self, name: str) -> int:
         path = self._path(name)

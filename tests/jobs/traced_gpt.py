@@ -242,10 +242,11 @@ def traced_load(load: Any) -> Any:
     read_into = PosixStorage.read_into
     nbytes = 0
 
-    def counting(self: PosixStorage, name: str, offset: int, buffer: memoryview) -> int:
+    def counting(self: PosixStorage, *args: Any) -> int:
         nonlocal nbytes
-        nbytes += buffer.nbytes
-        return read_into(self, name, offset, buffer)
+        got = read_into(self, *args)
+        nbytes += got
+        return got
 
     @functools.wraps(load)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

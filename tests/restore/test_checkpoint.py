@@ -142,6 +142,9 @@ class Collected:
     def __init__(self) -> None:
         self.parts: dict[int, bytes] = {}
 
+    def place(self, read: Read, offset: int, nbytes: int) -> None:
+        return None
+
     def put(self, read: Read, offset: int, source: memoryview) -> None:
         assert read.wanted == 0
         assert not source.readonly

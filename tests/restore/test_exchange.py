@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.restore import exchange
+from megatron_flashckpt.restore.reader import ChunkReader
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream
 from tests.layout.strategies import in_layout_order
@@ -108,6 +111,22 @@ CASES = {
 }
 
 
+class Bytes:
+    """A slot of which no chunk is damaged."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data.numpy().data
+
+    def data_nbytes(self, rank: int) -> int:
+        return self._data.nbytes
+
+    def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+        position = number * CHUNK_NBYTES
+        for part in parts:
+            part[:] = self._data[position : position + part.nbytes]
+            position += part.nbytes
+
+
 def rank_main(rank: int, directory: str) -> None:
     """Carry out all cases on one rank; write digests of what arrived, and the bytes counted."""
     torch.set_num_threads(1)
@@ -126,7 +145,9 @@ def rank_main(rank: int, directory: str) -> None:
         wanted = case.wanted[rank]
         filled = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
         plan = read_plan(wanted, sources_of(case.stored), name)
-        received = exchange.exchange(own, rank, plan, Targets(wanted, filled))
+        targets = Targets(wanted, filled)
+        with ChunkReader(Bytes(own), 1) as reader:
+            received = exchange.exchange(reader, own, rank, plan, wanted, targets)
         found[name] = [received, [digest(bytes(t.view(torch.uint8).numpy())) for t in filled]]
     Path(directory, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -185,7 +206,9 @@ def test_without_other_ranks_all_comes_from_the_own_slot() -> None:
     own = torch.frombuffer(bytearray(file), dtype=torch.uint8)
     filled = [torch.zeros(piece.nbytes, dtype=torch.uint8) for piece in case.wanted[0]]
     plan = read_plan(case.wanted[0], sources_of([held]), "it")
-    assert exchange.exchange(own, 0, plan, Targets(case.wanted[0], filled)) == 0
+    targets = Targets(case.wanted[0], filled)
+    with ChunkReader(Bytes(own), 1) as reader:
+        assert exchange.exchange(reader, own, 0, plan, case.wanted[0], targets) == 0
     assert [bytes(tensor.numpy()) for tensor in filled] == [
         content(case.tensors, piece) for piece in case.wanted[0]
     ]

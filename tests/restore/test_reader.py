@@ -22,7 +22,6 @@ from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.restore.reader import (
     ChunkReader,
-    ChunkReads,
     chunk_reads,
     deliver,
     read_all,
@@ -213,6 +212,9 @@ def test_a_chunk_is_read_once_for_all_that_is_wanted_of_it(large: Made) -> None:
 class Nowhere:
     """A sink that keeps nothing."""
 
+    def place(self, read: Read, offset: int, nbytes: int) -> None:
+        return None
+
     def put(self, read: Read, offset: int, source: memoryview) -> None:
         assert source.nbytes
 
@@ -238,18 +240,18 @@ def test_buffers_are_reused_and_never_used_by_two_chunks_at_once(large: Made) ->
     in_use: set[int] = set()
     seen: set[int] = set()
 
-    def use(chunk: ChunkReads, data: memoryview) -> None:
-        assert isinstance(data.obj, bytearray)
-        with lock:
-            assert id(data.obj) not in in_use
-            in_use.add(id(data.obj))
-        seen.add(id(data.obj))
-        with lock:
-            in_use.remove(id(data.obj))
+    class Watching(Nowhere):
+        def put(self, read: Read, offset: int, source: memoryview) -> None:
+            with lock:
+                assert id(source.obj) not in in_use
+                in_use.add(id(source.obj))
+            seen.add(id(source.obj))
+            with lock:
+                in_use.remove(id(source.obj))
 
     with ChunkReader(stored, 3) as reader:
-        reader.read(chunks, use)
-        reader.read(chunks, use)
+        reader.read(chunks, Watching())
+        reader.read(chunks, Watching())
         assert reader.nbytes == 3 * CHUNK_NBYTES
         assert reader.read_nbytes == 2 * sum(piece.nbytes for piece in MATRICES)
     assert 1 <= len(seen) <= 3
@@ -264,20 +266,22 @@ def test_after_an_error_nothing_is_written_any_more(large: Made) -> None:
     done: list[int] = []
     errors: list[BaseException] = []
 
-    def use(chunk: ChunkReads, data: memoryview) -> None:
-        begun.append(chunk.number)
-        if not release.is_set() and chunk.number < 3:
-            running.wait(60)
-            if chunk.number == 0:
-                raise ValueError("chunk 0 is not to be had")
-        release.wait(60)
-        done.append(chunk.number)
+    class Waiting(Nowhere):
+        def put(self, read: Read, offset: int, source: memoryview) -> None:
+            number = (read.source_offset + offset) // CHUNK_NBYTES
+            begun.append(number)
+            if not release.is_set() and number < 3:
+                running.wait(60)
+                if number == 0:
+                    raise ValueError("chunk 0 is not to be had")
+            release.wait(60)
+            done.append(number)
 
     with ChunkReader(stored, 3) as reader:
 
         def attempt() -> None:
             try:
-                reader.read(chunks, use)
+                reader.read(chunks, Waiting())
             except ValueError as error:
                 errors.append(error)
                 done.append(-1)  # the sentinel: nothing may come after it
@@ -293,9 +297,9 @@ def test_after_an_error_nothing_is_written_any_more(large: Made) -> None:
         # The thread that failed may have gone on before the others were called off.
         assert len(begun) < len(chunks)
         # The reader and its buffers can still be used.
-        seen: list[int] = []
-        reader.read(chunks, lambda chunk, data: seen.append(chunk.number))
-        assert len(seen) == len(chunks) == 160
+        before = reader.read_nbytes
+        reader.read(chunks, Nowhere())
+        assert reader.read_nbytes - before == 20 * sum(piece.nbytes for piece in MATRICES)
         assert done[-1] == -1
 
 

@@ -113,7 +113,7 @@ def test_read_returns_the_range_and_less_only_at_the_end(backend, offset, nbytes
 def test_read_into_fills_the_buffer_and_leaves_the_rest_alone_at_the_end(backend, offset, nbytes):
     backend.plant("f", DATA)
     buffer = bytearray(b"?" * (nbytes + 2))
-    filled = backend.storage.read_into("f", offset, memoryview(buffer)[1 : 1 + nbytes])
+    filled = backend.storage.read_into("f", offset, [memoryview(buffer)[1 : 1 + nbytes]])
     meant = DATA[offset : offset + nbytes]
     assert filled == len(meant)
     assert bytes(buffer) == b"?" + meant + b"?" * (nbytes + 1 - filled)
@@ -124,7 +124,7 @@ def test_several_threads_may_read_one_file(backend):
     found = bytearray(len(DATA))
 
     def fill(at: int) -> int:
-        return backend.storage.read_into("f", at, memoryview(found)[at : at + 512])
+        return backend.storage.read_into("f", at, [memoryview(found)[at : at + 512]])
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(fill, range(0, len(DATA), 512))) == len(DATA)
@@ -142,7 +142,7 @@ def test_size_is_the_number_of_bytes(backend):
     "operation",
     [
         lambda storage, name: storage.read(name),
-        lambda storage, name: storage.read_into(name, 0, memoryview(bytearray(1))),
+        lambda storage, name: storage.read_into(name, 0, [memoryview(bytearray(1))]),
         lambda storage, name: storage.size(name),
     ],
     ids=["read", "read_into", "size"],
@@ -288,7 +288,7 @@ def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
         lambda storage, name: storage.put(name, b"planted"),
         lambda storage, name: storage.create(name, 7),
         lambda storage, name: storage.read(name),
-        lambda storage, name: storage.read_into(name, 0, memoryview(bytearray(1))),
+        lambda storage, name: storage.read_into(name, 0, [memoryview(bytearray(1))]),
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
         lambda storage, name: storage.kind(name),

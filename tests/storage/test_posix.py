@@ -147,7 +147,7 @@ def test_a_file_where_a_directory_should_be_is_named_with_the_remedy(storage, ro
 
 
 def read_into(storage, name):
-    return storage.read_into(name, 0, memoryview(bytearray(8)))
+    return storage.read_into(name, 0, [memoryview(bytearray(8))])
 
 
 @pytest.mark.parametrize(

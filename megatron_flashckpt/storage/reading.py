@@ -1,0 +1,66 @@
+"""Bytes of a file into pieces of memory, without a copy in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+#: What is read at a time. A digest that comes next finds it in the processor's cache: 512 KiB read
+#: from memory and digested took what a plain copy takes, 4 MiB half as long again.
+BLOCK_NBYTES = 512 * 1024
+#: Pieces of memory that one call fills; Linux takes 1024.
+_MAX_PARTS = 1000
+
+Seen = Callable[[memoryview], object]
+
+
+def read_parts(fd: int, offset: int, parts: Sequence[memoryview], seen: Seen | None = None) -> int:
+    """Fill `parts`, end to end, from byte `offset` of the file `fd`; return the bytes read.
+
+    They are fewer only at the end of the file.
+
+    Args:
+        parts: writable, of bytes.
+        seen: called with all that is read, in order, while it is in the processor's cache.
+    """
+    filled = 0
+    for block in _blocks(parts):
+        wanted = sum(part.nbytes for part in block)
+        got = os.preadv(fd, block, offset + filled)
+        while got < wanted and (more := os.preadv(fd, _cut(block, got), offset + filled + got)):
+            got += more
+        if seen is not None:
+            for part in block if got == wanted else _cut(block, 0, got):
+                seen(part)
+        filled += got
+        if got < wanted:
+            break
+    return filled
+
+
+def _blocks(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield `parts` cut into blocks."""
+    block: list[memoryview] = []
+    room = BLOCK_NBYTES
+    for part in parts:
+        while part.nbytes:
+            block.append(part[:room])
+            room -= block[-1].nbytes
+            part = part[block[-1].nbytes :]
+            if not room or len(block) == _MAX_PARTS:
+                yield block
+                block, room = [], BLOCK_NBYTES
+    if block:
+        yield block
+
+
+def _cut(block: list[memoryview], low: int, high: int | None = None) -> list[memoryview]:
+    """Return bytes `[low, high)` of a block."""
+    found = []
+    for part in block:
+        piece = part[max(low, 0) : None if high is None else max(high, 0)]
+        if piece.nbytes:
+            found.append(piece)
+        low -= part.nbytes
+        high = None if high is None else high - part.nbytes
+    return found
