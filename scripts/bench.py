@@ -12,6 +12,7 @@ from bench_load import bench_load
 from bench_model import bench_model
 from bench_persist import bench_persist
 from bench_plan import bench_plan
+from bench_restart import bench_restart
 from bench_save import add_arguments, run
 from bench_scale import bench_scale
 from bench_share import bench_share
@@ -33,6 +34,12 @@ def main() -> None:
     load.add_argument("--rounds", type=int, default=7)
     load.add_argument("--mib", type=int, default=2048, help="about the size of the checkpoint")
     load.add_argument("--threads", type=int, default=2)
+    restart = commands.add_parser("restart", help="loads after a restart, against plain copies")
+    restart.add_argument("--rounds", type=int, default=7)
+    restart.add_argument("--ranks", type=int, default=2)
+    restart.add_argument(
+        "--mib", type=int, nargs="+", default=[256, 1024], help="state of one rank"
+    )
     share = commands.add_parser("share", help="replicas that read once and send, or read it all")
     share.add_argument("--rounds", type=int, default=3)
     share.add_argument("--replicas", type=int, default=4)
@@ -46,7 +53,7 @@ def main() -> None:
     persist.add_argument(
         "--mib", type=int, nargs="+", default=[253, 1024], help="about the size of a rank's state"
     )
-    for command in (save, growth, load, share, persist, scale, model):
+    for command in (save, growth, load, restart, share, persist, scale, model):
         command.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
     args = parser.parse_args()
     width = None if sys.stdout.isatty() else 140
@@ -63,6 +70,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as root:
         if args.command == "load":
             bench_load(out, Path(root), args.mib, args.threads, args.rounds)
+        elif args.command == "restart":
+            bench_restart(out, Path(root), args.mib, args.ranks, args.rounds)
         elif args.command == "model":
             bench_model(out, Path(root), args.mib, args.rounds)
         elif args.command == "scale":

@@ -108,8 +108,8 @@ def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str,
         out.print(f"{CATALOGUE[name].label}: not installed, left out ({lacking})")
     present = [name for name in names if name not in left_out]
     started = time.time()
-    saved = _job("save", present, size, root)
-    loaded = _job("load", [name for name in present if name in saved["systems"]], size, root)
+    saved = run_job("save", present, size, root)
+    loaded = run_job("load", [name for name in present if name in saved["systems"]], size, root)
     for name, found in loaded["systems"].items():
         saved["systems"][name]["errors"] += found.pop("errors")
         saved["systems"][name] |= found
@@ -125,7 +125,8 @@ def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str,
     }
 
 
-def _job(mode: str, names: list[str], size: Size, root: Path) -> dict[str, Any]:
+def run_job(mode: str, names: list[str], size: Size, root: Path) -> dict[str, Any]:
+    """Run the ranks of one job; return what they measured."""
     result = root / f"{mode}.json"
     with ranks(mode, names, size, root, result) as job:
         job.wait(size.timeout_s)

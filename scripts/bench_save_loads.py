@@ -1,68 +1,111 @@
-"""Loads of all systems in turn: page cache cold and warm, and from memory."""
+"""Loads of all systems in turn: page cache cold and warm, and from memory.
+
+Right before every load its limit is measured: a plain copy of the state, or a plain read of as many
+bytes, into memory that is present already, by all ranks at once. What counts is the ratio.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 from bench_resources import drop_from_cache, write_raw
 from bench_save_job import Job, slowest
 from workload import State
 
+#: What plain reads are done in.
+_READ_NBYTES = 4 << 20
+_PAGE = 4096
+
 
 def from_memory(job: Job, rounds: int) -> None:
     """Measure loads from memory of the systems whose memory ends with their ranks."""
     for _, name in job.turns(rounds):
         if not job.systems[name].memory_survives:
-            _load(job, name, "memory", job.systems[name].load_from_memory)
+            _load(job, name, "memory", job.systems[name].load_from_memory, job.memcpy_s)
 
 
 def loads(job: Job, rounds: int) -> None:
     """Measure loads in ranks that have just started: page cache cold and warm, and memory."""
+    raw = _RawFile(job)
     for _, name in job.turns(rounds):
         system = job.systems[name]
         files = [path for path in system.root.rglob("*") if path.is_file()]
-        if job.rank == 0:
-            drop_from_cache(files)
-        _load(job, name, "cold", system.load)
+
+        def cold_s(files: list[Path] = files) -> float:
+            if job.rank == 0:
+                drop_from_cache(files)
+            return raw.cold_s()
+
+        _load(job, name, "cold", system.load, cold_s)
         if name in job.systems:
-            _load(job, name, "warm", system.load)
+            _load(job, name, "warm", system.load, raw.warm_s)
         if name in job.systems and system.memory_survives:
-            _load(job, name, "memory", system.load_from_memory)
-    _raw_reads(job, rounds)
+            _load(job, name, "memory", system.load_from_memory, job.memcpy_s)
+    raw.path.unlink()
 
 
-def _load(job: Job, name: str, how: str, load: Callable[[State], int | None]) -> None:
-    memcpy_s = job.memcpy_s()
+def _load(
+    job: Job,
+    name: str,
+    how: str,
+    load: Callable[[State], int | None],
+    limit: Callable[[], float],
+) -> None:
+    """Measure one load: from its call on every rank to its return on the last one."""
+    limit_s = limit()
     job.state.memory.zero_()
     with job.reported(name, f"load, {how}"):
         dist.barrier()
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         step = load(job.state)
-        took = slowest(time.perf_counter() - started)
+        took, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        times = {f"{how}_s": slowest(took), f"{how}_cpu_s": slowest(cpu_s)}
         if step is None:
             return
         wrong = job.state.wrong(step)
         if wrong:
             raise RuntimeError(f"step {step}: {len(wrong)} tensors are wrong: {wrong[:3]}")
-        job.note(name, **{f"{how}_s": took, f"{how}_memcpy_s": memcpy_s})
+        job.note(name, **times, **{f"{how}_limit_s": limit_s})
 
 
-def _raw_reads(job: Job, rounds: int) -> None:
-    path = job.args.root / f"raw_{job.rank}"
-    write_raw(path, job.scratch, direct=False)
-    view = memoryview(job.scratch.numpy())
-    limits = job.found.setdefault("limits", {})
-    for _ in range(rounds):
-        for name in ("read_cold_s", "read_warm_s"):
-            if name == "read_cold_s":
-                drop_from_cache([path])
+class _RawFile:
+    """A file of this rank, as long as the state, and how fast all ranks can read theirs."""
+
+    def __init__(self, job: Job) -> None:
+        self.path = job.args.root / f"raw_{job.rank}"
+        write_raw(self.path, job.scratch, direct=False)
+        self._view = memoryview(job.scratch.numpy())
+        self._limits = job.found.setdefault("limits", {})
+
+    def warm_s(self) -> float:
+        self._read(0)
+        return self._note("read_warm_s", self._read(0))
+
+    def cold_s(self) -> float:
+        """Return the time of the faster way: through the page cache with read-ahead, or past it."""
+        times = []
+        for flags in (0, os.O_DIRECT):
+            drop_from_cache([self.path])
+            times.append(self._read(flags))
+        return self._note("read_cold_s", min(times))
+
+    def _note(self, name: str, seconds: float) -> float:
+        self._limits.setdefault(name, []).append(seconds)
+        return seconds
+
+    def _read(self, flags: int) -> float:
+        view = self._view if not flags else self._view[: len(self._view) // _PAGE * _PAGE]
+        fd = os.open(self.path, os.O_RDONLY | flags)
+        try:
             dist.barrier()
             started = time.perf_counter()
-            with open(path, "rb", 0) as file:
-                position = 0
-                while position < len(view):
-                    position += file.readinto(view[position : position + (4 << 20)])
-            limits.setdefault(name, []).append(slowest(time.perf_counter() - started))
-    path.unlink()
+            position = 0
+            while position < len(view):
+                position += os.preadv(fd, [view[position : position + _READ_NBYTES]], position)
+            return slowest(time.perf_counter() - started)
+        finally:
+            os.close(fd)

@@ -30,7 +30,7 @@ _TIMEOUT = datetime.timedelta(seconds=90)
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=("save", "load", "grow"))
+    parser.add_argument("mode", choices=("save", "save-once", "load", "grow"))
     parser.add_argument("--systems", required=True, help="names, separated by commas")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -52,7 +52,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     job = grow(args) if args.mode == "grow" else measure(args)
     dist.barrier()
-    job.close(keep=args.mode == "save")
+    job.close(keep=args.mode != "load")
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,7 +66,9 @@ def main() -> None:
 def measure(args: argparse.Namespace) -> Job:
     """Measure all that `scripts/bench save` reports."""
     job = Job(args)
-    if args.mode == "save":
+    if args.mode == "save-once":
+        saves(job, 0)
+    elif args.mode == "save":
         saves(job, args.saves)
         training(job, args.train_saves)
         memory(job)

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 _GB = 1e9
+#: Where loads come from.
+LOADS = ("cold", "warm", "memory")
 
 
 def median(values: list[float] | None) -> float | None:
@@ -27,6 +29,11 @@ def ratio(
     )
 
 
+def load_share(found: dict[str, Any], how: str) -> float | None:
+    """Return the part of a load's time that its limit takes: a plain copy, or a plain read."""
+    return ratio(found.get(f"{how}_limit_s"), found.get(f"{how}_s"))
+
+
 def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
     """Return one system's figures: medians, and ratios within the run."""
     found = results["systems"][name]
@@ -37,11 +44,6 @@ def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
     blocked = median(found.get("blocked_s"))
     first = found.get("first", {}).get("blocked_s")
     cpu = median(found.get("cpu_s"))
-    limits = results["limits"]
-    cold, warm = median(found.get("cold_s")), median(found.get("warm_s"))
-
-    def share(limit: float | None, took: float | None) -> float | None:
-        return limit / took if limit and took else None
 
     return {
         "first_blocked_s": first,
@@ -57,12 +59,8 @@ def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
         "training_blocked_s": median(found.get("training_blocked_s")),
         "training_slowed_s": median(found.get("training_slowed_s")),
         "cpu_s_per_gb": cpu / (whole / _GB) if cpu else None,
-        "cold_s": cold,
-        "cold_share": share(median(limits.get("read_cold_s")), cold),
-        "warm_s": warm,
-        "warm_share": share(median(limits.get("read_warm_s")), warm),
-        "memory_s": median(found.get("memory_s")),
-        "memory_share": ratio(found.get("memory_memcpy_s"), found.get("memory_s")),
+        **{f"{how}_s": median(found.get(f"{how}_s")) for how in LOADS},
+        **{f"{how}_share": load_share(found, how) for how in LOADS},
         "host_memory": found["memory_nbytes"] / whole if "memory_nbytes" in found else None,
         "agent_mib": found["agent_nbytes"] / 2**20 if "agent_nbytes" in found else None,
         "agent_start_s": found.get("agent_start_s"),
