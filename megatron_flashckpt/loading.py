@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -177,6 +178,8 @@ def load_from_storage(
         together(lambda: read_manifest(storage, iteration) if rank == 0 else b"")
     )
     stored = together(lambda: StoredCheckpoint(storage, iteration, encoded))
+    # In the same layout a rank reads its own shard: the disk can begin while all plan.
+    threading.Thread(target=stored.prefetch, args=(rank,), daemon=True).start()
     found = SavedJob(
         stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
     )

@@ -153,12 +153,8 @@ def _outside(item: TemplateItem, rank: int, place: str) -> CorruptCheckpointErro
     )
 
 
-def _rows(item: TemplateItem, placed: slice, users: list[Source], hull: _Hull, place: str) -> Rows:
-    """Return the runs that `item` is on the ranks of `users`, as far as they meet `hull`.
-
-    Args:
-        placed: where a placement has the offset of the box and the start of the range.
-    """
+def _rows(item: TemplateItem, users: list[Source], hull: _Hull, place: str) -> Rows:
+    """Return the runs that `item` is on the ranks of `users`, as far as they meet `hull`."""
     found = Rows()
     last_start = math.prod(item.shape) - item.numel
     for user in users:

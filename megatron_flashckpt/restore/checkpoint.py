@@ -25,6 +25,8 @@ from megatron_flashckpt.storage.base import Storage, read_whole
 _OLDER = "load an older iteration with --ckpt-step"
 #: Of a common file: args, scheduler, counters.
 _MAX_COMMON_NBYTES = 2**30
+#: What a disk can deliver while a load is planned.
+_PREFETCH_NBYTES = 64 * 2**20
 
 
 class StoredCheckpoint:
@@ -143,6 +145,12 @@ class StoredCheckpoint:
         data = memoryview(bytearray(nbytes))
         self._read_chunk(shard, index, [data])
         return data
+
+    def prefetch(self, rank: int) -> None:
+        """Have the beginning of a rank's shard at hand soon."""
+        if rank < len(self.manifest.shards):
+            file = self.manifest.shards[rank].file
+            self.storage.prefetch(f"{self.directory}/{file}", _PREFETCH_NBYTES)
 
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
         """See `restore.reader.ChunkSource`; the header of each shard is read once."""

@@ -65,6 +65,9 @@ class Storage(Protocol):
     ) -> int:
         """Fill `parts`, end to end, from `offset`; see `storage.reading.read_parts`."""
 
+    def prefetch(self, name: str, nbytes: int) -> None:
+        """Have the first `nbytes` at hand soon, if that is possible; never raises StorageError."""
+
     def size(self, name: str) -> int:
         """Return the bytes of `name`."""
 

@@ -119,6 +119,25 @@ def test_read_into_fills_the_buffer_and_leaves_the_rest_alone_at_the_end(backend
     assert bytes(buffer) == b"?" + meant + b"?" * (nbytes + 1 - filled)
 
 
+def test_what_is_prefetched_is_read_as_ever_and_what_is_not_there_is_no_error(backend):
+    backend.plant("f", DATA)
+    backend.storage.prefetch("f", len(DATA) // 2)
+    assert backend.storage.read("f") == DATA
+    backend.storage.prefetch("missing", 1)
+
+
+def test_read_into_fills_parts_end_to_end_and_shows_what_it_read(backend):
+    backend.plant("f", DATA)
+    parts = [bytearray(b"?" * nbytes) for nbytes in (3, 0, len(DATA) // 2, 5, len(DATA))]
+    seen: list[bytes] = []
+    filled = backend.storage.read_into(
+        "f", 2, [memoryview(part) for part in parts], lambda part: seen.append(bytes(part))
+    )
+    assert filled == len(DATA) - 2
+    assert b"".join(seen) == DATA[2:]
+    assert b"".join(parts) == DATA[2:] + b"?" * (sum(map(len, parts)) - filled)
+
+
 def test_several_threads_may_read_one_file(backend):
     backend.plant("f", DATA)
     found = bytearray(len(DATA))
