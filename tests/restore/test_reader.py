@@ -206,6 +206,28 @@ def test_a_chunk_is_read_once_for_all_that_is_wanted_of_it(large: Made) -> None:
     assert len(chunk.reads) == 40
 
 
+def test_whole_tensors_are_read_to_where_they_belong_without_a_copy(
+    large: Made, matrices: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a tensor in one stretch went through a buffer")
+
+    monkeypatch.setattr(Targets, "put", refuse)
+    for found, matrix in zip(read(large.stored(), MATRICES), matrices, strict=True):
+        assert torch.equal(found, as_bytes(matrix))
+
+
+def test_what_is_wanted_twice_or_in_parts_that_overlap_arrives_in_each_place(
+    large: Made, matrices: list[torch.Tensor]
+) -> None:
+    half = MATRICES[0].numel // 2
+    cuts = [(0, half), (half - 70_000, half + 70_000), (0, half), (half, MATRICES[0].numel)]
+    wanted = [run(MATRICES[0], *cut) for cut in cuts]
+    meant = matrices[0].reshape(-1)
+    for found, (low, high) in zip(read(large.stored(), wanted), cuts, strict=True):
+        assert torch.equal(found, as_bytes(meant[low:high]))
+
+
 # ---------------------------------------------------------------------- memory and failures
 
 
