@@ -8,6 +8,7 @@ sub-optimizers than without, and a pipeline stage may lack a group that another 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,9 @@ _EXPERT = "is_expert_parallel"
 #: What makes groups differ in every release.
 _BASIC = ("wd_mult", "lr_mult", "is_decoupled_lr")
 
+#: Says of an entry that there is no step although there are parameters; not in older checkpoints.
+_NO_STEP_MADE = "no_step_made"
+
 _Saved = list[dict[str, Any]]
 _Identity = tuple[Any, ...]
 _Family = tuple[frozenset[str], bool]
@@ -46,16 +50,18 @@ def hyper_parameters(optimizer: Any) -> _Saved:
     for sub in sub_optimizers(optimizer):
         inner = sub.optimizer
         scaler = getattr(sub, "grad_scaler", None)
-        saved.append(
-            {
-                "param_groups": [
-                    {key: value for key, value in group.items() if key != "params"}
-                    for group in inner.param_groups
-                ],
-                "step": _step_below(inner),
-                "grad_scaler": scaler.state_dict() if scaler else None,
-            }
-        )
+        entry = {
+            "param_groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in inner.param_groups
+            ],
+            "step": _step_below(inner),
+            "grad_scaler": scaler.state_dict() if scaler else None,
+        }
+        has_parameters = any(group["params"] for group in inner.param_groups)
+        if has_parameters and all(_step_of(entry, it) is None for it in entry["param_groups"]):
+            entry[_NO_STEP_MADE] = True
+        saved.append(entry)
     return saved
 
 
@@ -110,13 +116,11 @@ def completed(saved: _Saved, others: _Saved) -> _Saved:
     return [_counted(entry, entry["param_groups"], made) for entry in saved]
 
 
-def _counted(
-    entry: dict[str, Any], groups: list[dict[str, Any]], made: dict[_Family, Any]
-) -> dict[str, Any]:
-    """Return an entry of these groups, each with a step if `made` has one of its family."""
+def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts) -> dict[str, Any]:
+    """Return an entry of these groups, each with a step if `made` has one for it."""
     known = [
-        {**group, "step": made[_family(group)]}
-        if _step_of(entry, group) is None and _family(group) in made
+        {**group, "step": others}
+        if _step_of(entry, group) is None and (others := made.of(group)) is not None
         else group
         for group in groups
     ]
@@ -146,7 +150,7 @@ def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
         if found is not None:
             entry, values = found
             step = _step_of(entry, values)
-            _take(inner, group, values, made.get(_family(values)) if step is None else step)
+            _take(inner, group, values, made.of(values) if step is None else step)
     scalers = [entry["grad_scaler"] for entry in saved if entry["grad_scaler"] is not None]
     for sub in sub_optimizers(optimizer):
         scaler = getattr(sub, "grad_scaler", None)
@@ -160,7 +164,7 @@ def knows_steps(saved: _Saved) -> bool:
 
     A rank whose optimizer has no parameters (only padding fell to it) does not know.
     """
-    return bool(_steps_made(saved))
+    return bool(_steps_made(saved).by_settings)
 
 
 _Found = tuple[dict[str, Any], dict[str, Any]]
@@ -224,18 +228,36 @@ def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:
     return group.get("step") if entry["step"] is None else entry["step"]
 
 
-def _steps_made(saved: Iterable[dict[str, Any]]) -> dict[_Family, Any]:
-    """Return how many steps there were, by family of groups; before the first one: nothing.
+@dataclasses.dataclass(frozen=True)
+class _Counts:
+    """How many steps there were."""
+
+    by_family: dict[_Family, Any] = dataclasses.field(default_factory=dict)
+    """None: none, though there are parameters."""
+    by_settings: dict[frozenset[str], Any] = dataclasses.field(default_factory=dict)
+
+    def of(self, group: dict[str, Any]) -> Any:
+        """Return the steps of a group whose own rank does not know; None: there were none."""
+        family = _family(group)
+        return self.by_family.get(family, self.by_settings.get(family[0]))
+
+
+def _steps_made(saved: Iterable[dict[str, Any]]) -> _Counts:
+    """Return what all entries together know of steps.
 
     Groups of a family step together, but one without parameters on its rank does not count there.
     Experts have an optimizer of their own, with its own count; Muon, whose groups have other
     settings than Adam's, never counts.
     """
-    made: dict[_Family, Any] = {}
-    for entry in saved:
-        for group in entry["param_groups"]:
-            if (step := _step_of(entry, group)) is not None:
-                made.setdefault(_family(group), step)
+    made = _Counts()
+    groups = [(entry, group) for entry in saved for group in entry["param_groups"]]
+    for entry, group in groups:
+        if (step := _step_of(entry, group)) is not None:
+            made.by_family.setdefault(_family(group), step)
+            made.by_settings.setdefault(_settings(group), step)
+    for entry, group in groups:
+        if entry.get(_NO_STEP_MADE):
+            made.by_family.setdefault(_family(group), None)
     return made
 
 

@@ -258,6 +258,20 @@ def test_an_optimizer_that_has_made_no_step_takes_none_of_the_one_chained_to_it(
     assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[None], [None]])
 
 
+def test_an_optimizer_that_none_of_these_ranks_had_a_part_of_takes_the_count_of_the_other(
+    make,
+) -> None:
+    saved = hyper_parameters(
+        chained(
+            wrapped(stepped(make([group(1.0)]))),
+            wrapped(stepped(make([group(1.0, expert=True, parameters=0)]))),
+        )
+    )
+    dense, experts = make([group(1.0)]), make([group(1.0, expert=True)])
+    load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), merge([saved]))
+    assert (steps_of(dense), steps_of(experts)) == ([[5]], [[5]])
+
+
 def test_a_rank_that_owned_nothing_of_one_optimizer_takes_its_count_from_others(make) -> None:
     def saved(expert_parameters: int) -> list[Group]:
         dense = stepped(make([group(1.0, lr=0.5)]), 5)
