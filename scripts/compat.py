@@ -26,11 +26,11 @@ from pathlib import Path
 
 import compat_upstream
 from compat_release import FEATURES, CellError, NotHereError, Release
-from compat_tree import REPO, Tree
+from compat_tree import REPO, Tree, end_nurseries
 from rich.console import Console
 from rich.progress import Progress
 
-from patches import TAGS, PatchError
+from patches import TAGS
 
 TICK, CROSS, NONE = "\u2713", "\u2717", "-"
 README = REPO / "README.md"
@@ -50,7 +50,7 @@ class Column:
     marks: dict[str, str]
     """By feature."""
     notes: list[str]
-    """Why a mark is not a tick."""
+    """Why marks are no ticks, and what else is worth knowing."""
 
     @property
     def failed(self) -> int:
@@ -68,14 +68,18 @@ def try_all(release: Release, tag: str, revision: str, done: Callable[[], object
             marks[name] = NONE
         else:
             try:
-                feature(release)
+                if said := feature(release):
+                    notes.append(f"{tag}, {name}: {said}")
                 marks[name] = TICK
             except NotHereError as reason:
                 marks[name] = NONE
                 notes.append(f"{tag}, {name}: {reason}")
-            except (CellError, PatchError, OSError, subprocess.TimeoutExpired) as error:
+            except CellError as error:
                 marks[name] = CROSS
                 notes.append(f"{tag}, {name}: {error}")
+            except Exception as error:  # whatever it is, there are other features and releases
+                marks[name] = CROSS
+                notes.append(f"{tag}, {name}: {type(error).__name__}: {error}")
         done()
     return Column(tag, revision, datetime.date.today().isoformat(), marks, notes)
 
@@ -89,7 +93,10 @@ def column(tag: str, where: Path, clone: Path, done: Callable[[], object]) -> Co
             return found
     shutil.rmtree(where / tag, ignore_errors=True)
     tree = extract(tag, where, clone)
-    found = try_all(Release(tree, tree.root.parent), tag, _revision(clone, TAGS[tag]), done)
+    try:
+        found = try_all(Release(tree, tree.root.parent), tag, _revision(clone, TAGS[tag]), done)
+    finally:
+        end_nurseries()
     kept.write_text(json.dumps(dataclasses.asdict(found)))
     return found
 
@@ -111,7 +118,7 @@ def _revision(clone: Path, revision: str) -> str:
 
 
 def table(columns: list[Column]) -> Iterable[str]:
-    """Yield lines of Markdown: a row per feature, and what is not ticked explained below."""
+    """Yield lines of Markdown: a row per feature, and notes below."""
     days = sorted({column.ran for column in columns})
     yield f"Ran {' to '.join(dict.fromkeys([days[0], days[-1]]))}: " + ", ".join(
         f"{column.tag} ({column.revision})" for column in columns

@@ -1,13 +1,16 @@
-"""Ranks of one job of a Megatron-LM tree: forked from a process that has imported what they need.
+"""Ranks for the jobs of a Megatron-LM tree: forked from one process that has imported it.
 
-Run by `scripts/compat` with the tree's root as directory and its environment:
-`compat_ranks.py RANKS LOG MODULE,... COMMAND`, COMMAND as for `python`. When a rank fails, all are
-ended. Importing Megatron in every rank is what takes most of a short job's time.
+Run by `scripts/compat` with the tree's root as directory and its environment: `compat_ranks.py
+MODULE,...` imports those, then reads a job per line of JSON (`Job`), runs it, and answers with a
+line. Importing Megatron in every rank is what takes most of a short job's time. As with torchrun,
+when a rank fails all are ended, and started again if a restart is left.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
 import os
 import signal
 import sys
@@ -20,12 +23,27 @@ from tests.forked.job import free_port, run_script
 TERM_S = 10.0
 
 
-def fork(rank: int, job: dict[str, str], command: list[str], log: str) -> int:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is asked for."""
+
+    command: list[str]
+    """As for `python`."""
+    env: dict[str, str]
+    """Beside the environment of this process."""
+    log: str
+    ranks: int
+    restarts: int
+    limit_s: float
+
+
+def fork(job: Job, rank: int, attempt: dict[str, str]) -> int:
     """Start one rank; return its process id."""
     if (pid := os.fork()) == 0:
         try:
             mine = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            run_script(command, {**os.environ, **job, **mine}, os.getcwd(), log)
+            environment = {**os.environ, **job.env, **attempt, **mine}
+            run_script(job.command, environment, os.getcwd(), job.log, afresh=False)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -34,9 +52,9 @@ def fork(rank: int, job: dict[str, str], command: list[str], log: str) -> int:
     return pid
 
 
-def wait(ranks: set[int]) -> int:
+def wait(ranks: set[int], deadline: float) -> int:
     """Wait for all ranks; return the exit status of the first that failed, 0 if none did."""
-    failed, deadline = 0, float("inf")
+    failed = 0
     while ranks:
         for pid in list(ranks):
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -48,27 +66,41 @@ def wait(ranks: set[int]) -> int:
                 for other in ranks:
                     os.kill(other, signal.SIGTERM)
         if time.monotonic() > deadline:
+            failed = failed or -signal.SIGKILL
             for pid in ranks:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     return failed
 
 
+def run(job: Job) -> int:
+    """Run a job to its end; return the exit status of its last attempt."""
+    deadline = time.monotonic() + job.limit_s
+    for number in range(job.restarts + 1):
+        attempt = {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(job.ranks),
+            "LOCAL_WORLD_SIZE": str(job.ranks),
+            "GROUP_RANK": "0",
+            "TORCHELASTIC_RESTART_COUNT": str(number),
+        }
+        ranks = {fork(job, rank, attempt) for rank in range(job.ranks)}
+        if (status := wait(ranks, deadline)) == 0:
+            break
+    return status
+
+
 def main() -> None:
-    count, log, modules, *command = sys.argv[1:]
+    # What is printed while importing is no answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     # The tree's own packages, not those that are installed.
     sys.path.insert(0, os.getcwd())
-    for name in modules.split(","):
+    for name in sys.argv[1].split(","):
         importlib.import_module(name)
-    job = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "GROUP_RANK": "0",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-    sys.exit(abs(wait({fork(rank, job, command, log) for rank in range(int(count))})))
+    for line in sys.stdin:
+        print(run(Job(**json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

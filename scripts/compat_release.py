@@ -45,6 +45,8 @@ class Release:
         self._where = where
         self._format: str | None = None
         """In which stock's own checkpoints were written, if it can write any here."""
+        self._unwritten = ""
+        """In which they could not be, and why."""
 
     # ------------------------------------------------------------------ the features
 
@@ -63,7 +65,8 @@ class Release:
     def resumes(self) -> None:
         """Patched with patches/<tag>.patch: goes on from storage as if it had never stopped."""
         save = truncated_copy(self._where / "A", self._where / "B", HALF)
-        run = self._run("B", TP2, save=save, tree=self._patched, door="stock")
+        flags = (*TP2, *self._newest)
+        run = self._run("B", flags, save=save, tree=self._patched, door="stock")
         self._same_end(run, save)
 
     def checks(self) -> None:
@@ -106,7 +109,7 @@ class Release:
             raise CellError(run.reason("saves other tensors than under TP2 x DP2"))
 
     def restarts(self) -> None:
-        """A rank is killed while it saves, torchrun restarts all: memory, bit for bit."""
+        """A rank is killed while it saves, all are started again: memory, bit for bit."""
         save = self._where / "C"
         fault = f"rank1:save.granted:2:KILL:{self._where / 'killed'}"
         run = self._run("C", TP2, save=save, env={"FLASHCKPT_FAULT": fault}, restarts=1)
@@ -161,10 +164,10 @@ class Release:
         save = truncated_copy(self._where / "G", self._where / "I", HALF)
         self._same_end(self._run("I", EXPERTS, save=save, ranks=2), save, whole, "G")
 
-    def takes_over(self) -> None:
+    def takes_over(self) -> str | None:
         """Goes on from what stock has saved, in place and bit for bit; the next save is ours."""
         if self._format is None:
-            raise NotHereError("stock itself cannot save here")
+            raise NotHereError(self._unwritten)
         save = truncated_copy(self._where / "stock", self._where / "F", HALF)
         run = self._run("F", (*TP2, *self._format.split()), save=save)
         try:
@@ -175,6 +178,7 @@ class Release:
             if stock.figures.get(END) == self._stock.figures[END]:
                 raise
             raise NotHereError(stock.reason("stock itself does not go on from it here")) from None
+        return f"from its torch format; {self._unwritten}" if self._unwritten else None
 
     # ------------------------------------------------------------------ runs that several look at
 
@@ -187,6 +191,7 @@ class Release:
             if END in run.figures and (save / TRACKER).is_file():
                 self._format = flags
                 return run
+            self._unwritten = run.reason(f"with '{flags}' stock itself does not save here")
             shutil.rmtree(save, ignore_errors=True)
         return self._run("stock", TP2, door="stock")
 
@@ -195,9 +200,14 @@ class Release:
             return "--ckpt-format torch_dist", "--ckpt-format torch"
         return ("--use-dist-ckpt", "") if self._tree.knows("use_dist_ckpt") else ("",)
 
+    @property
+    def _newest(self) -> list[str]:
+        """The flags of stock's newest format, which is to make no difference to ours."""
+        return self._formats()[0].split()
+
     @functools.cached_property
     def _launched(self) -> Run:
-        return self._run("A", TP2, save=self._where / "A")
+        return self._run("A", (*TP2, *self._newest), save=self._where / "A")
 
     @functools.cached_property
     def _overlapped(self) -> Run:
@@ -224,7 +234,7 @@ class Release:
             "use_persistent_ckpt_worker": "--use-persistent-ckpt-worker",
             "async_strategy": "--async-strategy mcore",
         }
-        given = [self._formats()[0], *(it for name, it in more.items() if self._tree.knows(name))]
+        given = [*self._newest, *(it for name, it in more.items() if self._tree.knows(name))]
         return ("--async-save", *" ".join(given).split())
 
     @functools.cached_property
@@ -294,8 +304,8 @@ class Release:
         return (tree or self._tree).run(arguments, log, door, environment, restarts, ranks)
 
 
-#: In this order: later ones look at what earlier ones have left.
-FEATURES: dict[str, Callable[[Release], None]] = {
+#: In this order: later ones look at what earlier ones have left. What one returns is worth a note.
+FEATURES: dict[str, Callable[[Release], str | None]] = {
     "stock trains on these CPU ranks": Release.trains,
     "launcher, nothing edited: trains as stock, saves": Release.saves,
     "patch: resumes bit for bit": Release.resumes,

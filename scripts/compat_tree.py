@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import os
 import re
 import shutil
@@ -28,6 +29,19 @@ MODEL = (
 _FIGURES = re.compile(
     r" iteration +(\d+)/.*lm loss: (\S+) .*grad norm: (\S+) ",
 )
+
+
+#: No job takes as long as that.
+LIMIT_S = 600.0
+#: By root, what the ranks of trees are forked from.
+_nurseries: dict[Path, subprocess.Popen[str]] = {}
+
+
+def end_nurseries() -> None:
+    """End the processes that ranks were forked from; each holds some 300 MB."""
+    for nursery in _nurseries.values():
+        nursery.communicate()
+    _nurseries.clear()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +95,7 @@ class Tree:
         restarts: int = 0,
         ranks: int = 4,
     ) -> Run:
-        """Run one job to its end; by torchrun if it can restart, else with forked ranks.
+        """Run one job to its end.
 
         Args:
             door: `stock` (the tree as it is) or `launch` (through our launcher).
@@ -91,35 +105,37 @@ class Tree:
             *("pretrain_gpt.py", *MODEL, *arguments),
             *(["--no-rope-fusion", "--attention-backend", "unfused"] if self._is_modern() else []),
         ]
-        environment = {**self.environment(log.parent), **env}
-        if restarts:
-            torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {ranks}"
-            start = [*torchrun.split(), "--max-restarts", str(restarts)]
-        else:
-            environment["LOCAL_RANK"] = "0"  # for the stand-in, in what the ranks are forked from
-            start = [str(REPO / "scripts/compat_ranks.py"), str(ranks), str(log), self._shared()]
         log.unlink(missing_ok=True)
-        # Ranks open it, too: all append.
-        with open(log, "a") as output:
-            subprocess.run(
-                [sys.executable, *start, *command],
-                cwd=self.root,
-                env=environment,
-                stdout=output,
-                stderr=output,
-                timeout=600,
-                check=False,
-            )
+        job = {"command": command, "env": env, "log": str(log), "ranks": ranks}
+        limits = {"restarts": restarts, "limit_s": LIMIT_S}
+        nursery = self._nursery(log.parent, env)
+        assert nursery.stdin is not None
+        assert nursery.stdout is not None
+        nursery.stdin.write(json.dumps({**job, **limits}) + "\n")
+        nursery.stdin.flush()
+        if not nursery.stdout.readline():
+            raise OSError(f"{self.root}: cannot be imported; see {log.parent}/*-import.log")
         return Run(log.read_text(errors="replace"), log)
 
-    def _shared(self) -> str:
-        """Return the modules that ranks may have imported before they are forked.
+    def _nursery(self, where: Path, env: dict[str, str]) -> subprocess.Popen[str]:
+        """Return the process that this tree's ranks are forked from (`compat_ranks.py`).
 
-        What is ours reads settings when it is imported, which it is with a tree that is patched.
+        Where imports were swapped ours is imported in it, and takes its settings from `env`.
         """
-        homes = [self.root / "megatron/training.py", self.root / "megatron/training/training.py"]
-        edited = any(home.is_file() and "flashckpt" in home.read_text() for home in homes)
-        return "torch,numpy" if edited else "torch,numpy,megatron.training"
+        if self.root not in _nurseries:
+            script = REPO / "scripts/compat_ranks.py"
+            with open(where / f"{self.root.name}-import.log", "w") as log:
+                _nurseries[self.root] = subprocess.Popen(
+                    [sys.executable, str(script), "torch,numpy,megatron.training"],
+                    cwd=self.root,
+                    # The stand-in is installed where there is a rank.
+                    env={**self.environment(where), **env, "LOCAL_RANK": "0"},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                )
+        return _nurseries[self.root]
 
     def environment(self, scratch: Path) -> dict[str, str]:
         """Return the environment in which this release runs on a CPU."""

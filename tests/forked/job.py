@@ -109,9 +109,15 @@ def _end(family: list[BaseProcess]) -> None:
         process.close()
 
 
-def run_script(command: list[str], environment: dict[str, str], cwd: str, log: str) -> None:
-    """Be `python COMMAND`, to the end: its exit status and its exit hooks. Never returns."""
-    settle_in(environment, log)
+def run_script(
+    command: list[str], environment: dict[str, str], cwd: str, log: str, *, afresh: bool = True
+) -> None:
+    """Be `python COMMAND`, to the end: its exit status and its exit hooks. Never returns.
+
+    Args:
+        afresh: as in `settle_in`.
+    """
+    settle_in(environment, log, afresh=afresh)
     os.chdir(cwd)
     sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
     # The nursery's own handling of signals is not a new process's.
