@@ -18,6 +18,8 @@ from bench_scale import bench_scale
 from bench_share import bench_share
 from rich.console import Console
 
+from megatron_flashckpt.config import AgentConfig
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench", description=__doc__)
@@ -53,6 +55,13 @@ def main() -> None:
     persist.add_argument(
         "--mib", type=int, nargs="+", default=[253, 1024], help="about the size of a rank's state"
     )
+    usual = AgentConfig()
+    several = {"nargs": "+", "help": "settings to compare, all in turn"}
+    persist.add_argument("--write-threads", type=int, default=[usual.write_threads], **several)
+    persist.add_argument("--writer-nice", type=int, default=[usual.writer_nice], **several)
+    ways = ("auto", "always", "never")
+    persist.add_argument("--direct-io", choices=ways, default=[usual.direct_io], **several)
+    persist.add_argument("--busy", action="store_true", help="while all cores compute")
     for command in (save, growth, load, restart, share, persist, scale, model):
         command.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
     args = parser.parse_args()
@@ -77,7 +86,13 @@ def main() -> None:
         elif args.command == "scale":
             bench_scale(out, Path(root), args.most)
         elif args.command == "persist":
-            bench_persist(out, Path(root), args.mib, args.rounds)
+            settings = [
+                AgentConfig(write_threads=threads, writer_nice=nice, direct_io=direct)
+                for threads in args.write_threads
+                for nice in args.writer_nice
+                for direct in args.direct_io
+            ]
+            bench_persist(out, Path(root), args.mib, args.rounds, settings, busy=args.busy)
         else:
             bench_share(out, Path(root), args.replicas, args.rounds)
 

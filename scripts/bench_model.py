@@ -1,18 +1,19 @@
 """What `flashckpt plan` says of a save against that save, on this machine.
 
 The model gets the speeds that this machine has (a plain copy into memory that is there already, a
-plain write with fdatasync); then one rank's state of the same size is staged and persisted by the
-code that does so in training. Stated: the model is right within a factor of 2.
+plain write of space reserved before, with fdatasync); then one rank's state of the same size is
+staged and persisted by the code that does so in training. Stated: the model is right within a
+factor of 2.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from pathlib import Path
 
 import torch
+from bench_resources import write_raw
 from rich.console import Console
 from rich.table import Table
 
@@ -34,20 +35,6 @@ def seconds_of_copy(source: torch.Tensor, target: torch.Tensor) -> float:
     started = time.perf_counter()
     target.copy_(source)
     return time.perf_counter() - started
-
-
-def seconds_of_write(path: Path, source: torch.Tensor) -> float:
-    data = memoryview(source.numpy()).cast("B")
-    started = time.perf_counter()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    position = 0
-    while position < len(data):
-        position += os.write(fd, data[position : position + (4 << 20)])
-    os.fdatasync(fd)
-    os.close(fd)
-    took = time.perf_counter() - started
-    path.unlink()
-    return took
 
 
 def bench_model(out: Console, root: Path, mib: int, rounds: int) -> None:
@@ -78,7 +65,8 @@ def bench_model(out: Console, root: Path, mib: int, rounds: int) -> None:
         stager.wait()
         found["stage"].append(time.perf_counter() - started)
         slot.set_header(SlotHeader(SlotState.STAGED, 1, SAVE_ID, 0, layout.nbytes))
-        found["write"].append(seconds_of_write(root / "raw", state))
+        found["write"].append(write_raw(root / "raw", state.view(torch.uint8), direct=False))
+        (root / "raw").unlink()
         started = time.perf_counter()
         persist_slot(storage, slot, slot.header, meta)
         found["persist"].append(time.perf_counter() - started)

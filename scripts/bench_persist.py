@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_flashckpt.agent.client import AgentClient, connect
-from megatron_flashckpt.config import Config
+from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, order
 from megatron_flashckpt.layout.records import Coordinates
@@ -38,6 +38,8 @@ RANKS = 2
 NUMEL = 2**20
 RAW_NBYTES = 16 * 2**20
 _WAYS = {"buffered": 0, "O_DIRECT": os.O_DIRECT}
+#: How long it is looked at what others do while nothing is saved.
+_ALONE_S = 0.3
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
@@ -163,28 +165,81 @@ def raw_writers(root: Path, nbytes: int) -> Iterator[Callable[[str], None]]:
             process.join()
 
 
+def spin(counter: Any) -> None:
+    """A process that computes for ever, and counts."""
+    while True:
+        sum(range(10_000))
+        counter.value += 1
+
+
+class Others:
+    """Processes that keep every core busy, as training does.
+
+    Args:
+        busy: False: there are none.
+    """
+
+    def __init__(self, busy: bool) -> None:
+        context = mp.get_context("spawn")
+        self._counters = [context.RawValue("Q") for _ in range((os.cpu_count() or 1) * busy)]
+        arguments = [(counter,) for counter in self._counters]
+        self._processes = [context.Process(target=spin, args=each) for each in arguments]
+        self._alone_per_s: list[float] = []
+
+    def __enter__(self) -> Others:
+        for process in self._processes:
+            process.start()
+        while not all(counter.value for counter in self._counters):
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.terminate()
+            process.join()
+
+    def work(self) -> int:
+        """Return what they have done so far."""
+        return sum(counter.value for counter in self._counters)
+
+    def alone(self) -> None:
+        """Find out what they do in a second while nothing is saved."""
+        if self._processes:
+            before, since = self.work(), time.perf_counter()
+            time.sleep(_ALONE_S)
+            self._alone_per_s.append((self.work() - before) / (time.perf_counter() - since))
+
+    def lost_s(self, work: int, seconds: float) -> float:
+        """Return the seconds of their time that are missing from `work` done in `seconds`."""
+        return seconds - work / statistics.median(self._alone_per_s) if self._processes else 0.0
+
+
 @dataclasses.dataclass
 class Figures:
-    """What the rounds gave."""
+    """What the rounds gave of one setting."""
 
-    raw_s: dict[str, list[float]]
-    durable_s: list[float]
-    cpu_s: list[float]
-    own_mib: float
     start_s: float
     state_nbytes: int
-    file_nbytes: int
+    durable_s: list[float] = dataclasses.field(default_factory=list)
+    cpu_s: list[float] = dataclasses.field(default_factory=list)
+    lost_s: list[float] = dataclasses.field(default_factory=list)
+    own_mib: float = 0.0
+    file_nbytes: int = 0
 
-    def rows(self) -> Iterator[tuple[str, str, str]]:
+    def clear(self) -> None:
+        for taken in (self.durable_s, self.cpu_s, self.lost_s):
+            taken.clear()
+
+    def rows(self, raw_s: dict[str, list[float]]) -> Iterator[tuple[str, str, str]]:
         """Return what was measured, the figure, and the target."""
-        medians = {way: statistics.median(taken) for way, taken in self.raw_s.items()}
+        medians = {way: statistics.median(taken) for way, taken in raw_s.items()}
         best = min(medians, key=lambda way: medians[way])
         durable, gb = statistics.median(self.durable_s), self.state_nbytes / 1e9
         for way, taken in medians.items():
             yield f"raw write, {way}, GB/s", f"{gb / taken:.2f}", ""
         yield "call to committed, s", f"{durable:.3f}", ""
         yield f"... in raw writes ({best})", f"{durable / medians[best]:.2f}", "<= 1.15"
-        every = [ours / raw for ours, raw in zip(self.durable_s, self.raw_s[best], strict=True)]
+        every = [ours / raw for ours, raw in zip(self.durable_s, raw_s[best], strict=True)]
         yield "... least and most of a round", f"{min(every):.2f} to {max(every):.2f}", ""
         yield "agent: CPU s per GB", f"{statistics.median(self.cpu_s) / gb:.2f}", "<= 0.4"
         yield "agent: peak memory of its own, MiB", f"{self.own_mib:.0f}", "< 60"
@@ -193,65 +248,125 @@ class Figures:
         yield "files, % more than the state", f"{more:.4f}", "< 0.1"
 
 
-def measure(root: Path, mib: int, rounds: int) -> Figures:
-    """Return the figures for `RANKS` ranks of about `mib` each."""
-    config = Config(runtime_dir=str(root / "run"))
-    save = root / "save"
-    started = time.perf_counter()
-    connect(str(save), 0, 0, config).close()
-    start_s = time.perf_counter() - started
-    ranks = [Rank(save, config, rank, mib) for rank in range(RANKS)]
-    agent = ranks[0].client.agent_pid
-    state_nbytes = sum(rank.nbytes for rank in ranks)
-    figures = Figures({way: [] for way in _WAYS}, [], [], 0.0, start_s, state_nbytes, 0)
+class Ours:
+    """Two ranks and their agent, under one setting."""
 
-    def ours(iteration: int) -> None:
-        save_id, used, since = uuid.uuid4().hex[:12], cpu_s(agent), time.perf_counter()
-        for rank in ranks:
+    def __init__(self, root: Path, mib: int, agent: AgentConfig, others: Others) -> None:
+        root.mkdir()
+        config = Config(runtime_dir=str(root / "run"), agent=agent)
+        self._save, self._others = root / "save", others
+        started = time.perf_counter()
+        connect(str(self._save), 0, 0, config).close()
+        start_s = time.perf_counter() - started
+        self.ranks = [Rank(self._save, config, rank, mib) for rank in range(RANKS)]
+        self.agent = self.ranks[0].client.agent_pid
+        self.figures = Figures(start_s, sum(rank.nbytes for rank in self.ranks))
+
+    def save(self, iteration: int) -> None:
+        """Save once, measure, and remove what was saved."""
+        self._others.alone()
+        save_id, used, done = uuid.uuid4().hex[:12], cpu_s(self.agent), self._others.work()
+        since = time.perf_counter()
+        for rank in self.ranks:
             rank.save(iteration, save_id)
-        for rank in ranks:
+        for rank in self.ranks:
             rank.wait()
-        figures.durable_s.append(time.perf_counter() - since)
-        figures.cpu_s.append(cpu_s(agent) - used)
-        figures.own_mib = max(figures.own_mib, own_mib(agent))
-        files = save / f"iter_{iteration:07d}"
+        took, figures = time.perf_counter() - since, self.figures
+        figures.lost_s.append(self._others.lost_s(self._others.work() - done, took))
+        figures.durable_s.append(took)
+        figures.cpu_s.append(cpu_s(self.agent) - used)
+        figures.own_mib = max(figures.own_mib, own_mib(self.agent))
+        files = self._save / f"iter_{iteration:07d}"
         figures.file_nbytes = sum(path.stat().st_size for path in files.iterdir())
         shutil.rmtree(files)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+
+def measure(
+    root: Path, mib: int, rounds: int, settings: list[AgentConfig], others: Others
+) -> tuple[dict[str, list[float]], list[Figures]]:
+    """Return the seconds of raw writes, and the figures of each setting; all take turns."""
+    raw_s: dict[str, list[float]] = {way: [] for way in _WAYS}
+    ours = [Ours(root / f"{n}", mib, setting, others) for n, setting in enumerate(settings)]
 
     def raw(way: str) -> None:
         since = time.perf_counter()
         write(way)
-        figures.raw_s[way].append(time.perf_counter() - since)
+        raw_s[way].append(time.perf_counter() - since)
         for path in root.glob("raw*"):
             path.unlink()
 
-    with raw_writers(root, ranks[0].nbytes) as write:
+    with raw_writers(root, ours[0].ranks[0].nbytes) as write:
         for turn in range(-2, rounds):
             if not turn:  # both slots of ours and all of raw's memory have been used
-                for taken in (*figures.raw_s.values(), figures.durable_s, figures.cpu_s):
+                for taken in raw_s.values():
                     taken.clear()
-            steps = [lambda turn=turn: ours(turn + 3), *(lambda way=way: raw(way) for way in _WAYS)]
+                for each in ours:
+                    each.figures.clear()
+            steps = [lambda each=each, turn=turn: each.save(turn + 3) for each in ours]
+            steps += [lambda way=way: raw(way) for way in _WAYS]
             first = turn % len(steps)
             for step in steps[first:] + steps[:first]:
                 step()
-    for rank in ranks:
-        rank.close()
-    return figures
+    for each in ours:
+        each.close()
+    return raw_s, [each.figures for each in ours]
 
 
-def bench_persist(out: Console, root: Path, sizes: list[int], rounds: int) -> None:
-    """Print a table for each size, MiB per rank."""
+def bench_persist(
+    out: Console,
+    root: Path,
+    sizes: list[int],
+    rounds: int,
+    settings: list[AgentConfig],
+    *,
+    busy: bool,
+) -> None:
+    """Print a table for each size, MiB per rank; one row per setting, if there are several.
+
+    Args:
+        busy: whether something else computes on every core meanwhile.
+    """
     for mib in sizes:
         with contextlib.ExitStack() as stack:
             place = root / f"{mib}"
             place.mkdir()
             stack.callback(shutil.rmtree, place, ignore_errors=True)
-            figures = measure(place, mib, rounds)
+            others = stack.enter_context(Others(busy))
+            raw_s, figures = measure(place, mib, rounds, settings, others)
         out.print(
-            f"{RANKS} ranks, together {figures.state_nbytes / 1e9:.2f} GB; medians of {rounds} "
-            "interleaved rounds"
+            f"{RANKS} ranks, together {figures[0].state_nbytes / 1e9:.2f} GB; medians of {rounds} "
+            f"interleaved rounds{'; all cores busy' if busy else ''}"
         )
-        table = Table("what", "figure", "target", box=None)
-        for row in figures.rows():
-            table.add_row(*row)
+        if len(figures) == 1:
+            table = Table("what", "figure", "target", box=None)
+            for row in figures[0].rows(raw_s):
+                table.add_row(*row)
+        else:
+            table = compared(settings, figures, raw_s)
         out.print(table)
+
+
+def compared(
+    settings: list[AgentConfig], figures: list[Figures], raw_s: dict[str, list[float]]
+) -> Table:
+    """Return a table with a row per setting; times are relative to raw writes of the same round."""
+    best = min(raw_s, key=lambda way: statistics.median(raw_s[way]))
+    table = Table(
+        *("threads", "nice", "direct", "committed, s", f"x raw ({best})", "least", "most"),
+        *("CPU s per GB", "taken from others, s"),
+        box=None,
+    )
+    for setting, found in zip(settings, figures, strict=True):
+        ratios = [ours / raw for ours, raw in zip(found.durable_s, raw_s[best], strict=True)]
+        table.add_row(
+            *(f"{setting.write_threads}", f"{setting.writer_nice}", setting.direct_io),
+            f"{statistics.median(found.durable_s):.3f}",
+            *(f"{it:.2f}" for it in (statistics.median(ratios), min(ratios), max(ratios))),
+            f"{statistics.median(found.cpu_s) / found.state_nbytes * 1e9:.2f}",
+            f"{statistics.median(found.lost_s):.3f}",
+        )
+    return table

@@ -101,7 +101,8 @@ def drop_from_cache(paths: Iterable[Path]) -> None:
 def write_raw(path: Path, source: torch.Tensor, *, direct: bool) -> float:
     """Write `source`, which begins at a page, and make it durable; return the seconds.
 
-    With `direct`, a part at the end that is no whole page is left out.
+    The space is reserved first, as checkpoints do. With `direct`, a part at the end that is no
+    whole page is left out.
     """
     view = memoryview(source.numpy())
     if direct:
@@ -110,6 +111,7 @@ def write_raw(path: Path, source: torch.Tensor, *, direct: bool) -> float:
     fd = os.open(path, flags, 0o600)
     try:
         started = time.perf_counter()
+        os.posix_fallocate(fd, 0, len(view))
         position = 0
         while position < len(view):
             position += os.pwrite(fd, view[position : position + _WRITE_NBYTES], position)
