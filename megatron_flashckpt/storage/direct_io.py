@@ -1,11 +1,12 @@
 """Whether large writes go past the page cache (O_DIRECT): learnt per file system, not assumed.
 
 On a local disk it is the faster way and the cheaper one: 265 MB per rank, two ranks, ext4 on a
-virtual disk: 1.5 GB/s at 0.06 CPU seconds per GB, where the page cache took 0.4 to 1.2 CPU seconds
-per GB at a third of the speed. Some file systems refuse it (tmpfs before Linux 6.6, some network
-and stacked ones); on others each such write waits for a server. So the first large chunks are
-written in turn with it and without it, each made durable and timed, and the better way is kept.
-These are chunks that have to be written anyhow: a probe costs no file and no byte of its own.
+virtual disk, cores shared with other jobs: 0.17 CPU seconds per GB, digests included, where the
+page cache took 1.0 at a third of the speed (`scripts/bench persist --direct-io always never`). Some
+file systems refuse it (tmpfs before Linux 6.6, some network and stacked ones); on others each such
+write waits for a server. So the first large chunks are written in turn with it and without it, each
+made durable and timed, and the better way is kept. These are chunks that have to be written anyhow:
+a probe costs no file and no byte of its own.
 """
 
 from __future__ import annotations
