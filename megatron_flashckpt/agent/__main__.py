@@ -70,11 +70,18 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     faults.this_is("agent")
-    listener = listen(arguments.directory, SOCKET)
-    # From here on trainers can connect. The parent returns, so that whoever started it can reap it
-    # and the agent is nobody's child; no thread has been started yet, so forking is safe.
+    # The parent returns as soon as trainers can connect, so that whoever started it can reap it and
+    # the agent is nobody's child; no thread has been started yet, so forking is safe.
+    ready, tell = os.pipe()
     if os.fork():
-        os._exit(0)
+        os.close(tell)
+        os._exit(0 if os.read(ready, 1) else 1)
+    os.close(ready)
+    # Not before the fork: whoever connects is told by the kernel who called `listen`, and must be
+    # told who serves (`protocol.peer`), to end it when it hangs.
+    listener = listen(arguments.directory, SOCKET)
+    os.write(tell, b"1")
+    os.close(tell)
     options = AgentOptions(
         root=arguments.root,
         grace_s=arguments.grace_s,

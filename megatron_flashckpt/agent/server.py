@@ -38,8 +38,6 @@ class Agent:
     def serve(self) -> None:
         """Accept trainers until all have left, or none has come back for the grace time."""
         self._saves.start()
-        # Again, and from this process: whoever connects can see who serves (`protocol.peer`).
-        self._listener.listen(_BACKLOG)
         self._listener.settimeout(_TICK_S)
         while not self._may_leave():
             self._saves.watch()

@@ -66,6 +66,13 @@ def test_an_agent_that_hangs_does_not_hang_its_trainers(node: Node, root: Path) 
     assert again.save(1).error is None
 
 
+def test_the_process_that_a_trainer_would_end_is_the_agent_from_the_first_moment_on(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)  # which has started it
+    assert protocol.peer(trainer.client._sock).pid == trainer.client.agent_pid
+
+
 def test_a_poll_that_waits_is_told_when_the_agent_is_killed(node: Node, root: Path) -> None:
     trainer = node.trainer(root, 0, 2)
     trainer.stage(1, new_save_id())  # pending: rank 1 does not come
