@@ -80,7 +80,7 @@ class ModelState:
             tensors = entry.tensors()
             if entry.sharded:
                 if geo.main and entry.main:
-                    weight = _flat(entry.parameter.data, entry.start, entry.end)
+                    weight = _section(_flat(entry.parameter.data), entry.start, entry.end)
                     if entry.stale_weight:
                         weight = entry.owned.to(weight.dtype)
                     for kind, tensor in {WEIGHT: weight, **tensors}.items():
@@ -218,21 +218,25 @@ def _share_out(stream: list[_Replicated], count: int, index: int, policy: str) -
     sizes = tuple((it.tensor.numel(), itemsize(dtype_name(it.tensor.dtype))) for it in stream)
     for it, (start, end) in zip(stream, _equal_shares(sizes, count, index), strict=True):
         if start < end:
-            found += _cut(it.geometry, it.kind, _flat(it.tensor, start, end), start, end)
+            part = _section(_flat(it.tensor), start, end)
+            found += _cut(it.geometry, it.kind, part, start, end)
     return found
 
 
-def _flat(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Return elements `[start, end)` of the flattened tensor, without gradients.
+# Calls of torch are much of what enumerating tens of thousands of tensors costs, so none is made
+# that would change nothing.
 
-    Calls of torch are most of what enumerating tens of thousands of tensors costs, so none is made
-    that would change nothing.
-    """
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the flattened tensor, without gradients."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.dim() != 1:
-        tensor = tensor.reshape(-1)
-    return tensor if end - start == tensor.numel() else tensor[start:end]
+    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+
+
+def _section(flat: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Return elements `[start, end)` of a flat tensor."""
+    return flat if end - start == flat.numel() else flat[start:end]
 
 
 def _writable(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
@@ -246,7 +250,13 @@ def _cut(
     geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int, early: bool = False
 ) -> list[LocalPiece]:
     """Return local range `[start, end)`, whose elements `tensor` holds, as pieces."""
+    parts = geometry.parts(kind, dtype_name(tensor.dtype), start, end)
+    flat = _flat(tensor)
+    if len(parts) == 1:  # nearly always, and all of it
+        (piece, low, high) = parts[0]
+        flat = _section(flat, low - start, high - start)
+        return [LocalPiece(piece, flat, early, geometry.resizable)]
     return [
-        LocalPiece(piece, _flat(tensor, low - start, high - start), early, geometry.resizable)
-        for piece, low, high in geometry.parts(kind, dtype_name(tensor.dtype), start, end)
+        LocalPiece(piece, flat[low - start : high - start], early, geometry.resizable)
+        for piece, low, high in parts
     ]
