@@ -168,6 +168,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next
     optimizer step waits for it. `blocking`: `save` returns when all is copied."""
 
+    huge_pages: Literal["system", "collapse"] = "system"
+    """Pages of the slots: as the `system` provides them for shared memory (small ones, unless
+    /sys/kernel/mm/transparent_hugepage/shmem_enabled is `always` or `within_size`), or `collapse`
+    to huge ones of 2 MiB when the slots are reserved, in the background: 0.7 to 2.5 CPU seconds per
+    GB, once. To read a slot then takes half the CPU time."""
+
     busy: Literal["wait", "skip"] = "wait"
     """No free slot: `wait` for one, or `skip` this save on all ranks alike (costs one tiny
     all-reduce per save, the only collective that a save can make)."""

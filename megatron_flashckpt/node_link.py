@@ -171,6 +171,8 @@ class NodeLink:
             slab = Slab.create(
                 self._config.slots, meta_nbytes + _META_RESERVE, data_nbytes, str(self._rank)
             )
+            if self._config.huge_pages == "collapse":
+                slab.collapse()
             slab.populate()
             self._use(slab)
             self._attached = False

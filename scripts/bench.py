@@ -42,6 +42,7 @@ def main() -> None:
     restart.add_argument(
         "--mib", type=int, nargs="+", default=[256, 1024], help="state of one rank"
     )
+    restart.add_argument("--system", choices=("flashckpt", "flashckpt-huge"), default="flashckpt")
     share = commands.add_parser("share", help="replicas that read once and send, or read it all")
     share.add_argument("--rounds", type=int, default=3)
     share.add_argument("--replicas", type=int, default=4)
@@ -80,7 +81,7 @@ def main() -> None:
         if args.command == "load":
             bench_load(out, Path(root), args.mib, args.threads, args.rounds)
         elif args.command == "restart":
-            bench_restart(out, Path(root), args.mib, args.ranks, args.rounds)
+            bench_restart(out, Path(root), args.mib, args.ranks, args.rounds, args.system)
         elif args.command == "model":
             bench_model(out, Path(root), args.mib, args.rounds)
         elif args.command == "scale":

@@ -17,28 +17,29 @@ from bench_save_report import LOADS, load_share, median
 from rich.console import Console
 from rich.table import Table
 
-_SYSTEM = "flashckpt"
 _MS = 1000
 
 
-def bench_restart(out: Console, root: Path, sizes: list[int], ranks: int, rounds: int) -> None:
+def bench_restart(
+    out: Console, root: Path, sizes: list[int], ranks: int, rounds: int, system: str
+) -> None:
     """Print, for each size and source, the times of loads and what part their limit takes."""
     table = Table("state of a rank", "from", "limit, ms", "load, ms", "first", "CPU", "share of it")
     table.box = None
     for mib in sizes:
         size = Size(mib=mib, ranks=ranks, loads=rounds)
         with tempfile.TemporaryDirectory(dir=root) as directory:
-            run_job("save-once", [_SYSTEM], size, Path(directory))
-            results = run_job("load", [_SYSTEM], size, Path(directory))
-        found = results["systems"][_SYSTEM]
+            run_job("save-once", [system], size, Path(directory))
+            results = run_job("load", [system], size, Path(directory))
+        found = results["systems"][system]
         for error in found["errors"]:
             out.print(error)
         for how in LOADS:
             table.add_row(f"{results['rank_nbytes'] / 2**20:.0f} MiB", how, *_cells(found, how))
     out.print(
-        f"{ranks} ranks, same layout; medians of {rounds} loads; limit: a plain read or copy of "
-        "the same bytes right before; first: the first load of its kind; CPU: of one rank, ms; "
-        "share: limit / load (least - most)"
+        f"{system}, {ranks} ranks, same layout; medians of {rounds} loads; limit: a plain read or "
+        "copy of the same bytes right before; first: the first load of its kind; CPU: of one rank, "
+        "ms; share: limit / load (least - most)"
     )
     out.print(table)
 

@@ -45,6 +45,9 @@ CATALOGUE: dict[str, Entry] = {
     "flashckpt-blocking": Entry(
         "flashckpt, staging: blocking", "ours:Ours", {"staging": "blocking"}
     ),
+    "flashckpt-huge": Entry(
+        "flashckpt, huge_pages: collapse", "ours:Ours", {"huge_pages": "collapse"}, usual=False
+    ),
     "torch.save": Entry("torch.save per rank", "torch_save:TorchSave"),
     "gather": Entry("gather to rank 0 + torch.save", "gather:Gather"),
     "dlrover": Entry("DLRover flash checkpoint", "dlrover_flash:DLRover", **_DLROVER),

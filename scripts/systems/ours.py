@@ -73,7 +73,7 @@ class MixedPrecision(Float16OptimizerWithFloat16Params):
 
 
 class Ours(System):
-    """`staging: deferred` unless the options say otherwise; all else as by default."""
+    """As by default, but for what the options say of `staging` and `huge_pages`."""
 
     memory_survives = True
 
@@ -82,6 +82,7 @@ class Ours(System):
         self._config = Config(
             runtime_dir=str(self.root / "run"),
             staging=self.options.get("staging", "deferred"),
+            huge_pages=self.options.get("huge_pages", "system"),
             agent=AgentConfig(grace_s=120.0),
         )
         self._checkpointer: Checkpointer | None = None

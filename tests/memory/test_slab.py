@@ -7,6 +7,7 @@ import gc
 import os
 import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,3 +183,20 @@ def test_a_populated_slab_is_staged_into_without_page_faults() -> None:
             assert SlabGeometry.unpack(slab.memory[:PAGE], slab.geometry.nbytes) == slab.geometry
         finally:
             slab.close()
+
+
+def test_a_collapsed_slab_holds_what_it_held_for_all_who_have_it() -> None:
+    made = Slab.create(2, 100, 5 * 2**20, "7")
+    attached = Slab.attach(os.dup(made.fd))
+    content = os.urandom(len(made.memory))
+    begin = made.geometry.slot_offset(0)
+    made.memory[begin:] = content[begin:]
+    mappings = len(Path("/proc/self/maps").read_text().splitlines())
+    made.collapse()
+    assert len(Path("/proc/self/maps").read_text().splitlines()) == mappings
+    assert made.memory[begin:] == attached.memory[begin:] == content[begin:]
+    made.memory[begin : begin + 9] = b"new bytes"
+    assert attached.memory[begin : begin + 9] == b"new bytes"
+    assert attached.geometry == made.geometry
+    made.close()
+    attached.close()
