@@ -111,7 +111,7 @@ class Checkpointer:
         self.config = config
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
-        self.model_state = ModelState(config.replicated)
+        self.model_state = ModelState(config.replicated, config.weights)
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.wait_copied)
         self._run_id: str | None = None

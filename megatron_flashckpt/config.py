@@ -20,6 +20,7 @@ PREFIX = "FLASHCKPT_"
 FILE_VARIABLE = "FLASHCKPT_CONFIG"
 
 ShareOut = Literal["share", "first"]
+Weights = Literal["store", "derive"]
 
 
 def _require_at_least(*bounds: tuple[str, float | None, float]) -> None:
@@ -217,6 +218,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     share_reads: Literal["auto", "always", "never"] = "auto"
     """Chunks that several data-parallel replicas need: one of them reads each and sends it to the
     others (`always`), all read them (`never`), or whichever turns out to be faster (`auto`)."""
+
+    weights: Weights = "store"
+    """16-bit weights: `store` them, or `derive` them from their fp32 masters when they are loaded,
+    which takes an eighth less memory and storage. `derive` needs optimizers that shard the state of
+    every 16-bit parameter (`--use-distributed-optimizer`) and keep whole masters."""
 
     replicated: Replicated = Replicated()
     retention: Retention = Retention()

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
 import torch
 
 from megatron_flashckpt.errors import MissingStateError
@@ -17,7 +18,7 @@ from megatron_flashckpt.layout.plan import stored_items
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.restore.collectives import gather_objects, together
-from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.restore.targets import Targets, is_rounded
 from megatron_flashckpt.saved_job import SavedJob
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,8 @@ class LoadPlan:
     reads: ReadPlan
     pieces: list[Piece]
     targets: Targets
-
-    @property
-    def names(self) -> set[tuple[str, str]]:
-        """Kind and key of all that is filled."""
-        return {(piece.kind, piece.key) for piece in self.pieces}
+    names: set[tuple[str, str]]
+    """Kind and key of all that is filled."""
 
     def zero_padding(self) -> None:
         """Zero what no read fills: the rows by which this vocabulary is padded further."""
@@ -95,7 +93,25 @@ def plan_reads(
     )
     if everywhere or not isinstance(made, ReadPlan):
         raise missing_state(found.place, list(everywhere))
-    return LoadPlan(made, pieces, Targets(pieces, [local.tensor for local in wanted]))
+    names = {
+        (WEIGHT if is_rounded(local.piece, local.tensor) else local.piece.kind, local.piece.key)
+        for local in wanted
+    }
+    return LoadPlan(made, pieces, Targets(pieces, [local.tensor for local in wanted]), names)
+
+
+def _masters_for_weights(found: SavedJob) -> set[str]:
+    """Return the keys that have a master but no weight: `weights: derive` when they were saved."""
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for item in stored_items(found.sources):
+        if item.kind == WEIGHT or (item.kind == MASTER and item.dtype == "F32"):
+            kinds[item.key].add(item.kind)
+    return {key for key, there in kinds.items() if there == {MASTER}}
+
+
+def _master(weight: Piece) -> Piece:
+    """Return the part of the master that `weight` is made of."""
+    return msgspec.structs.replace(weight, kind=MASTER, dtype="F32")
 
 
 def _wanted(
@@ -119,7 +135,13 @@ def _wanted(
     ):
         for family, kinds_there in theirs.items():
             states[family].update(kinds_there)
-    wanted = together(lambda: state.wanted(request.chunks, request.optimizer, states))
+    masters = _masters_for_weights(found)
+    wanted = [
+        local._replace(piece=_master(local.piece))
+        if local.piece.kind == WEIGHT and local.piece.key in masters
+        else local
+        for local in together(lambda: state.wanted(request.chunks, request.optimizer, states))
+    ]
     kinds = {WEIGHT, BUFFER}
     if request.optimizer is not None:
         kinds |= {MASTER}.union(*stored.values())

@@ -21,6 +21,7 @@ from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.checkpointer import Checkpointer, Expected
 from megatron_flashckpt.config import Config, Retention
 from megatron_flashckpt.layout.completeness import Tally, tally
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm import self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.features import exists
@@ -73,7 +74,9 @@ def begin(model: list[Any], optimizer: Any) -> None:
     checkpointer = session.checkpointer(margs.save)
     chunks, saved = _saved(margs, model, optimizer)
     expected = together(lambda: checkpointer.expected(chunks, saved))
-    _add_up(tally(expected.pieces, checkpointer.model_state.stands_for(chunks)))
+    state = checkpointer.model_state
+    kinds = (WEIGHT, BUFFER, MASTER) if state.derived(saved) else (WEIGHT, BUFFER)
+    _add_up(tally(expected.pieces, state.stands_for(chunks, saved), kinds))
     _announce(margs, checkpointer, expected, started)
     checkpointer.prepare(expected)
     checkpointer.start_run()

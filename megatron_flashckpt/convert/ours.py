@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections import OrderedDict, defaultdict
@@ -12,7 +13,7 @@ import torch
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.layout.names import common_name
-from megatron_flashckpt.layout.piece import RANK_STATE
+from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT
 from megatron_flashckpt.layout.plan import pieces_of
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
@@ -71,7 +72,9 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
         iteration=iteration,
         common=common,
         tensors=sorted(
-            (_global_tensor(*found, chunks) for found in tensors.items()),
+            _with_weights(
+                [_global_tensor(*found, chunks) for found in tensors.items()], common["args"]
+            ),
             key=lambda tensor: (tensor.key, tensor.kind),
         ),
         optimizer=optimizer or None,
@@ -130,6 +133,21 @@ def _global_tensor(name: _Name, boxes: dict[Box, list[_Run]], chunks: _Chunks) -
         return read_region(region, boxes, read_box, dtype, f"{kind}/{key}")
 
     return GlobalTensor(key, kind, dtype, global_shape, tuple(sorted(boxes)), read)
+
+
+def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
+    """Add the weights that were not stored because their masters say all (`weights: derive`)."""
+    stored = {tensor.key for tensor in tensors if tensor.kind == WEIGHT}
+    masters = [it for it in tensors if it.kind == MASTER and it.key not in stored]
+    dtype = torch.float16 if getattr(args, "fp16", False) else torch.bfloat16
+    return tensors + [_rounded(master, dtype) for master in masters]
+
+
+def _rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
+    def read(region: Box) -> torch.Tensor:
+        return master.read(region).to(dtype)
+
+    return dataclasses.replace(master, kind=WEIGHT, dtype=dtype, read=read)
 
 
 class _Chunks:

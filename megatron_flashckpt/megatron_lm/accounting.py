@@ -16,6 +16,7 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT
 from megatron_flashckpt.megatron_lm.offload import below
 from megatron_flashckpt.megatron_lm.optimizer_state import (
     BUFFERS,
@@ -81,6 +82,48 @@ def has_states(optimizer: Any) -> bool:
     """
     states = [entry.states() for entry in optimizer_state.entries(optimizer)]
     return any(states)
+
+
+def underivable(chunks: list[Any], optimizer: Any) -> list[str]:
+    """Return what keeps 16-bit weights from being made of their masters (`weights: derive`).
+
+    Only of this rank. The masters that it has are rounded and compared with the weights.
+    """
+    names = _names(chunks)
+    sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
+    parameters = [it for chunk in chunks for it in chunk.parameters() if it.dtype in SIXTEEN_BIT]
+    entries = [
+        entry
+        for entry in optimizer_state.entries(optimizer)
+        if entry.sharded and entry.parameter.dtype in SIXTEEN_BIT
+    ]
+    return [
+        *_line(
+            "'weights: derive', but no optimizer that shards its state steps",
+            (names[id(it)] for it in parameters if id(it) not in sharded),
+        ),
+        *_line(
+            "'weights: derive', but the optimizer has no fp32 master of",
+            (_name(it.parameter, names) for it in entries if not _has_master(it)),
+        ),
+        *_line(
+            "'weights: derive', but the weight is not its rounded master of",
+            (
+                _name(it.parameter, names)
+                for it in entries
+                if _has_master(it) and not it.stale_weight and not _is_rounded_master(it)
+            ),
+        ),
+    ]
+
+
+def _has_master(entry: OptimizerEntry) -> bool:
+    return entry.is_master and entry.owned.dtype == torch.float32
+
+
+def _is_rounded_master(entry: OptimizerEntry) -> bool:
+    weight = entry.parameter.data.reshape(-1)[entry.start : entry.end]
+    return torch.equal(entry.owned.reshape(-1).to(weight.dtype).to(weight.device), weight)
 
 
 def _broken_chain(optimizer: Any) -> Iterator[str]:

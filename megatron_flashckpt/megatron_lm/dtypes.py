@@ -20,6 +20,8 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+#: Types of weights that an optimizer has fp32 masters of.
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 

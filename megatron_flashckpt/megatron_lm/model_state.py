@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flashckpt.config import Replicated
+from megatron_flashckpt.config import Replicated, Weights
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Piece, Shape, equal_shares
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, Shape, equal_shares
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
-from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, dtype_name
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.runs import Geometry
 
@@ -46,8 +46,10 @@ class _Replicated(NamedTuple):
 class ModelState:
     """Enumerates the state of one job's model and optimizer on this rank."""
 
-    def __init__(self, replicated: Replicated) -> None:
+    def __init__(self, replicated: Replicated, weights: Weights = "store") -> None:
         self._replicated = replicated
+        self.derives = weights == "derive"
+        """Whether masters stand for their 16-bit weights."""
         self._geometry: ModelGeometry | None = None
 
     def geometry(self, chunks: list[Any]) -> ModelGeometry:
@@ -69,6 +71,7 @@ class ModelState:
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
+        derived = self.derived(optimizer)
         writers = functools.cache(_writers)  # Megatron takes its time to say
         for entry in optimizer_state.entries(optimizer):
             geo = by_id.get(id(entry.parameter))
@@ -80,10 +83,12 @@ class ModelState:
             tensors = entry.tensors()
             if entry.sharded:
                 if geo.main and entry.main:
-                    weight = _section(_flat(entry.parameter.data), entry.start, entry.end)
-                    if entry.stale_weight:
-                        weight = entry.owned.to(weight.dtype)
-                    for kind, tensor in {WEIGHT: weight, **tensors}.items():
+                    if id(entry.parameter) not in derived:
+                        weight = _section(_flat(entry.parameter.data), entry.start, entry.end)
+                        if entry.stale_weight:
+                            weight = entry.owned.to(weight.dtype)
+                        tensors = {WEIGHT: weight, **tensors}
+                    for kind, tensor in tensors.items():
                         found += _cut(geo, kind, tensor, entry.start, entry.end)
             else:
                 group = _replica_group(geo, entry.parameter, writers)
@@ -106,14 +111,27 @@ class ModelState:
                 found += _cut(geo, BUFFER, tensor, 0, tensor.numel(), early=True)
         return found
 
-    def stands_for(self, chunks: list[Any]) -> list[tuple[str, str, Shape]]:
+    def derived(self, optimizer: Any) -> set[int]:
+        """Return the ids of the parameters whose weights are not saved: their masters say all.
+
+        The same parameters on every replica, also where all of one is other replicas' part.
+        """
+        if not self.derives:
+            return set()
+        return {id(it) for it in optimizer_state.sharded(optimizer) if it.dtype in SIXTEEN_BIT}
+
+    def stands_for(self, chunks: list[Any], optimizer: Any) -> list[tuple[str, str, Shape]]:
         """Return kind, key and global shape of the tensors that begin on this rank.
 
         Megatron's own numbering of replicas says so, which `owned` does not go by: that other
         ranks write the tensor makes no difference.
         """
         geometry = self.geometry(chunks)
-        described = [(WEIGHT, geo) for _, geo in geometry.parameters]
+        derived = self.derived(optimizer)
+        described = [
+            (MASTER if id(parameter) in derived else WEIGHT, geo)
+            for parameter, geo in geometry.parameters
+        ]
         described += [(BUFFER, geo) for _, _, geo in geometry.buffers]
         return [
             (kind, run.key, run.global_shape)

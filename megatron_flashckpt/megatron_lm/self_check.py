@@ -13,7 +13,7 @@ from megatron.core import package_info
 import megatron_flashckpt
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.megatron_lm import features
-from megatron_flashckpt.megatron_lm.accounting import unaccounted
+from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 
 
@@ -31,6 +31,8 @@ def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> No
     found = features.missing(args)
     if not found:  # what is looked up next would fail for the same reason
         found = _of_model(state, chunks) + unaccounted(chunks, optimizer)
+    if not found and state.derives and optimizer is not None:
+        found = underivable(chunks, optimizer)
     if found:
         raise refusal(found)
 

@@ -13,6 +13,13 @@ from megatron_flashckpt.layout.reshard import Run, regions
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def is_rounded(piece: Piece, tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` gets the masters `piece` as 16-bit floats, to the nearest, ties to
+    even, like the weights that `optimizer.step()` makes of them.
+    """
+    return piece.dtype == "F32" and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
 class Targets:
     """The flat tensors that wanted pieces stand for, filled from runs of any other cut.
 
@@ -20,13 +27,20 @@ class Targets:
 
     Args:
         pieces: what is wanted.
-        tensors: for each piece a flat tensor of its elements (or of its bytes).
+        tensors: for each piece a flat tensor of its elements (or of its bytes). One of 16-bit
+            floats may stand for a piece of type F32, which is rounded as the optimizer rounds.
     """
 
     def __init__(self, pieces: list[Piece], tensors: list[torch.Tensor]) -> None:
-        carriers = [_CARRIER[itemsize(piece.dtype)] for piece in pieces]
         self._runs = [Run.of(piece) for piece in pieces]
-        self._tensors = [t.view(carrier) for t, carrier in zip(tensors, carriers, strict=True)]
+        self._stored = [
+            torch.float32 if is_rounded(piece, tensor) else _CARRIER[itemsize(piece.dtype)]
+            for piece, tensor in zip(pieces, tensors, strict=True)
+        ]
+        self._tensors = [
+            tensor if is_rounded(piece, tensor) else tensor.view(carrier)
+            for piece, tensor, carrier in zip(pieces, tensors, self._stored, strict=True)
+        ]
 
     def place(self, read: Read, offset: int, nbytes: int) -> memoryview | None:
         """Return the memory that is to hold `nbytes` bytes of `read.stored` from byte `offset` of
@@ -51,9 +65,9 @@ class Targets:
 
     def put_tensor(self, read: Read, offset: int, source: torch.Tensor) -> None:
         """Put the bytes `source` (flat, uint8), which start and end at whole elements."""
-        target = self._tensors[read.wanted]
-        elements = source.view(target.dtype)
-        first = read.stored.start + offset // target.itemsize
+        target, stored = self._tensors[read.wanted], self._stored[read.wanted]
+        elements = source.view(stored)
+        first = read.stored.start + offset // stored.itemsize
         run = read.stored._replace(start=first, end=first + elements.numel())
         for shape, here, steps, there, target_steps in regions(run, self._runs[read.wanted]):
             torch.as_strided(target, shape, target_steps, target.storage_offset() + there).copy_(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import random
 import runpy
 import signal
 import socket
@@ -25,9 +26,15 @@ _TERM_S = 10.0
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return int(sock.getsockname()[1])
+    """Return a port that nobody listens at, nor gets by chance for a connection of its own.
+
+    What the kernel gives for port 0 it soon gives to somebody else, too.
+    """
+    lowest_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("localhost", random.SystemRandom().randrange(10_000, lowest_given)))
+            return int(sock.getsockname()[1])
 
 
 def run_forked(
