@@ -44,10 +44,12 @@ class Targets:
 
     def place(self, read: Read, offset: int, nbytes: int) -> memoryview | None:
         """Return the memory that is to hold `nbytes` bytes of `read.stored` from byte `offset` of
-        `read` on, if it is host memory without a gap; else None.
+        `read` on, if it is host memory without a gap that takes them as they are; else None.
         """
         target = self._tensors[read.wanted]
         if target.device.type != "cpu" or not target.is_contiguous():
+            return None
+        if target.dtype != self._stored[read.wanted]:  # they are rounded on the way
             return None
         size = target.itemsize
         first = read.stored.start + offset // size
