@@ -124,7 +124,10 @@ def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts)
         else group
         for group in groups
     ]
-    return {**entry, "param_groups": known}
+    counted = {**entry, "param_groups": known}
+    if any(made.by_family.get(_family(group), 0) is None for group in groups):
+        counted[_NO_STEP_MADE] = True
+    return counted
 
 
 def check(optimizer: Any, saved: _Saved) -> None:

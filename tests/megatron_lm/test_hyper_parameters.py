@@ -258,6 +258,18 @@ def test_an_optimizer_that_has_made_no_step_takes_none_of_the_one_chained_to_it(
     assert (steps_of(dense), steps_of(experts)) == ([[5], [5]], [[None], [None]])
 
 
+def test_that_no_step_was_made_is_known_from_ranks_that_had_parameters() -> None:
+    def saved(expert_parameters: int) -> list[Group]:
+        dense = stepped(PerGroup([group(1.0)]))
+        experts = PerGroup([group(1.0, expert=True, parameters=expert_parameters)])
+        return hyper_parameters(chained(wrapped(dense), wrapped(experts)))
+
+    dense, experts = PerGroup([group(1.0)]), PerGroup([group(1.0, expert=True)])
+    others = merge([saved(0), saved(1)])
+    load_hyper_parameters(chained(wrapped(dense), wrapped(experts)), completed(saved(0), others))
+    assert (steps_of(dense), steps_of(experts)) == ([[5]], [[None]])
+
+
 def test_an_optimizer_that_none_of_these_ranks_had_a_part_of_takes_the_count_of_the_other(
     make,
 ) -> None:
