@@ -101,7 +101,7 @@ class Checkpointer:
         Raises:
             ConfigError: it is something else.
         """
-        if "://" in root:
+        if "://" in str(root):  # Megatron's own tests give paths
             # It would become a directory of that name, on a disk of each node.
             raise ConfigError(
                 f"{root}: is not a path, and there is no object store to save to yet; mount it, "
