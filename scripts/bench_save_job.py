@@ -86,5 +86,7 @@ class Job:
 
     def close(self, *, keep: bool) -> None:
         for system in self.systems.values():
-            with contextlib.suppress(Exception):
+            try:
                 system.close(keep=keep)
+            except Exception:  # the others are to be closed all the same
+                traceback.print_exc()
