@@ -12,20 +12,20 @@ import itertools
 import logging
 import os
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
+from megatron_flashckpt import run_id
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, ConfigError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, order
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
+from megatron_flashckpt.megatron_lm.expectation import Expected
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot, SlotHeader, SlotMeta, SlotState
@@ -35,16 +35,12 @@ from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.outstanding import Outstanding
 from megatron_flashckpt.peering import introduce
-from megatron_flashckpt.restore.collectives import broadcast_object, reduce_int
+from megatron_flashckpt.restore.collectives import reduce_int
 from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 
 logger = logging.getLogger(__name__)
 
 _WAIT_SLICE_S = 5.0
-#: What a plan takes for one piece, beside its key and its axes.
-_PIECE_NBYTES = 256
-#: Room for what a rank keeps beside tensors.
-_SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +70,6 @@ class SaveReport:
     blocked_s: float
     nbytes: int
     skipped: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """What a rank will save, as far as it is known before the first step."""
-
-    pieces: list[Piece]
-    """Without what the optimizer makes in its first step."""
-    nbytes: int
-    """With that (as Adam's two moments), and with room for the side state."""
-    plan_nbytes: int
-    """About what says which bytes are which; at least as much."""
 
 
 class Checkpointer:
@@ -146,7 +130,7 @@ class Checkpointer:
         occasions, so that no save has to talk.
         """
         if self._run_id is None:
-            self._run_id = broadcast_object(uuid.uuid4().hex[:8])
+            self._run_id = run_id.agreed()
             if self.config.redundancy == "none":
                 self.link.prepare(None)
             else:
@@ -155,23 +139,6 @@ class Checkpointer:
     def prepare(self, expected: Expected) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
         self.link.prepare(expected.nbytes, expected.plan_nbytes)
-
-    def expected(self, chunks: list[Any], optimizer: Any) -> Expected:
-        """Return what this rank will save. No communication, and no copies."""
-        owned = self.model_state.owned(chunks, optimizer)
-        nbytes = sum(local.piece.nbytes for local in owned)
-        plan_nbytes = sum(_plan_nbytes(local.piece) for local in owned)
-        entries = list(optimizer_state.entries(optimizer))
-        if not any(entry.states() for entry in entries):
-            if any(entry.keeps_master for entry in entries):  # the copies come with the moments
-                weights = [local.piece for local in owned if local.piece.kind == WEIGHT]
-                nbytes += 12 * sum(piece.numel for piece in weights)
-            steppable = [local.piece for local in owned if local.piece.kind == MASTER]
-            if not steppable and optimizer is not None:
-                steppable = [local.piece for local in owned if local.piece.dtype == "F32"]
-            nbytes += 2 * sum(piece.nbytes for piece in steppable)
-            plan_nbytes *= 4  # a weight becomes four pieces at most
-        return Expected([local.piece for local in owned], nbytes + _SIDE_NBYTES, plan_nbytes)
 
     def rehearse(
         self, chunks: list[Any], optimizer: Any, rank_state: Callable[[], dict[str, Any]]
@@ -222,7 +189,7 @@ class Checkpointer:
         with phase("enumerate"):
             ordered = self._ordered(request.chunks, request.optimizer, request.rank_state)
         if self._run_id is None:
-            self._run_id = _run_id_from_store(self.root)
+            self._run_id = run_id.from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
         self._outstanding.expect(save_id, memory_only=request.memory_only)
         slot: Slot | None = None
@@ -412,22 +379,3 @@ class Checkpointer:
         Call `wait` before, or pending outcomes are lost (the saves are not).
         """
         self.link.close(leave=leave)
-
-
-def _plan_nbytes(piece: Piece) -> int:
-    """Return at least what a plan, its part of the file's header included, takes for `piece`."""
-    return 2 * len(piece.key) + _PIECE_NBYTES + 10 * 3 * len(piece.shape)
-
-
-def _run_id_from_store(root: str) -> str:
-    """Return 8 hexadecimal digits, equal on all ranks and new in every start of the job.
-
-    For jobs that save before they could agree (`start_run`): the first rank to reach the job's
-    rendezvous store decides; no collective, no barrier.
-    """
-    mine = uuid.uuid4().hex[:8]
-    if not dist.is_initialized():
-        return mine
-    store = dist.distributed_c10d._get_default_store()
-    chosen: bytes = store.compare_set(f"megatron_flashckpt/run_id/{root}", "", mine)
-    return chosen.decode()

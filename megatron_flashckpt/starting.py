@@ -18,12 +18,13 @@ from megatron.core import package_info
 
 import megatron_flashckpt
 from megatron_flashckpt.agent.rendezvous import agent_directory
-from megatron_flashckpt.checkpointer import Checkpointer, Expected
+from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
 from megatron_flashckpt.layout.completeness import Tally, tally
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm import self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
+from megatron_flashckpt.megatron_lm.expectation import Expected, expect
 from megatron_flashckpt.megatron_lm.features import exists
 from megatron_flashckpt.memory.available import available_nbytes
 from megatron_flashckpt.node_link import slab_nbytes
@@ -73,7 +74,7 @@ def begin(model: list[Any], optimizer: Any) -> None:
     check(model, optimizer)
     checkpointer = session.checkpointer(margs.save)
     chunks, saved = _saved(margs, model, optimizer)
-    expected = together(lambda: checkpointer.expected(chunks, saved))
+    expected = together(lambda: expect(checkpointer.model_state, chunks, saved))
     state = checkpointer.model_state
     kinds = (WEIGHT, BUFFER, MASTER) if state.derived(saved) else (WEIGHT, BUFFER)
     _add_up(tally(expected.pieces, state.stands_for(chunks, saved), kinds))

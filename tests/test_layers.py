@@ -33,7 +33,7 @@ LAYERS = (
     {"memory"},
     {"agent", "restore", "megatron_lm"},
     {"node_link", "scalars"},
-    {"peering", "outstanding"},
+    {"peering", "outstanding", "run_id"},
     {"checkpointer", "inspection", "verification"},
     {"convert", "planning", "report"},
     {"session", "saved_job", "held_slot"},

@@ -26,6 +26,7 @@ from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import held_in_memory, load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import side_state
+from megatron_flashckpt.megatron_lm.expectation import expect
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.storage.posix import PosixStorage
 from systems.base import COMMON, System
@@ -94,7 +95,7 @@ class Ours(System):
         started = time.perf_counter()
         self._checkpointer.link.client()
         self.figures["agent_start_s"] = time.perf_counter() - started
-        expected = self._checkpointer.expected([self._weights], self._optimizer)
+        expected = expect(self._checkpointer.model_state, [self._weights], self._optimizer)
         self._checkpointer.prepare(expected)
         # Training has begun by the first save: what is prepared in the background is there, and
         # the first step was followed by this.

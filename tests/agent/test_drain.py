@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt import checkpointer
+from megatron_flashckpt import run_id
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import ConfigError
@@ -28,7 +28,7 @@ def test_a_drain_that_runs_out_is_a_failure_with_its_setting_and_the_agent_goes_
 ) -> None:
     """One rank without a model: what it saves is its side state."""
     monkeypatch.setattr(parallel, "coordinates", Coordinates)
-    monkeypatch.setattr(checkpointer, "_run_id_from_store", lambda root: RUN)
+    monkeypatch.setattr(run_id, "from_store", lambda root: RUN)
     config = Config(runtime_dir=str(node.runtime_dir), drain_timeout_s=0.3)
     job = Checkpointer(str(root), config)
     request = SaveRequest(

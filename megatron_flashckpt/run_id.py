@@ -1,0 +1,35 @@
+"""The id of a run: 8 hexadecimal digits, equal on all ranks and new in every start of the job.
+
+It tells this run's commit records from those of an earlier one.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import torch.distributed as dist
+
+from megatron_flashckpt.restore.collectives import broadcast_object
+
+
+def agreed() -> str:
+    """Return the id that rank 0 makes. Collective; never in a save."""
+    made: str = broadcast_object(_new())
+    return made
+
+
+def from_store(root: str) -> str:
+    """Return the id, for jobs that save to `root` before they could agree.
+
+    The first rank to reach the job's rendezvous store decides; no collective, no barrier.
+    """
+    mine = _new()
+    if not dist.is_initialized():
+        return mine
+    store = dist.distributed_c10d._get_default_store()
+    chosen: bytes = store.compare_set(f"megatron_flashckpt/run_id/{root}", "", mine)
+    return chosen.decode()
+
+
+def _new() -> str:
+    return uuid.uuid4().hex[:8]
