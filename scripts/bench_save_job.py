@@ -61,8 +61,8 @@ class Job:
             failed = 1.0
             traceback.print_exc()
             self.found[name]["errors"].append(f"{what}: {type(error).__name__}: {error}"[:400])
-        if slowest(failed):
-            self.systems.pop(name, None)
+        if slowest(failed) and name in self.systems:
+            _close(self.systems.pop(name), keep=False)
 
     def turns(self, rounds: int) -> Iterator[tuple[int, str]]:
         """Yield `(round, system)` so that no system always comes after the same one."""
@@ -86,7 +86,12 @@ class Job:
 
     def close(self, *, keep: bool) -> None:
         for system in self.systems.values():
-            try:
-                system.close(keep=keep)
-            except Exception:  # the others are to be closed all the same
-                traceback.print_exc()
+            _close(system, keep=keep)
+
+
+def _close(system: System, *, keep: bool) -> None:
+    """Let go of what a system has taken, processes included, whatever state it is in."""
+    try:
+        system.close(keep=keep)
+    except Exception:  # the others are to be closed all the same
+        traceback.print_exc()

@@ -16,6 +16,7 @@ import time
 import msgspec
 import xxhash
 
+from megatron_flashckpt.agent.history import PastSave
 from megatron_flashckpt.agent.leftovers import Leftovers, beside
 from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.errors import (
@@ -72,6 +73,9 @@ class PendingSave:
     """Saves that the same trainer staged later, where this one was taken over from another agent,
     which may have committed them before it went."""
 
+    past: PastSave | None = None
+    """How it went, if that was known before this agent got to it. See `history.told_of`."""
+
     staged_as: str = ""
     """The id that its slots have: another one if it failed before, and is written after all."""
 
@@ -99,6 +103,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         if save.error is not None:
             _tell_others(save)
             return True, save.error
+        if save.past is not None:
+            return True, save.past.error
         present = set(save.storage.list(save.directory))
         failure = _failure_elsewhere(save, present)
         if failure is not None:

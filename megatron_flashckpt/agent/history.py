@@ -2,7 +2,8 @@
 
 Committed checkpoints say of themselves what they took; this file also knows those that failed, and
 those that retention has removed since. Only the agent that commits writes it, whole and atomically,
-so that any storage can hold it. People and `flashckpt report` read it; no load does.
+so that any storage can hold it. People and `flashckpt report` read it, and agents that take over
+what another one had; no load does.
 """
 
 from __future__ import annotations
@@ -60,6 +61,16 @@ def read(storage: Storage) -> list[PastSave]:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     return found
+
+
+def told_of(storage: Storage, save_id: str) -> PastSave | None:
+    """Return what the history says of one save; None if it does not know it.
+
+    A rank whose agent was killed may come late to the next one, or to that of its node: what it had
+    staged has then been committed with the part that was durable, and retention may have removed it
+    since. To write that part again would be to wait in vain for the others'.
+    """
+    return next((past for past in read(storage) if past.save_id == save_id), None)
 
 
 def _lines(storage: Storage) -> list[bytes]:

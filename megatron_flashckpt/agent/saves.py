@@ -20,7 +20,7 @@ from megatron_flashckpt.agent.commit import (
     outcome_of,
 )
 from megatron_flashckpt.agent.flow import give_way
-from megatron_flashckpt.agent.history import PastSave, append
+from megatron_flashckpt.agent.history import PastSave, append, told_of
 from megatron_flashckpt.agent.leftovers import Sweeper
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
@@ -174,6 +174,9 @@ class Saves:
         try:
             if info.inherited and is_persisted(save, number):
                 digests = info.digests or stored_digests(save.storage, header, number)
+            elif info.inherited and (past := told_of(save.storage, save.save_id)) is not None:
+                save.past = past
+                digests = info.digests or digest_slot(slot, header)
             else:
                 with (
                     self._node.traces.recording(save.iteration, save.save_id, number),
@@ -297,7 +300,7 @@ class Saves:
         if error is not None:
             # Before anybody is told: on a full disk the next save needs the space.
             forget(save)
-        if not save.outlived:
+        if not save.outlived and save.past is None:
             self._enter_into_history(save, error)
         with self._node.changed:
             self._conclude(save, error)
@@ -326,7 +329,7 @@ class Saves:
 
     def _conclude(self, save: PendingSave, error: str | None) -> None:
         """Mark the slots and tell the outcome, once. The lock is held."""
-        if error is None:
+        if error is None and save.past is None:
             self._supersede(save)
             if save.superseded_by is None and 0 in save.metas:  # this agent moved the tracker
                 self._node.committed = save.iteration

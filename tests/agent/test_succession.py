@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory.slot import SlotState
@@ -114,6 +115,33 @@ def test_a_save_that_was_overtaken_at_the_first_agent_does_not_move_the_tracker_
     outcomes = {trainer.outcome().iteration, trainer.outcome().iteration}
     assert outcomes == {1, 2}
     assert_intact(root, 2, [trainer])
+
+
+def test_a_rank_that_comes_late_is_told_of_a_save_that_retention_has_removed_since(
+    node: Node, root: Path
+) -> None:
+    """Its part was durable when the agent died; with that the others' agent has committed it."""
+    late = node.trainer(root, 1, 2)
+    first, second = new_save_id(), new_save_id()
+    for iteration, save_id in ((1, first), (2, second)):
+        late.stage(iteration, save_id)
+        record = root / names.iteration_dir(iteration) / names.record_name(1, save_id)
+        eventually("its record", record.exists)
+    kill_agent(late.client.agent_pid)
+    prompt = node.trainer(root, 0, 2, retention=Retention(latest=1))
+    assert prompt.save(1, first).error is None
+    assert prompt.save(2, second).error is None
+    removed = root / names.iteration_dir(1)
+    assert not removed.exists()
+    assert late.reconnect() == (first, second)
+    outcomes = [late.outcome(), late.outcome()]
+    assert {(it.iteration, it.save_id, it.error) for it in outcomes} == {
+        (1, first, None),
+        (2, second, None),
+    }
+    assert not removed.exists(), "nothing of it was written again"
+    assert_intact(root, 2, [prompt, late])
+    assert save_all([prompt, late], 3) == [None, None]
 
 
 def test_what_was_staged_is_persisted_though_its_trainer_died_before_the_doorbell(
