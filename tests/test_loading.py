@@ -70,7 +70,7 @@ def test_memory_goes_before_storage_unless_it_is_older_or_storage_was_set_back(
 
 def plan_for(*names: tuple[str, str]) -> LoadPlan:
     pieces = [Piece(key, kind, "F32", (1,), (0,), (1,), 0, 1) for kind, key in names]
-    return LoadPlan(ReadPlan({}, ()), pieces, Targets([], []))
+    return LoadPlan(ReadPlan({}, ()), pieces, Targets([], []), set(names))
 
 
 def test_an_older_checkpoint_must_replace_all_that_a_damaged_one_has_overwritten() -> None:

@@ -20,7 +20,12 @@ from tests.agent.trainer import eventually, is_alive, new_save_id
 
 
 def listing(root: Path) -> set[str]:
-    return {str(path.relative_to(root)) for path in root.rglob("*")}
+    """Return all paths below `root`, from which the agent may be removing others meanwhile."""
+    return {
+        os.path.relpath(os.path.join(where, name), root)
+        for where, directories, files in os.walk(root)
+        for name in (*directories, *files)
+    }
 
 
 def plant(root: Path, iteration: int, *files: str) -> list[Path]:

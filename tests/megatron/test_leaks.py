@@ -24,6 +24,10 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
         *("--train-iters", str(LEAKY), "--save", str(where / "save")),
     ]
     env = {"MEASURE": "1", "LEAK": f"{MADE}:{SAVES}", "PYTHONMALLOC": "malloc"}
+    # The agent holds all of the history while it adds a line: it must not grow while we measure.
+    env["FLASHCKPT_HISTORY"] = str(WARM // 2)
+    # Nor may its threads' pools: of the agent only resident pages are known.
+    env["MALLOC_ARENA_MAX"] = "1"
     job = succeeded(run_job(where, "leaks", arguments, ranks=1, env=env, torchrun=True))
     events = sorted(job.named("resources"), key=lambda event: event["iteration"])
     assert [event["iteration"] for event in events] == list(range(2, LEAKY + 1))
