@@ -8,6 +8,7 @@ and logs go to the directory; the ranks meet at the driver's store at PORT.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -17,6 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -47,6 +49,14 @@ def run_rank(rank: int, count: int, door: str, where: Path, port: str, files: li
     )
 
 
+def end_helpers(rank: int) -> None:
+    """End what Megatron's tests have started in a rank's session: pools of processes, managers."""
+    for child in psutil.Process(rank).children(recursive=True):
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(child.pid) == os.getsid(rank):  # an agent has a session of its own
+                child.kill()
+
+
 def run(count: int, door: str, where: Path, port: str, files: list[str]) -> None:
     """Run the tests on `count` ranks to their end."""
     (where / "tmp").mkdir(parents=True)
@@ -60,6 +70,7 @@ def run(count: int, door: str, where: Path, port: str, files: list[str]) -> None
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()
+                end_helpers(os.getpid())
                 os._exit(status)
         ranks.append(pid)
     deadline = time.monotonic() + LIMIT_S
@@ -69,6 +80,7 @@ def run(count: int, door: str, where: Path, port: str, files: list[str]) -> None
                 ranks.remove(pid)
         time.sleep(0.1)
     for pid in ranks:
+        end_helpers(pid)
         os.kill(pid, 9)
         os.waitpid(pid, 0)
 
