@@ -173,7 +173,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Pages of the slots: as the `system` provides them for shared memory (small ones, unless
     /sys/kernel/mm/transparent_hugepage/shmem_enabled is `always` or `within_size`), or `collapse`
     to huge ones of 2 MiB when the slots are reserved, in the background: 0.7 to 2.5 CPU seconds per
-    GB, once. To read a slot then takes half the CPU time."""
+    GB, once. Reading alone then took half the CPU time, but whole loads were not faster where that
+    was measured (`benchmarks/README.md`)."""
 
     busy: Literal["wait", "skip"] = "wait"
     """No free slot: `wait` for one, or `skip` this save on all ranks alike (costs one tiny

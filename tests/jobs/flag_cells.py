@@ -39,6 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import cells
 import pretrain_gpt_tiny as tiny
 import torch
 import torch.distributed as dist
@@ -273,15 +274,9 @@ def forget() -> None:
 
 
 def main() -> None:
-    base = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=RANK == 0,
-        wait_for_workers=False,
-    )
-    gc.freeze()  # what is imported stays: collecting after every cell is cheap then
-    for number, cell in enumerate(json.loads(Path(os.environ["CASES"]).read_text())):
-        run(cell, dist.PrefixStore(f"cell-{number}", base))
+    _, found = cells.begin()
+    for cell, store in found:
+        run(cell, store)
         forget()
 
 

@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import cells
 import held_tensors
 import msgspec
 import numpy as np
@@ -240,22 +241,16 @@ def run_cell(cell: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    base = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=RANK == 0,
-        wait_for_workers=False,
-    )
-    gc.freeze()  # what is imported stays: collecting after every cell is cheap then
+    base, found = cells.begin()
     entered = None
-    for number, cell in enumerate(json.loads(Path(os.environ["CASES"]).read_text())):
+    for number, (cell, store) in enumerate(found):
         if cell["world"] <= RANK:
             entered = None  # the others leave it
             continue
         layout = (cell["world"], cell["arguments"])
         if layout != entered:
             meet(base, f"cell {number}", cell["world"])
-            enter_layout(*layout, dist.PrefixStore(f"cell-{number}", base))
+            enter_layout(*layout, store)
             entered = layout
         if not run_cell(cell):
             entered = None
