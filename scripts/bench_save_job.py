@@ -78,10 +78,15 @@ class Job:
             self.found[name].setdefault(key, []).append(value)
 
     def memcpy_s(self) -> float:
-        """Return the seconds of one plain copy of the state, all ranks at the same time."""
+        """Return the seconds of one plain copy of the state, all ranks at the same time.
+
+        As words: the fastest that was found. The C library's `memmove` took up to 1.1 times as
+        long, a copy of single bytes 1.3.
+        """
+        target, source = self.scratch.view(torch.int64), self.state.memory.view(torch.int64)
         dist.barrier()
         started = time.perf_counter()
-        self.scratch.copy_(self.state.memory)
+        target.copy_(source)
         return slowest(time.perf_counter() - started)
 
     def close(self, *, keep: bool) -> None:

@@ -26,6 +26,11 @@ from megatron_flashckpt.tracing import EARLY, WAIT, Recorder, phase, recorder
 
 logger = logging.getLogger(__name__)
 
+#: Neighbours on a CPU that have so many bytes on the average are copied each by itself. Of 1 MiB
+#: and more that took 1.05 times one plain copy of all, 1.2 when concatenated; of 256 KiB 1.2 and
+#: 1.0, of 4 KiB 4.6 and 1.6.
+_LARGE = 256 * 1024
+
 
 class Copy(NamedTuple):
     """One piece on its way."""
@@ -171,7 +176,7 @@ class Stager:
                 stack.enter_context(torch.cuda.stream(self._stream))
             # One call for many: the interpreter lock is released for its whole length.
             for target, sources in self._neighbours(copies):
-                if self._stream is None:  # at the speed of a memcpy, however many there are
+                if self._stream is None and target.nbytes < _LARGE * len(sources):
                     torch.cat(sources, out=target)
                 else:
                     numels = [source.numel() for source in sources]

@@ -154,6 +154,25 @@ def test_neighbours_of_several_types_and_what_lies_apart_all_come_to_their_place
         assert bytes_at(slab, offset, source.nbytes) == raw(source)
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_large_neighbours_with_small_ones_among_them_all_come_to_their_places(
+    slab: Slab, stager: HeldStager, early: bool
+) -> None:
+    """Many small pieces are copied by another call than large ones."""
+    stager.gate.set()
+    position = slab.slots[0].data_offset
+    copies = []
+    for dtype, numels in ((torch.float32, (200_000, 7, 0)), (torch.bfloat16, (1, 60_001))):
+        for numel in numels:
+            copies.append(Copy(torch.randn(numel).to(dtype), position, early))
+            position += copies[-1].source.nbytes
+    stager.stage(copies, Finish())
+    stager.wait()
+    for source, offset, _ in copies:
+        assert bytes_at(slab, offset, source.nbytes) == raw(source)
+    assert bytes_at(slab, position, 64) == bytes(64)
+
+
 def test_wait_without_a_job_returns_at_once(stager: HeldStager) -> None:
     stager.wait()
     stager.wait()
