@@ -169,10 +169,12 @@ class NodeLink:
         if slab is None or not slab.fits(meta_nbytes, data_nbytes, self._config.slots):
             self.stager.wait()
             slab = Slab.create(
-                self._config.slots, meta_nbytes + _META_RESERVE, data_nbytes, str(self._rank)
+                self._config.slots,
+                meta_nbytes + _META_RESERVE,
+                data_nbytes,
+                str(self._rank),
+                huge_pages=self._config.huge_pages,
             )
-            if self._config.huge_pages == "collapse":
-                slab.collapse()
             slab.populate()
             self._use(slab)
             self._attached = False

@@ -11,7 +11,6 @@ trainer up to STAGED or KEPT, the agent from then on.
 from __future__ import annotations
 
 import enum
-import mmap
 import struct
 from typing import Any
 
@@ -161,7 +160,7 @@ class SlabGeometry(msgspec.Struct, frozen=True):
 class Slot:
     """A view of one slot of a mapped slab."""
 
-    def __init__(self, memory: mmap.mmap, geometry: SlabGeometry, index: int) -> None:
+    def __init__(self, memory: memoryview, geometry: SlabGeometry, index: int) -> None:
         self.index = index
         self._memory = memory
         self._geometry = geometry
@@ -195,7 +194,7 @@ class Slot:
             CorruptCheckpointError: it is not the one that was set.
         """
         start = self._geometry.meta_offset(self.index)
-        encoded = self._memory[start : start + self.header.meta_nbytes]
+        encoded = bytes(self._memory[start : start + self.header.meta_nbytes])
         if self._memory[self._meta_sum] != _SUM.pack(xxhash.xxh3_64_intdigest(encoded)):
             raise CorruptCheckpointError(
                 f"slot {self.index}: its description has changed; host memory is damaged"
@@ -225,6 +224,4 @@ class Slot:
 
     def data(self) -> memoryview:
         """The bytes of the pieces. Release the view before the slab is closed."""
-        return memoryview(self._memory)[
-            self.data_offset : self.data_offset + self.header.data_nbytes
-        ]
+        return self._memory[self.data_offset : self.data_offset + self.header.data_nbytes]

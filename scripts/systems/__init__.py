@@ -45,8 +45,8 @@ CATALOGUE: dict[str, Entry] = {
     "flashckpt-blocking": Entry(
         "flashckpt, staging: blocking", "ours:Ours", {"staging": "blocking"}
     ),
-    "flashckpt-huge": Entry(
-        "flashckpt, huge_pages: collapse", "ours:Ours", {"huge_pages": "collapse"}, usual=False
+    "flashckpt-small-pages": Entry(
+        "flashckpt, huge_pages: false", "ours:Ours", {"huge_pages": False}, usual=False
     ),
     "torch.save": Entry("torch.save per rank", "torch_save:TorchSave"),
     "gather": Entry("gather to rank 0 + torch.save", "gather:Gather"),

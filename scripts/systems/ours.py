@@ -83,7 +83,7 @@ class Ours(System):
         self._config = Config(
             runtime_dir=str(self.root / "run"),
             staging=self.options.get("staging", "deferred"),
-            huge_pages=self.options.get("huge_pages", "system"),
+            huge_pages=self.options.get("huge_pages", True),
             agent=AgentConfig(grace_s=120.0),
         )
         self._checkpointer: Checkpointer | None = None

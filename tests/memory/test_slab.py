@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
 import resource
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
+from megatron_flashckpt.memory.mapping import HUGE_NBYTES, map_shared
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, SlotHeader, SlotState
+from tests.memory.mapped import times_mapped
 
 
 def open_fds() -> set[str]:
@@ -185,18 +187,74 @@ def test_a_populated_slab_is_staged_into_without_page_faults() -> None:
             slab.close()
 
 
-def test_a_collapsed_slab_holds_what_it_held_for_all_who_have_it() -> None:
-    made = Slab.create(2, 100, 5 * 2**20, "7")
+def kernel_collapses() -> bool:
+    fd = os.memfd_create("probe")
+    os.ftruncate(fd, HUGE_NBYTES)
+    memory = map_shared(fd, HUGE_NBYTES)
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+    memory[0] = 1
+    madvise = ctypes.CDLL(None).madvise
+    collapsed = madvise(ctypes.c_void_p(address), ctypes.c_size_t(HUGE_NBYTES), 25) == 0
+    os.close(fd)
+    return collapsed
+
+
+def of_huge_pages(slab: Slab) -> int:
+    """Return the bytes of the slab that this process has mapped as huge pages."""
+    with open("/proc/self/smaps") as maps:
+        lines = iter(maps)
+        for line in lines:
+            if f"flashckpt-{NAME}" in line:
+                break
+        for line in lines:
+            if line.startswith("ShmemPmdMapped:"):
+                return int(line.split()[1]) * 1024
+    raise AssertionError("the slab is not mapped")
+
+
+NAME = "huge"
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_it_consists_of_huge_pages_if_that_is_wanted(huge_pages: bool) -> None:
+    if not kernel_collapses():
+        pytest.skip("this kernel does not collapse pages (Linux 6.1)")
+    made = Slab.create(2, 100, 9 * HUGE_NBYTES, NAME, huge_pages=huge_pages)
+    try:
+        made.populate()
+        assert bool(of_huge_pages(made)) == huge_pages
+        if huge_pages:
+            assert of_huge_pages(made) == made.geometry.nbytes // HUGE_NBYTES * HUGE_NBYTES
+        assert os.fstat(made.fd).st_blocks * 512 >= made.geometry.nbytes, "and of the rest"
+        begin = made.geometry.slot_offset(0)
+        assert not any(bytes(made.memory[begin:])), "a slab begins with zeros"
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("huge_pages", [True, False])
+def test_all_who_have_it_see_the_same_bytes(huge_pages: bool) -> None:
+    made = Slab.create(2, 100, 5 * 2**20, "7", huge_pages=huge_pages)
     attached = Slab.attach(os.dup(made.fd))
-    content = os.urandom(len(made.memory))
+    content = os.urandom(made.memory.nbytes)
     begin = made.geometry.slot_offset(0)
     made.memory[begin:] = content[begin:]
-    mappings = len(Path("/proc/self/maps").read_text().splitlines())
-    made.collapse()
-    assert len(Path("/proc/self/maps").read_text().splitlines()) == mappings
-    assert made.memory[begin:] == attached.memory[begin:] == content[begin:]
-    made.memory[begin : begin + 9] = b"new bytes"
-    assert attached.memory[begin : begin + 9] == b"new bytes"
+    assert attached.memory[begin:] == content[begin:]
+    assert os.pread(made.fd, len(content), 0)[begin:] == content[begin:]
+    attached.memory[begin : begin + 9] = b"new bytes"
+    assert made.memory[begin : begin + 9] == b"new bytes"
     assert attached.geometry == made.geometry
     made.close()
     attached.close()
+
+
+def test_closing_unmaps_it_when_its_last_view_goes() -> None:
+    slab = Slab.create(1, 0, PAGE, NAME)
+    view = slab.memory[:PAGE]
+    assert times_mapped(NAME) == 1
+    slab.close()
+    assert times_mapped(NAME) == 1
+    assert view[:8] == b"FLASHSLB"
+    del view
+    gc.collect()
+    assert times_mapped(NAME) == 0

@@ -10,6 +10,7 @@ import torch
 
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.stager import Copy, Stager
+from tests.memory.mapped import times_mapped
 
 PATIENCE_S = 20.0
 
@@ -327,16 +328,16 @@ def test_close_ends_what_is_under_way_and_joins_the_thread(slab: Slab) -> None:
 
 
 def test_close_lets_go_of_the_slab() -> None:
-    slab = Slab.create(1, 0, 4096, "0")
+    slab = Slab.create(1, 0, 4096, "let-go")
     stager = Stager()
     stager.use(slab, cuda_device=None)
     stager.close()
     slab.close()
-    assert slab.memory.closed
+    assert times_mapped("let-go") == 0
 
 
 def test_a_slab_that_is_closed_under_the_stager_stays_mapped_until_it_lets_go() -> None:
-    slab = Slab.create(1, 0, 4096, "0")
+    slab = Slab.create(1, 0, 4096, "held")
     offset = slab.slots[0].data_offset
     stager = Stager()
     stager.use(slab, cuda_device=None)
@@ -345,6 +346,6 @@ def test_a_slab_that_is_closed_under_the_stager_stays_mapped_until_it_lets_go() 
     stager.stage([Copy(torch.ones(4), offset, False)], finish)
     stager.wait()
     assert [error for _, error in finish.calls] == [None]
-    assert not slab.memory.closed
+    assert times_mapped("held") == 1
     stager.close()
-    slab.memory.close()
+    assert times_mapped("held") == 0

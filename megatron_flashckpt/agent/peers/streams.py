@@ -87,7 +87,7 @@ def write(slab: Slab, index: int, label: Label, start: int, data: bytes | memory
 def description(slab: Slab, index: int, label: Label) -> bytes:
     """Return the bytes of a slot's encoded description."""
     meta_at = slab.geometry.meta_offset(index)
-    return slab.memory[meta_at : meta_at + label.meta_nbytes]
+    return bytes(slab.memory[meta_at : meta_at + label.meta_nbytes])
 
 
 def damage(slab: Slab, index: int, label: Label) -> str | None:
@@ -120,7 +120,7 @@ def _spans(
 
 def _copy(slab: Slab, index: int, save_id: str, start: int, end: int) -> bytes | None:
     try:
-        copied = slab.memory[start:end]
+        copied = bytes(slab.memory[start:end])
     except ValueError:  # the slab was closed
         return None
     # After the copy, not before: the header is emptied before the first byte is overwritten.

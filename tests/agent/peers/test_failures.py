@@ -154,7 +154,7 @@ def stream(trainer: FakeTrainer, iteration: int) -> bytes:
     assert trainer.slab is not None
     meta_at = trainer.slab.geometry.meta_offset(index)
     nbytes = trainer.slab.slots[index].header.meta_nbytes
-    return trainer.slab.memory[meta_at : meta_at + nbytes] + trainer.bytes_in(index)
+    return bytes(trainer.slab.memory[meta_at : meta_at + nbytes]) + trainer.bytes_in(index)
 
 
 @pytest.mark.parametrize("scheme", ["copy", "xor"])
