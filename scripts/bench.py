@@ -42,7 +42,9 @@ def main() -> None:
     restart.add_argument(
         "--mib", type=int, nargs="+", default=[256, 1024], help="state of one rank"
     )
-    restart.add_argument("--system", choices=("flashckpt", "flashckpt-huge"), default="flashckpt")
+    restart.add_argument(
+        "--system", choices=("flashckpt", "flashckpt-small-pages"), default="flashckpt"
+    )
     share = commands.add_parser("share", help="replicas that read once and send, or read it all")
     share.add_argument("--rounds", type=int, default=3)
     share.add_argument("--replicas", type=int, default=4)

@@ -24,7 +24,7 @@ from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.memory.stager import Copy, Stager
-from megatron_flashckpt.planning.cluster_model import Cluster, even_sizes, plan
+from megatron_flashckpt.planning.cluster_model import Cluster, PerParameter, even_sizes, plan
 from megatron_flashckpt.storage.posix import PosixStorage
 
 FACTOR = 2.0
@@ -80,7 +80,7 @@ def bench_model(out: Console, root: Path, mib: int, rounds: int) -> None:
         node_storage_gb_s=speed["write"],
         storage_gb_s=speed["write"],
     )
-    said = plan(even_sizes(numel, 1, 1, 4), cluster)
+    said = plan(even_sizes(numel, 1, 1, PerParameter(4, 4)), cluster)
     table = Table("", "predicted", "measured", "measured / predicted")
     right = True
     for name, predicted in (("stage", said.stage_s), ("persist", said.persist_s)):

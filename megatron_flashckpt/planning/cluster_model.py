@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -41,19 +41,27 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     largest_nbytes: int
     """No rank writes more: Megatron divides padded buffers, not parameters."""
     total_nbytes: int
+    gathered_nbytes: int
+    """What a save that gathers stores: 16-bit weights too, under `weights: derive`."""
     group_nbytes: float
     """Of the data parallel group that holds most: what its first rank writes after a gather."""
 
 
+class PerParameter(NamedTuple):
+    """Bytes that are stored of each parameter."""
+
+    ours: int
+    gathered: int
+
+
 def sizes(
-    stages: Sequence[Part], *, world: int, tp: int, ep: int, etp: int, parameter_nbytes: int
+    stages: Sequence[Part], *, world: int, tp: int, ep: int, etp: int, stored: PerParameter
 ) -> Sizes:
     """Return the sizes of a job's checkpoints.
 
     Args:
         stages: what a tensor rank holds on every pipeline stage.
         world: ranks in all.
-        parameter_nbytes: stored per parameter.
     """
     replicas = world // (tp * len(stages))
     expert_replicas = world // (etp * ep * len(stages))
@@ -68,18 +76,17 @@ def sizes(
         parameters=total,
         ranks=world,
         writers_of_a_gather=len(stages) * max(tp, etp * ep),
-        rank_nbytes=rank * parameter_nbytes,
-        largest_nbytes=math.ceil(
-            (rank + padding / min(replicas, expert_replicas)) * parameter_nbytes
-        ),
-        total_nbytes=total * parameter_nbytes,
-        group_nbytes=(dense + heaviest.experts) * float(parameter_nbytes),
+        rank_nbytes=rank * stored.ours,
+        largest_nbytes=math.ceil((rank + padding / min(replicas, expert_replicas)) * stored.ours),
+        total_nbytes=total * stored.ours,
+        gathered_nbytes=total * stored.gathered,
+        group_nbytes=(dense + heaviest.experts) * float(stored.gathered),
     )
 
 
-def even_sizes(parameters: int, world: int, model_parts: int, parameter_nbytes: int) -> Sizes:
+def even_sizes(parameters: int, world: int, model_parts: int, stored: PerParameter) -> Sizes:
     """Return the sizes if all that is known is how many parameters there are."""
-    total = parameters * parameter_nbytes
+    total, gathered = parameters * stored.ours, parameters * stored.gathered
     return Sizes(
         parameters=parameters,
         ranks=world,
@@ -87,7 +94,8 @@ def even_sizes(parameters: int, world: int, model_parts: int, parameter_nbytes: 
         rank_nbytes=total / world,
         largest_nbytes=math.ceil(total / world),
         total_nbytes=total,
-        group_nbytes=total / model_parts,
+        gathered_nbytes=gathered,
+        group_nbytes=gathered / model_parts,
     )
 
 
@@ -282,8 +290,8 @@ def _gather(sizes: Sizes, cluster: Cluster, mtbf_s: float) -> Strategy:
     writing_nodes = -(-sizes.writers_of_a_gather // cluster.gpus_per_node)
     write_s = max(
         sizes.group_nbytes / (cluster.writer_gb_s * GB),
-        sizes.total_nbytes / (writing_nodes * cluster.node_storage_gb_s * GB),
-        sizes.total_nbytes / (cluster.storage_gb_s * GB),
+        sizes.gathered_nbytes / (writing_nodes * cluster.node_storage_gb_s * GB),
+        sizes.gathered_nbytes / (cluster.storage_gb_s * GB),
     )
     # Training waits for all of it, so nothing that was trained meanwhile is at risk.
     blocked_s = gather_s + copy_s + write_s

@@ -9,12 +9,14 @@ import typing
 import msgspec
 from rich.console import Console
 
+from megatron_flashckpt.config import Weights
 from megatron_flashckpt.console import add_row, human_size, human_time, new_table, say
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.planning import gpt_size
 from megatron_flashckpt.planning.cluster_model import (
     GB,
     Cluster,
+    PerParameter,
     Plan,
     Sizes,
     Strategy,
@@ -49,6 +51,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="N",
         help="of the whole model, e.g. 70e9, if Megatron's arguments do not tell",
     )
+    parser.add_argument(
+        "--weights",
+        choices=typing.get_args(Weights),
+        default="store",
+        help="setting 'weights' (default: store)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     hints = typing.get_type_hints(Cluster, include_extras=True)
     for field in msgspec.structs.fields(Cluster):
@@ -80,7 +88,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
     """Print the plan."""
     fields = [field.name for field in msgspec.structs.fields(Cluster)]
     cluster = Cluster(**{name: getattr(args, name) for name in fields})
-    found = plan(sizes_of(args.megatron, args.gpus, args.parameters), cluster)
+    found = plan(sizes_of(args.megatron, args.gpus, args.parameters, args.weights), cluster)
     if args.json:
         said = {"plan": msgspec.to_builtins(found), "cluster": msgspec.to_builtins(cluster)}
         say(out, json.dumps(said, indent=2))
@@ -89,8 +97,10 @@ def run(args: argparse.Namespace, out: Console) -> int:
     return 0
 
 
-def sizes_of(words: list[str], gpus: int, parameters: float | None) -> Sizes:
-    """Return the sizes of a job with Megatron's arguments `words`.
+def sizes_of(
+    words: list[str], gpus: int, parameters: float | None, weights: Weights = "store"
+) -> Sizes:
+    """Return the sizes of a job with Megatron's arguments `words` and the setting `weights`.
 
     Raises:
         ConfigError: they do not say enough, or the ranks cannot be divided so.
@@ -105,10 +115,12 @@ def sizes_of(words: list[str], gpus: int, parameters: float | None) -> Sizes:
                 f"--gpus {gpus} cannot be divided into model replicas of {ways} ranks"
             )
     nbytes = gpt_size.parameter_nbytes(megatron)
+    derived = gpt_size.derived_nbytes(megatron) if weights == "derive" else 0
+    stored = PerParameter(nbytes - derived, nbytes)
     if parameters is not None:
-        return even_sizes(int(parameters), gpus, tp * pp, nbytes)
+        return even_sizes(int(parameters), gpus, tp * pp, stored)
     stages = gpt_size.stages(megatron)
-    return sizes(stages, world=gpus, tp=tp, ep=ep, etp=etp, parameter_nbytes=nbytes)
+    return sizes(stages, world=gpus, tp=tp, ep=ep, etp=etp, stored=stored)
 
 
 def _print(found: Plan, cluster: Cluster, out: Console) -> None:

@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in (
         *("group-query-attention", "swiglu", "untie-embeddings-and-output-weights", "bf16", "fp16"),
         *("disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-save-optim"),
-        *("use-precision-aware-optimizer",),
+        *("use-precision-aware-optimizer", "use-distributed-optimizer"),
     ):
         parser.add_argument(f"--{name}", action="store_true")
     return parser
@@ -273,3 +273,18 @@ def parameter_nbytes(args: argparse.Namespace) -> int:
         return weight + master + 4
     moments = (args.exp_avg_dtype, args.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     return weight + master + sum(_WIDTH[moment] for moment in moments)
+
+
+def derived_nbytes(args: argparse.Namespace) -> int:
+    """Return how many of these bytes per parameter `weights: derive` leaves out.
+
+    Raises:
+        ConfigError: such a job is refused, because its masters do not say all.
+    """
+    if not (args.bf16 or args.fp16) or args.no_save_optim:
+        return 0
+    if not args.use_distributed_optimizer:
+        raise ConfigError("--weights derive needs --use-distributed-optimizer after '--'")
+    if args.use_precision_aware_optimizer and args.main_params_dtype != "fp32":
+        raise ConfigError("--weights derive needs masters that are fp32 (--main-params-dtype)")
+    return 2

@@ -12,6 +12,7 @@ from megatron_flashckpt.cli import main
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.planning.cluster_model import (
     Cluster,
+    PerParameter,
     Sizes,
     daly,
     even_sizes,
@@ -47,6 +48,17 @@ def test_one_rank_holds_everything() -> None:
     assert found.rank_nbytes == found.total_nbytes == found.group_nbytes
 
 
+def test_derived_weights_are_not_saved_but_a_gather_saves_them() -> None:
+    stored, derived = sizes(), sizes_of(MODEL, 1024, None, "derive")
+    assert derived.total_nbytes == 12 * derived.parameters
+    assert derived.gathered_nbytes == stored.total_nbytes
+    assert derived.largest_nbytes < stored.largest_nbytes
+    assert plan(derived, Cluster()).gather == plan(stored, Cluster()).gather
+    assert plan(derived, Cluster()).persist_s == pytest.approx(
+        plan(stored, Cluster()).persist_s * 12 / 14
+    )
+
+
 def test_young_and_daly() -> None:
     """Daly's paper: the two agree while a save is short, and M is the limit where it is long."""
     assert young(10.0, 72_000.0) == pytest.approx(1200.0)
@@ -78,7 +90,9 @@ def test_a_copy_that_does_not_fit_before_the_step_blocks_it() -> None:
 
 
 def test_a_gathering_save_costs_more_the_larger_the_model() -> None:
-    small, large = (plan(even_sizes(n, 64, 8, 14), Cluster()) for n in (10**9, 10**10))
+    small, large = (
+        plan(even_sizes(n, 64, 8, PerParameter(14, 14)), Cluster()) for n in (10**9, 10**10)
+    )
     assert small.gather.blocked_s < large.gather.blocked_s
     assert large.gather.lost_s_per_day > large.ours.lost_s_per_day
     assert large.ours.blocked_s == small.ours.blocked_s
@@ -113,3 +127,11 @@ def test_the_command_refuses_ranks_that_do_not_divide(capsys: pytest.CaptureFixt
     assert "replicas of 32 ranks" in capsys.readouterr().err
     assert main(["plan", "--gpus", "8", "--parameters", "8e9"]) == 0
     assert "8.000 billion" in capsys.readouterr().out
+
+
+def test_the_command_knows_the_setting_weights(capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "--gpus", "8", "--parameters", "8e9", "--json", "--weights", "derive", "--"]
+    assert main([*words, "--bf16", "--use-distributed-optimizer"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["sizes"]["total_nbytes"] == 12 * 8e9
+    assert main([*words, "--bf16"]) == 2
+    assert "needs --use-distributed-optimizer" in capsys.readouterr().err

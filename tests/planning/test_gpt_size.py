@@ -110,6 +110,21 @@ def test_bytes_per_parameter(words: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "nbytes"),
+    [("--bf16 --use-distributed-optimizer", 2), ("", 0), ("--bf16 --no-save-optim", 0)],
+)
+def test_bytes_that_are_derived(words: str, nbytes: int) -> None:
+    assert gpt_size.derived_nbytes(gpt_size.parse(words.split(), model_known=True)) == nbytes
+
+
+def test_masters_that_do_not_say_all_are_refused() -> None:
+    words = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
+    args = gpt_size.parse([*words.split(), "--main-params-dtype", "fp16"], model_known=True)
+    with pytest.raises(ConfigError, match="masters that are fp32"):
+        gpt_size.derived_nbytes(args)
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("--num-layers 4", "--hidden-size, --num-attention-heads, --padded-vocab-size"),
