@@ -30,6 +30,7 @@ from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, plan_load
 from megatron_flashckpt.load_side_state import SideState, load_side_state
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object, gather_objects, together
@@ -118,6 +119,7 @@ def _gather_offers(offers: tuple[Offer, ...]) -> list[list[dict[str, Any]]]:
     return gather_objects([msgspec.structs.asdict(offer) for offer in offers])
 
 
+@held_off()
 def load_from_memory(
     request: LoadRequest, state: ModelState, rank: int, found_there: InMemory, threads: int
 ) -> Loaded:
@@ -158,6 +160,7 @@ def load_from_memory(
     )
 
 
+@held_off()
 def load_from_storage(
     request: LoadRequest,
     state: ModelState,

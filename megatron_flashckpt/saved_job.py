@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
-from megatron_flashckpt.layout.plan import Source, pieces_of
+from megatron_flashckpt.layout.plan import Source, piece_of
 from megatron_flashckpt.layout.records import Coordinates
 
 
@@ -56,7 +56,7 @@ class SavedJob:
     def rank_state(self, rank: int) -> Piece | None:
         """Return the piece that holds the side state of `rank`."""
         source = self.sources[rank]
-        for piece in pieces_of(source.template, source.placement):
-            if piece.kind == RANK_STATE:
-                return piece
+        for item in source.template.items:
+            if item.kind == RANK_STATE:
+                return piece_of(item, source.placement)
         return None

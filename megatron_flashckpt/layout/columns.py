@@ -7,6 +7,7 @@ what is wanted are left out before anything is looked at one by one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections import defaultdict
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import Piece, Shape
 from megatron_flashckpt.layout.plan import Source, TemplateItem, placement_length
-from megatron_flashckpt.layout.reshard import Run
+from megatron_flashckpt.layout.reshard import Box, Run
 
 Numbers = npt.NDArray[np.int64]
 _Hull = tuple[Shape, Shape]
@@ -37,21 +38,50 @@ _FEW_USERS, _FEW_ROWS = 8, 64
 
 
 class StoredRun(NamedTuple):
-    """One stored run, with the smallest box that holds it: from `low` to `high` along each axis."""
+    """One stored run."""
 
     rank: int
     byte_offset: int
     run: Run
-    low: Shape
-    high: Shape
 
 
 class Rows(list[StoredRun]):
-    """Stored runs of one tensor, a few: looked at one by one, they need no arrays."""
+    """Stored runs of one tensor, those of a few ranks."""
 
-    def meeting(self, low: Shape, high: Shape) -> list[StoredRun]:
-        """Return the runs that meet the box from `low` to `high`."""
-        return [row for row in self if _meet(row.low, row.high, low, high)]
+    def meeting(self, wanted: Run) -> list[StoredRun]:
+        """Return all runs that have something of `wanted`, and perhaps more."""
+        if len(self) <= 1:
+            return self
+        # In the layout that was saved: the same box, and no other can have anything of it.
+        if self._apart is not None and (found := self._apart.get(wanted[:2])) is not None:
+            return found
+        if len(self) > _FEW_ROWS:
+            return self._columns.meeting(wanted)
+        low, high = bounds(wanted)
+        return [row for row, its in zip(self, self._bounds, strict=True) if _meet(*its, low, high)]
+
+    @functools.cached_property
+    def _apart(self) -> dict[Box, list[StoredRun]] | None:
+        """The runs by box; None if boxes may overlap.
+
+        They do not if all have one shape and begin at multiples of it, as in nearly every layout.
+        """
+        shape = self[0].run.shape
+        found: dict[Box, list[StoredRun]] = defaultdict(list)
+        for row in self:
+            run = row.run
+            if run.shape != shape or not all(shape) or any(map(operator.mod, run.offset, shape)):
+                return None
+            found[run[:2]].append(row)
+        return found
+
+    @functools.cached_property
+    def _bounds(self) -> list[_Hull]:
+        return [bounds(row.run) for row in self]
+
+    @functools.cached_property
+    def _columns(self) -> Columns:
+        return Columns.of(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,21 +99,21 @@ class Columns:
 
     @classmethod
     def of(cls, rows: Rows) -> Columns:
-        ranks, byte_offsets, runs, lows, highs = zip(*rows, strict=True)
+        ranks, byte_offsets, runs = zip(*rows, strict=True)
+        lows, highs = zip(*map(bounds, runs), strict=True)
         columns = (ranks, byte_offsets, *zip(*runs, strict=True), lows, highs)
         return cls(*(np.array(column, np.int64) for column in columns))
 
-    def meeting(self, low: Shape, high: Shape) -> list[StoredRun]:
-        """Return the runs that meet the box from `low` to `high`."""
+    def meeting(self, wanted: Run) -> list[StoredRun]:
+        """See `Rows.meeting`."""
+        low, high = bounds(wanted)
         meets = ((self.low < np.array(high)) & (self.high > np.array(low))).all(axis=1)
         return [self._row(row) for row in np.flatnonzero(meets).tolist()]
 
     def _row(self, row: int) -> StoredRun:
-        offset, shape, low, high = (
-            tuple(column[row].tolist()) for column in (self.offset, self.shape, self.low, self.high)
-        )
+        offset, shape = (tuple(column[row].tolist()) for column in (self.offset, self.shape))
         run = Run(offset, shape, int(self.start[row]), int(self.end[row]))
-        return StoredRun(int(self.rank[row]), int(self.byte_offset[row]), run, low, high)
+        return StoredRun(int(self.rank[row]), int(self.byte_offset[row]), run)
 
 
 def hulls(wanted: list[Piece]) -> dict[Name, _Hull]:
@@ -156,12 +186,14 @@ def _outside(item: TemplateItem, rank: int, place: str) -> CorruptCheckpointErro
 def _rows(item: TemplateItem, users: list[Source], hull: _Hull, place: str) -> Rows:
     """Return the runs that `item` is on the ranks of `users`, as far as they meet `hull`."""
     found = Rows()
-    last_start = math.prod(item.shape) - item.numel
+    shape, where = item.shape, item.place
+    last_start = math.prod(shape) - item.numel
+    comparable = len(hull[0]) == len(shape)
     for user in users:
-        *corner, start = user.placement[item.place]
-        offset, end = tuple(corner), start + item.numel
-        far = tuple(map(operator.add, offset, item.shape))
-        if len(hull[0]) == len(offset) and not _meet(offset, far, *hull):
+        *corner, start = user.placement[where]
+        offset = tuple(corner)
+        far = tuple(map(operator.add, offset, shape))
+        if comparable and not _meet(offset, far, *hull):
             continue
         if (
             not 0 <= start <= last_start
@@ -169,8 +201,8 @@ def _rows(item: TemplateItem, users: list[Source], hull: _Hull, place: str) -> R
             or any(map(operator.gt, far, item.global_shape))
         ):
             raise _outside(item, user.rank, place)
-        run = Run(offset, item.shape, start, end)
-        found.append(StoredRun(user.rank, item.byte_offset, run, *bounds(run)))
+        run = Run(offset, shape, start, start + item.numel)
+        found.append(StoredRun(user.rank, item.byte_offset, run))
     return found
 
 
@@ -236,20 +268,20 @@ def _first_extent(shape: Shape) -> int | None:
 
 def _possible(item: TemplateItem) -> bool:
     """Return whether `item` can lie anywhere, and be counted in 64 bits."""
-    return (
-        len(item.shape) == len(item.global_shape)
-        and all(
-            0 <= n <= size < _LIMIT for n, size in zip(item.shape, item.global_shape, strict=True)
-        )
-        and 0 <= item.numel <= math.prod(item.shape) < _LIMIT
-        and 0 <= item.byte_offset < _LIMIT
-    )
+    if len(item.shape) != len(item.global_shape):
+        return False
+    for n, size in zip(item.shape, item.global_shape, strict=True):
+        if not 0 <= n <= size < _LIMIT:
+            return False
+    return 0 <= item.numel <= math.prod(item.shape) < _LIMIT and 0 <= item.byte_offset < _LIMIT
 
 
 def _joined(parts: list[Rows | Columns]) -> Rows | Columns:
+    if len(parts) == 1:
+        return parts[0]
     rows = Rows(row for part in parts if isinstance(part, Rows) for row in part)
     columns = [part for part in parts if isinstance(part, Columns)]
-    if not columns and len(rows) <= _FEW_ROWS:
+    if not columns:
         return rows
     if rows:
         columns.append(Columns.of(rows))

@@ -18,7 +18,6 @@ from megatron_flashckpt.layout.columns import (
     Columns,
     Rows,
     Variant,
-    bounds,
     hulls,
     stored_columns,
 )
@@ -160,7 +159,10 @@ def _parts(index: int, piece: Piece, stored: Rows | Columns) -> list[_Part]:
     wanted = Run.of(piece)
     size = itemsize(piece.dtype)
     found = []
-    for rank, byte_offset, run, _, _ in stored.meeting(*bounds(wanted)):
+    for rank, byte_offset, run in stored.meeting(wanted):
+        if run == wanted and piece.numel:
+            found.append(_Part(rank, piece.numel, Read(byte_offset, piece.nbytes, index, run)))
+            continue
         common = overlap(run, wanted)
         if common.numel:
             read = Read(

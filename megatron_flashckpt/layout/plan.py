@@ -108,22 +108,22 @@ def pieces_of(template: Template, placement: Placement) -> list[Piece]:
             f"a placement of {len(placement)} numbers for a template that takes "
             f"{placement_length(template.items)}"
         )
-    pieces = []
-    for item in template.items:
-        *offset, start = placement[item.place]
-        pieces.append(
-            Piece(
-                item.key,
-                item.kind,
-                item.dtype,
-                item.global_shape,
-                tuple(offset),
-                item.shape,
-                start,
-                start + item.numel,
-            )
-        )
-    return pieces
+    return [piece_of(item, placement) for item in template.items]
+
+
+def piece_of(item: TemplateItem, placement: Placement) -> Piece:
+    """Return the piece that an item of a template is with such a placement."""
+    *offset, start = placement[item.place]
+    return Piece(
+        item.key,
+        item.kind,
+        item.dtype,
+        item.global_shape,
+        tuple(offset),
+        item.shape,
+        start,
+        start + item.numel,
+    )
 
 
 def placed(pieces: Iterable[Piece]) -> tuple[list[int], Placement]:

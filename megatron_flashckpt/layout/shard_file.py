@@ -117,9 +117,11 @@ def header_nbytes(prefix: bytes, place: str) -> int:
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    """One tensor; `__metadata__` decodes as one that cannot be."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -132,24 +134,30 @@ class Shard(msgspec.Struct, frozen=True):
     data_offset: int
 
 
-def decode_header(header: bytes, place: str) -> Shard:
+def decode_header(
+    header: bytes, place: str, expected: tuple[Template, Placement] | None = None
+) -> Shard:
     """Return what the header says, checked for consistency with itself.
 
     Args:
         header: length prefix and JSON, `header_nbytes` bytes.
         place: file name for messages.
+        expected: what it should hold, returned if it does: of 20,000 tensors that is found out in
+            a quarter of the time that it takes to put together what a header holds.
 
     Raises:
         CorruptCheckpointError: not JSON, not ours, or contradicting itself.
         FormatVersionError: written by a newer release.
     """
     try:
-        entries = msgspec.json.decode(header[_LENGTH.size :], type=dict[str, msgspec.Raw])
+        body = memoryview(header)[_LENGTH.size :]
+        entries = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         outer = msgspec.json.decode(entries.pop("__metadata__"), type=dict[str, str])
         version = msgspec.json.decode(outer["flashckpt"], type=dict[str, msgspec.Raw])["version"]
         refuse_newer(msgspec.json.decode(version, type=int), place)
         metadata = msgspec.json.decode(outer["flashckpt"], type=ShardMetadata)
-        tensors = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in entries.items()}
+        tensors = msgspec.json.decode(body, type=dict[str, _Entry])
+        del tensors["__metadata__"]
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: header is not that of a flashckpt shard ({error}); {_OLDER}"
@@ -158,6 +166,8 @@ def decode_header(header: bytes, place: str) -> Shard:
         raise CorruptCheckpointError(
             f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}; {_OLDER}"
         )
+    if expected is not None and _says(tensors, metadata, *expected):
+        return _sound(metadata, *expected, len(header), place)
     pieces, offsets, position = [], [], 0
     for (name, entry), piece in zip(tensors.items(), metadata.pieces, strict=True):
         kind, _, rest = name.partition("/")
@@ -171,12 +181,6 @@ def decode_header(header: bytes, place: str) -> Shard:
         pieces.append(Piece(key, kind, entry.dtype, *piece, piece[3] + numel))
         offsets.append(position)
         position = end
-    digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
-    if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(position):
-        raise CorruptCheckpointError(
-            f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not stand for "
-            f"{position} bytes of data; {_OLDER}"
-        )
     try:
         for each in pieces:
             each.check()
@@ -187,7 +191,41 @@ def decode_header(header: bytes, place: str) -> Shard:
         TemplateItem(it.key, it.kind, it.dtype, it.global_shape, it.shape, it.numel, *where)
         for it, *where in zip(pieces, offsets, placed_at, strict=True)
     )
-    return Shard(metadata, Template(items, position, b""), placement, digests, len(header))
+    return _sound(metadata, Template(items, position, b""), placement, len(header), place)
+
+
+def _says(
+    tensors: dict[str, _Entry], metadata: ShardMetadata, template: Template, placement: Placement
+) -> bool:
+    """Return whether a header says of all tensors what `template` and `placement` say."""
+    if len(tensors) != len(template.items):
+        return False
+    for (name, entry), geometry, item in zip(
+        tensors.items(), metadata.pieces, template.items, strict=True
+    ):
+        *offset, start = placement[item.place]
+        end = item.byte_offset + item.numel * ITEMSIZE[item.dtype]
+        if (
+            geometry != (item.global_shape, tuple(offset), item.shape, start)
+            or entry.data_offsets != (item.byte_offset, end)
+            or entry.shape != (item.numel,)
+            or entry.dtype != item.dtype
+            or name.rpartition("#")[0] != f"{item.kind}/{item.key}"
+        ):
+            return False
+    return True
+
+
+def _sound(
+    metadata: ShardMetadata, template: Template, placement: Placement, data_offset: int, place: str
+) -> Shard:
+    digests = tuple(metadata.digests[i : i + 16] for i in range(0, len(metadata.digests), 16))
+    if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(template.nbytes):
+        raise CorruptCheckpointError(
+            f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not stand for "
+            f"{template.nbytes} bytes of data; {_OLDER}"
+        )
+    return Shard(metadata, template, placement, digests, data_offset)
 
 
 def refuse_newer(version: int, place: str) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 def held_off() -> Iterator[None]:
     """Let nothing be collected inside the context.
 
-    A save makes several objects per tensor. With 20,000 tensors their number alone sets the
-    collector off dozens of times, now and then to go through all objects of the process: that took
-    longer than to make them. Reference counts free them, when the save lets go of them.
+    A save or a load makes several objects per tensor. With 20,000 tensors their number alone sets
+    the collector off dozens of times, now and then to go through all objects of the process: that
+    took longer than to make them. Reference counts free them, when they are let go of.
     """
     if not gc.isenabled():  # as with Megatron's --manual-gc
         yield

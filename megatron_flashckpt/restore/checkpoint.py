@@ -12,7 +12,7 @@ from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
-from megatron_flashckpt.layout.plan import Placement, Source, Template, pieces_of
+from megatron_flashckpt.layout.plan import Source, Template
 from megatron_flashckpt.layout.shard_file import (
     CHUNK_NBYTES,
     Shard,
@@ -107,7 +107,7 @@ class StoredCheckpoint:
             raise CorruptCheckpointError(
                 f"{place}: header digest {found}, expected {entry.header_digest}; {_OLDER}"
             )
-        shard = decode_header(header, place)
+        shard = decode_header(header, place, (self._templates[entry.template], entry.placement))
         self._check_identity(shard, entry, place)
         return shard
 
@@ -124,8 +124,7 @@ class StoredCheckpoint:
                 f"{_OLDER}"
             )
         if (
-            _described(shard.template, shard.placement)
-            != _described(self._templates[entry.template], entry.placement)
+            shard.template is not self._templates[entry.template]
             or shard.data_offset + shard.template.nbytes != entry.nbytes
         ):
             raise CorruptCheckpointError(
@@ -185,14 +184,6 @@ class StoredCheckpoint:
             yield
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {_OLDER}") from error
-
-
-def _described(template: Template, placement: Placement) -> list[tuple[object, ...]]:
-    """Return what header and manifest both say of a shard, in terms that both can express."""
-    return [
-        (f"{it.kind}/{it.key}", it.dtype, it.global_shape, it.offset, it.shape, it.start, it.end)
-        for it in pieces_of(template, placement)
-    ]
 
 
 def read_manifest(storage: Storage, iteration: int) -> bytes:

@@ -28,6 +28,16 @@ from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 _PLACED_NBYTES = 16 * 1024
 
 
+class Part(NamedTuple):
+    """Bytes that were read and verified."""
+
+    read: Read
+    offset: int
+    """From which byte of `read` on."""
+    source: memoryview
+    """Writable, and used for other things afterwards."""
+
+
 class Sink(Protocol):
     """Where bytes go: `restore.targets.Targets`, or whatever a tool makes of them.
 
@@ -39,11 +49,8 @@ class Sink(Protocol):
         `read` on; None: `put` shall have them.
         """
 
-    def put(self, read: Read, offset: int, source: memoryview) -> None:
-        """Take `source`, the bytes of `read.stored` from byte `offset` of `read` on, verified.
-
-        `source` is writable, and used for other things afterwards.
-        """
+    def put(self, parts: list[Part]) -> None:
+        """Take what one chunk has of several reads, at least of one."""
 
 
 class ChunkSource(Protocol):
@@ -94,10 +101,14 @@ def _touches(read: Read, index: int, piece: Piece) -> bool:
 
 def deliver(chunk: ChunkReads, data: memoryview, sink: Sink) -> None:
     """Give `sink` what is wanted of `data`, the contents of `chunk`."""
+    if parts := [_part(chunk, read, data) for read in chunk.reads]:
+        sink.put(parts)
+
+
+def _part(chunk: ChunkReads, read: Read, data: memoryview) -> Part:
     start = chunk.number * CHUNK_NBYTES
-    for read in chunk.reads:
-        low, high = _within(read, start, data.nbytes)
-        sink.put(read, start + low - read.source_offset, data[low:high])
+    low, high = _within(read, start, data.nbytes)
+    return Part(read, start + low - read.source_offset, data[low:high])
 
 
 def _within(read: Read, start: int, nbytes: int) -> tuple[int, int]:
@@ -109,41 +120,44 @@ def _within(read: Read, start: int, nbytes: int) -> tuple[int, int]:
 
 def _laid_out(
     chunk: ChunkReads, buffer: memoryview, sink: Sink
-) -> tuple[list[memoryview], ChunkReads]:
+) -> tuple[list[memoryview], list[Part]]:
     """Return the memory that is to hold `chunk`, end to end, and what is then to be delivered.
 
     Args:
         buffer: as long as the chunk; a byte that is not placed goes where the chunk has it.
     """
-    start = chunk.number * CHUNK_NBYTES
-    parts: list[memoryview] = []
+    start, nbytes = chunk.number * CHUNK_NBYTES, buffer.nbytes
+    memory: list[memoryview] = []
     rest = []
     placed = buffered = 0
     for read in chunk.reads:
-        low, high = _within(read, start, buffer.nbytes)
-        if low < placed:
-            return [buffer], chunk  # some bytes are wanted twice
+        low, high = _within(read, start, nbytes)
+        if low < placed:  # some bytes are wanted twice
+            return [buffer], [_part(chunk, each, buffer) for each in chunk.reads]
         view = None
         if low >= buffered and high - low >= _PLACED_NBYTES:
             view = sink.place(read, start + low - read.source_offset, high - low)
         if view is None:
-            rest.append(read)
+            rest.append(Part(read, start + low - read.source_offset, buffer[low:high]))
             buffered = max(buffered, high)
         else:
-            parts += [buffer[placed:low], view]
+            memory += [buffer[placed:low], view]
             placed = high
-    return [*parts, buffer[placed:]], chunk._replace(reads=tuple(rest))
+    return [*memory, buffer[placed:]], rest
 
 
 class ChunkReader:
-    """Reads chunks of one checkpoint with `threads` threads. A context manager."""
+    """Reads chunks of one checkpoint with `threads` threads. A context manager.
+
+    A single one is the caller's: no other has to wake up, or to wait for the interpreter's lock.
+    """
 
     def __init__(self, source: ChunkSource, threads: int) -> None:
         self.source = source
         self.read_nbytes = 0
         #: Memory that the buffers take, if all that is read goes through them.
         self.nbytes = threads * CHUNK_NBYTES
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads)
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads > 1 else None
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(threads):
             self._buffers.put(np.empty(CHUNK_NBYTES, np.uint8).data)
@@ -153,7 +167,8 @@ class ChunkReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
 
     def read(
         self,
@@ -171,6 +186,10 @@ class ChunkReader:
         Raises:
             CorruptCheckpointError: names place, chunk and both digests.
         """
+        if self._pool is None:
+            for chunk in chunks:
+                self._one(chunk, sink, keep)
+            return
         jobs = [self._pool.submit(self._one, chunk, sink, keep) for chunk in chunks]
         try:
             for job in jobs:
@@ -189,13 +208,14 @@ class ChunkReader:
         buffer = self._buffers.get()
         try:
             if keep is None:
-                data = buffer[:nbytes]
-                parts, rest = _laid_out(chunk, data, sink)
+                memory, rest = _laid_out(chunk, buffer[:nbytes], sink)
+                self.source.read_chunk(chunk.rank, chunk.number, memory)
+                if rest:
+                    sink.put(rest)
             else:
                 data = keep(chunk)[:nbytes]
-                parts, rest = [data], chunk
-            self.source.read_chunk(chunk.rank, chunk.number, parts)
-            deliver(rest, data, sink)
+                self.source.read_chunk(chunk.rank, chunk.number, [data])
+                deliver(chunk, data, sink)
             with self._lock:
                 self.read_nbytes += nbytes
         finally:

@@ -20,6 +20,7 @@ from megatron_flashckpt.layout.coverage import Read, read_plan
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.restore.reader import Part
 from megatron_flashckpt.restore.reader import read_all as read_stored
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify
@@ -145,10 +146,11 @@ class Collected:
     def place(self, read: Read, offset: int, nbytes: int) -> None:
         return None
 
-    def put(self, read: Read, offset: int, source: memoryview) -> None:
-        assert read.wanted == 0
-        assert not source.readonly
-        self.parts[offset] = bytes(source)
+    def put(self, parts: list[Part]) -> None:
+        for part in parts:
+            assert part.read.wanted == 0
+            assert not part.source.readonly
+            self.parts[part.offset] = bytes(part.source)
 
     def joined(self) -> bytes:
         position = 0

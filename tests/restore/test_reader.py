@@ -22,6 +22,7 @@ from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.restore.reader import (
     ChunkReader,
+    Part,
     chunk_reads,
     deliver,
     read_all,
@@ -237,8 +238,8 @@ class Nowhere:
     def place(self, read: Read, offset: int, nbytes: int) -> None:
         return None
 
-    def put(self, read: Read, offset: int, source: memoryview) -> None:
-        assert source.nbytes
+    def put(self, parts: list[Part]) -> None:
+        assert all(part.source.nbytes for part in parts)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -263,13 +264,14 @@ def test_buffers_are_reused_and_never_used_by_two_chunks_at_once(large: Made) ->
     seen: set[int] = set()
 
     class Watching(Nowhere):
-        def put(self, read: Read, offset: int, source: memoryview) -> None:
+        def put(self, parts: list[Part]) -> None:
+            (buffer,) = {id(part.source.obj) for part in parts}
             with lock:
-                assert id(source.obj) not in in_use
-                in_use.add(id(source.obj))
-            seen.add(id(source.obj))
+                assert buffer not in in_use
+                in_use.add(buffer)
+            seen.add(buffer)
             with lock:
-                in_use.remove(id(source.obj))
+                in_use.remove(buffer)
 
     with ChunkReader(stored, 3) as reader:
         reader.read(chunks, Watching())
@@ -289,8 +291,8 @@ def test_after_an_error_nothing_is_written_any_more(large: Made) -> None:
     errors: list[BaseException] = []
 
     class Waiting(Nowhere):
-        def put(self, read: Read, offset: int, source: memoryview) -> None:
-            number = (read.source_offset + offset) // CHUNK_NBYTES
+        def put(self, parts: list[Part]) -> None:
+            number = (parts[0].read.source_offset + parts[0].offset) // CHUNK_NBYTES
             begun.append(number)
             if not release.is_set() and number < 3:
                 running.wait(60)
