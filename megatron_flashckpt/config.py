@@ -169,6 +169,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next
     optimizer step waits for it. `blocking`: `save` returns when all is copied."""
 
+    pinned: bool = True
+    """Pin the slots, so that a GPU copies into them at full speed while training goes on. False:
+    where locking so much memory is refused or takes long (`ulimit -l`, IOMMU)."""
+
     huge_pages: bool = True
     """Slots are made of huge pages of 2 MiB where the kernel can (Linux 6.1), whatever the system
     prefers for shared memory: allocated four times as fast, and read and written for less. False:

@@ -220,7 +220,8 @@ class NodeLink:
 
     def _use(self, slab: Slab) -> None:
         on_gpu = torch.cuda.is_available() and torch.zeros(0, device="cuda").is_cuda
-        self.stager.use(slab, cuda_device=torch.cuda.current_device() if on_gpu else None)
+        device = torch.cuda.current_device() if on_gpu else None
+        self.stager.use(slab, cuda_device=device, pin=self._config.pinned)
         if self._slab is not None:
             self._slab.close()
         self._slab, self._unmapped = slab, False

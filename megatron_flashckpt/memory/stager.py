@@ -70,8 +70,8 @@ class Stager:
         self._thread = threading.Thread(target=self._run, name="flashckpt-stage", daemon=True)
         self._thread.start()
 
-    def use(self, slab: Slab, *, cuda_device: int | None) -> None:
-        """Stage into `slab` from now on; pin it if the sources are on a CUDA device.
+    def use(self, slab: Slab, *, cuda_device: int | None, pin: bool = True) -> None:
+        """Stage into `slab` from now on; with `pin`, pin it if the sources are on a CUDA device.
 
         The stream is made here, on the training thread: `torch.cuda.set_device` is thread-local,
         and a staging thread that has not called it would create a context on device 0.
@@ -85,6 +85,7 @@ class Stager:
         self._cuda_device = cuda_device
         if cuda_device is not None:
             self._stream = self._stream or torch.cuda.Stream(cuda_device)  # type: ignore[no-untyped-call]
+        if cuda_device is not None and pin:
             status = torch.cuda.cudart().cudaHostRegister(  # type: ignore[no-untyped-call]
                 self._bytes.data_ptr(), slab.geometry.nbytes, 0
             )

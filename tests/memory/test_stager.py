@@ -349,3 +349,36 @@ def test_a_slab_that_is_closed_under_the_stager_stays_mapped_until_it_lets_go() 
     assert times_mapped("held") == 1
     stager.close()
     assert times_mapped("held") == 0
+
+
+class DoubleOfCudart:
+    """Stands for the CUDA runtime: no machine of these tests has one."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_exactly_the_slab_is_pinned_until_the_stager_lets_go_unless_that_is_turned_off(
+    pin: bool, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudart = DoubleOfCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    stager = Stager()
+    stager.use(slab, cuda_device=0, pin=pin)
+    assert list(cudart.pinned.values()) == ([slab.geometry.nbytes] if pin else [])
+    other = Slab.create(1, 0, 1 << 21, "other")
+    stager.use(other, cuda_device=0, pin=pin)
+    assert list(cudart.pinned.values()) == ([other.geometry.nbytes] if pin else [])
+    stager.close()
+    assert not cudart.pinned
+    other.close()
