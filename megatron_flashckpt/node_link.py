@@ -156,7 +156,7 @@ class NodeLink:
 
     def recover(self, saves: tuple[str, ...]) -> None:
         """Let the agent get these saves of this rank back from other nodes, if they have them."""
-        self.client().recover(saves)
+        self.client().recover(saves, huge_pages=self._config.huge_pages)
 
     def ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
         """Return the attached slab, a larger one if the present one is too small."""

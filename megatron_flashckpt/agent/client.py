@@ -176,9 +176,10 @@ class AgentClient:
         """Let the agent have nothing to do with those of other nodes any more."""
         self._ask(p.EndPeers(), p.Done)
 
-    def recover(self, saves: tuple[str, ...]) -> None:
+    def recover(self, saves: tuple[str, ...], *, huge_pages: bool = True) -> None:
         """Return when the agent has tried to get these saves of this rank from other nodes."""
-        while not self._ask(p.Recover(saves, _SLICE_S), p.Recovered, None, _SLICE_S)[0].ended:
+        request = p.Recover(saves, _SLICE_S, huge_pages)
+        while not self._ask(request, p.Recovered, None, _SLICE_S)[0].ended:
             pass
 
     def leave(self) -> None:

@@ -116,9 +116,7 @@ class Conversations:
         if fd is not None:
             os.close(fd)
         if isinstance(request, p.Recover):
-            ended = self._node.peers is None or self._node.peers.recover(
-                number, request.saves, request.wait_s
-            )
+            ended = self._node.peers is None or self._node.peers.recover(number, request)
             return (p.Recovered(ended),)
         if isinstance(request, p.Adopt) and number == 0:
             # Before any rank goes on: none of them has a save under way.

@@ -233,6 +233,8 @@ class Recover(msgspec.Struct, frozen=True, tag=True):
 
     saves: tuple[str, ...]
     wait_s: float
+    huge_pages: bool
+    """Of what the slots shall consist: see `Slab.create`."""
 
 
 class Recovered(msgspec.Struct, frozen=True, tag=True):

@@ -108,7 +108,7 @@ def _of_holder(node: int, lane: tuple[int, ...], save_id: str, nbytes: int) -> _
 
 
 def recover(
-    rank: int, wanted: Collection[str], made: Mapping[str, Plan], ask: Ask
+    rank: int, wanted: Collection[str], made: Mapping[str, Plan], ask: Ask, *, huge_pages: bool
 ) -> RankSlots | None:
     """Return slots with the newest of the wanted checkpoints, verified; None if there is none.
 
@@ -123,7 +123,8 @@ def recover(
     # All slabs of a rank are alike, unless it grew; then the newest save tells.
     geometry = chosen[0].label.geometry
     chosen = [plan for plan in chosen if plan.label.geometry == geometry][: geometry.slots]
-    slab = Slab.create(geometry.slots, geometry.meta_capacity, geometry.data_capacity, str(rank))
+    sizes = (geometry.slots, geometry.meta_capacity, geometry.data_capacity)
+    slab = Slab.create(*sizes, str(rank), huge_pages=huge_pages)
     good: dict[int, Plan] = {}
     for index, plan in enumerate(reversed(chosen)):
         which = (rank, plan.label.iteration, ", ".join(map(str, plan.nodes)))

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from megatron_flashckpt.agent.peers import messages as m
 from megatron_flashckpt.agent.peers import recovery, streams
@@ -21,7 +21,7 @@ from megatron_flashckpt.agent.peers.transport import (
     new_context,
     new_identity,
 )
-from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
+from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.faults import reach
@@ -260,22 +260,22 @@ class Redundancy:
 
     # ------------------------------------------------------------------ taking
 
-    def recover(self, rank: int, saves: Collection[str], wait_s: float) -> bool:
+    def recover(self, rank: int, request: Recover) -> bool:
         """Return whether the recovery of a rank has ended; it starts with the first call.
 
         Whether anything was recovered shows in the rank's slots.
         """
         with self._lock:
             if rank not in self._recoveries:
-                self._recoveries[rank] = self._recoverers.submit(self._recover, rank, saves)
+                self._recoveries[rank] = self._recoverers.submit(self._recover, rank, request)
             future = self._recoveries[rank]
-        done, _ = concurrent.futures.wait([future], wait_s)
+        done, _ = concurrent.futures.wait([future], request.wait_s)
         if done:
             with self._lock:
                 self._recoveries.pop(rank, None)
         return bool(done)
 
-    def _recover(self, rank: int, saves: Collection[str]) -> None:
+    def _recover(self, rank: int, request: Recover) -> None:
         try:
             with self._lock:
                 plan = self._plan
@@ -287,11 +287,17 @@ class Redundancy:
                 found = {node: there for node, there in enumerate(asked) if there is not None}
             reach("recover.asked")
             made = recovery.plans(rank, found)
-            slots = recovery.recover(rank, saves, made, lambda node: self._way(plan, node))
+            slots = recovery.recover(
+                rank,
+                request.saves,
+                made,
+                lambda node: self._way(plan, node),
+                huge_pages=request.huge_pages,
+            )
             if slots is not None:
                 self._install(rank, slots)
                 reach("recover.installed")
-            elif not set(made).intersection(saves):
+            elif not set(made).intersection(request.saves):
                 logger.warning("rank %d: no node has a checkpoint of it that is wanted", rank)
         except Exception:
             logger.exception("rank %d: nothing was recovered from other nodes", rank)
