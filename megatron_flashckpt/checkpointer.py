@@ -26,9 +26,10 @@ from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, order
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.expectation import Expected
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
-from megatron_flashckpt.memory.slot import EMPTY_HEADER, Slot, SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.memory.slot import EMPTY_HEADER, EncodedMeta, Slot, SlotHeader, SlotState
 from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
 from megatron_flashckpt.metrics import reported
@@ -39,6 +40,9 @@ from megatron_flashckpt.restore.collectives import reduce_int
 from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 
 logger = logging.getLogger(__name__)
+
+RankState = Callable[[ModelGeometry], dict[str, Any]]
+"""Returns a rank's side state, for the geometry of its chunks."""
 
 _WAIT_SLICE_S = 5.0
 
@@ -52,8 +56,8 @@ class SaveRequest:
     """Unwrapped model chunks of this rank."""
     optimizer: Any
     """None: weights only."""
-    rank_state: Callable[[], dict[str, Any]]
-    """This rank's side state; called while nothing changes it."""
+    rank_state: RankState
+    """Called while nothing changes it."""
     common_state: Callable[[], dict[str, Any]]
     """What is alike on all ranks; called on rank 0."""
     description: dict[str, Any]
@@ -140,9 +144,7 @@ class Checkpointer:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
         self.link.prepare(expected.nbytes, expected.plan_nbytes)
 
-    def rehearse(
-        self, chunks: list[Any], optimizer: Any, rank_state: Callable[[], dict[str, Any]]
-    ) -> bool:
+    def rehearse(self, chunks: list[Any], optimizer: Any, rank_state: RankState) -> bool:
         """Enumerate and plan as a save does, so that the first one finds all that this leaves.
 
         That is the geometry of the model, the pieces, the plan, and what Python imports on the way.
@@ -215,12 +217,13 @@ class Checkpointer:
         return SaveReport(request.iteration, trace.age_s, layout.nbytes)
 
     def _ordered(
-        self, chunks: list[Any], optimizer: Any, rank_state: Callable[[], dict[str, Any]]
+        self, chunks: list[Any], optimizer: Any, rank_state: RankState
     ) -> list[LocalPiece]:
         """Return all that this rank saves, in layout order."""
         with held_off():
-            pieces = self.model_state.owned(chunks, optimizer)
-            pieces.append(side_state.frame(rank_state(), self.rank, self.world_size))
+            geometry = self.model_state.geometry(chunks)
+            pieces = self.model_state.owned(geometry, chunks, optimizer)
+            pieces.append(side_state.frame(rank_state(geometry), self.rank, self.world_size))
             return [pieces[i] for i in order([local.piece for local in pieces])]
 
     def _place(
@@ -243,13 +246,13 @@ class Checkpointer:
         """Return a slot that says what it will hold; None if all are busy and 'busy' is 'skip'."""
         common = plain.encode(request.common_state()) if self.rank == 0 else b""
         meta = msgspec.msgpack.encode(
-            SlotMeta(
+            EncodedMeta(
                 root=self.root,
                 rank=self.rank,
                 world_size=self.world_size,
                 coordinates=parallel.coordinates(),
                 template_fingerprint=layout.template_fingerprint,
-                template=layout.template,
+                template=msgspec.Raw(layout.encoded_template),
                 placement=layout.placement,
                 common=common,
                 description=request.description,

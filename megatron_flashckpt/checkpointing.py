@@ -73,9 +73,9 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
                 iteration=call.iteration,
                 chunks=chunks,
                 optimizer=optimizer,
-                rank_state=lambda: side_state.rank_state(
+                rank_state=lambda geometry: side_state.rank_state(
                     chunks,
-                    checkpointer.model_state.geometry(chunks),
+                    geometry,
                     optimizer,
                     _rerun_state(call),
                     save_rng=not getattr(margs, "no_save_rng", False),

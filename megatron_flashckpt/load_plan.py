@@ -137,7 +137,7 @@ def _wanted(
             states[family].update(kinds_there)
     masters = _masters_for_weights(found)
     wanted = [
-        local._replace(piece=_master(local.piece))
+        msgspec.structs.replace(local, piece=_master(local.piece))
         if local.piece.kind == WEIGHT and local.piece.key in masters
         else local
         for local in together(lambda: state.wanted(request.chunks, request.optimizer, states))

@@ -128,9 +128,9 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         session.has_stepped = checkpointer.rehearse(
             chunks,
             saved,
-            lambda: side_state.rank_state(
+            lambda geometry: side_state.rank_state(
                 chunks,
-                checkpointer.model_state.geometry(chunks),
+                geometry,
                 saved,
                 None,
                 save_rng=not getattr(margs, "no_save_rng", False),

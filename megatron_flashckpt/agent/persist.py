@@ -19,10 +19,10 @@ from megatron_flashckpt.layout.names import iteration_dir, record_name, shard_na
 from megatron_flashckpt.layout.records import CommitRecord, encode_items, encode_record
 from megatron_flashckpt.layout.shard_file import (
     CHUNK_NBYTES,
-    chunk_count,
     chunk_digest,
     decode_header,
     encode_header,
+    fill_in,
     header_nbytes,
 )
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
@@ -147,25 +147,22 @@ def write_shard(
     """
     directory = iteration_dir(iteration)
 
-    def shard_header(digests: list[str]) -> bytes:
-        return encode_header(
-            meta.template,
-            meta.placement,
-            iteration=iteration,
-            save_id=save_id,
-            rank=meta.rank,
-            world_size=meta.world_size,
-            digests=digests,
-        )
-
-    data_offset = len(shard_header(["0" * 16] * chunk_count(meta.template.nbytes)))
+    undigested = encode_header(
+        meta.template,
+        meta.placement,
+        iteration=iteration,
+        save_id=save_id,
+        rank=meta.rank,
+        world_size=meta.world_size,
+    )
+    data_offset = len(undigested)
     nbytes = data_offset + meta.template.nbytes
     writer = storage.create(f"{directory}/{shard_name(meta.rank, save_id)}", nbytes)
     reach("persist.created")
     try:
         digests = _write_chunks(writer, data_offset, chunks, flow)
         reach("persist.chunks")
-        encoded = shard_header(digests)
+        encoded = fill_in(undigested, digests)
         # Header after data: a file cut short by a crash has no header and cannot pass for a shard.
         writer.write_at(0, encoded)
         reach("persist.header")

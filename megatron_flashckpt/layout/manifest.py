@@ -49,7 +49,7 @@ class ShardEntry(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement
 
 
-class ManifestItem(msgspec.Struct, frozen=True, array_like=True):
+class ManifestItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`TemplateItem` with its key as an index into `Manifest.keys`."""
 
     key: int

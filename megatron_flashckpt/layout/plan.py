@@ -5,8 +5,9 @@ is). Ranks of one tensor group and like pipeline stages have equal templates, be
 stacks layers along a prepended axis: only the placement tells layer 3 from layer 7. So a template,
 with the part of the file header that belongs to it, is computed once and shared through the agent.
 
-A fingerprint covers everything that it stands for, offsets included; a cached plan is used only if
-the whole of it matches. Anything else is a miss, never an error and never a guess.
+A cached layout is used only for pieces that are equal to its own, offsets included. The fingerprint
+of a template covers everything that it stands for. Anything else is a miss, never an error and
+never a guess.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape
 
 
-class TemplateItem(msgspec.Struct, frozen=True, array_like=True):
+class TemplateItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor of the file: `nbytes` bytes at `byte_offset` of the data section."""
 
     key: str
@@ -70,7 +71,8 @@ class Layout(msgspec.Struct, frozen=True):
     template: Template
     placement: Placement
     template_fingerprint: str
-    fingerprint: str
+    encoded_template: bytes
+    """As every save hands it on."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +100,9 @@ def order(pieces: list[Piece]) -> list[int]:
     Descending element size keeps every tensor aligned to its element without padding, which
     safetensors forbids. Within one size the caller's order stays.
     """
-    return sorted(range(len(pieces)), key=lambda i: -itemsize(pieces[i].dtype))
+    return sorted(
+        range(len(pieces)), key=[itemsize(it.dtype) for it in pieces].__getitem__, reverse=True
+    )
 
 
 def pieces_of(template: Template, placement: Placement) -> list[Piece]:
@@ -210,7 +214,7 @@ class PlanCounters(msgspec.Struct):
 
 
 class PlanCache:
-    """Layouts by fingerprint; templates also through the agent.
+    """The latest layouts; templates also through the agent.
 
     Used by one rank; not thread-safe. `fetch` and `publish` reach the agent's template store and
     may be `None` when there is none.
@@ -222,41 +226,42 @@ class PlanCache:
         publish: Callable[[str, bytes], None] | None = None,
     ) -> None:
         self.counters = PlanCounters()
-        self._layouts: dict[str, Layout] = {}
+        self._kept: list[tuple[list[Piece], Layout]] = []
         self._fetch = fetch
         self._publish = publish
 
     def layout(self, pieces: list[Piece]) -> Layout:
         """Return the layout of `pieces`, which must be in layout order (see `order`)."""
-        # Encoded as they are: of 20,000 pieces in a quarter of the time that picking fields takes.
-        fingerprint = _digest(pieces)
-        cached = self._layouts.get(fingerprint)
-        if cached is not None:
-            self.counters.local_hits += 1
-            return cached
+        # Nearly always the same objects (`Geometry.parts`), which takes no look into them.
+        for known, cached in self._kept:
+            if known == pieces:
+                self.counters.local_hits += 1
+                return cached
         placed_at, placement = placed(pieces)
         template_part = [
             (p.key, p.kind, p.dtype, p.global_shape, p.shape, p.numel, position)
             for p, position in zip(pieces, placed_at, strict=True)
         ]
         template_fingerprint = _digest(template_part)
-        template = self._shared(template_fingerprint)
-        if template is not None:
+        shared = self._shared(template_fingerprint)
+        if shared is not None:
             self.counters.shared_hits += 1
+            template, encoded = shared
         else:
             self.counters.misses += 1
             template = build_template(pieces, placed_at)
+            encoded = msgspec.msgpack.encode(template)
             if self._publish is not None:
-                self._publish(template_fingerprint, msgspec.msgpack.encode(template))
-        layout = Layout(template, placement, template_fingerprint, fingerprint)
-        if len(self._layouts) >= _KEPT_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-        self._layouts[fingerprint] = layout
+                self._publish(template_fingerprint, encoded)
+        layout = Layout(template, placement, template_fingerprint, encoded)
+        self._kept = [(list(pieces), layout), *self._kept[: _KEPT_LAYOUTS - 1]]
         return layout
 
-    def _shared(self, fingerprint: str) -> Template | None:
+    def _shared(self, fingerprint: str) -> tuple[Template, bytes] | None:
         encoded = self._fetch(fingerprint) if self._fetch is not None else None
+        if encoded is None:
+            return None
         try:
-            return None if encoded is None else msgspec.msgpack.decode(encoded, type=Template)
+            return msgspec.msgpack.decode(encoded, type=Template), encoded
         except msgspec.DecodeError:  # left there by another release: a miss, not an error
             return None

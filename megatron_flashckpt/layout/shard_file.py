@@ -30,6 +30,9 @@ ALIGNMENT = 4096
 MAX_HEADER_NBYTES = 100_000_000
 
 _LENGTH = struct.Struct("<Q")
+_NO_DIGEST = 16 * "0"
+#: How they stand in the header: JSON within JSON.
+_DIGESTS = rb"\"digests\":\"%s\""
 _OLDER = "load an older iteration with --ckpt-step"
 
 
@@ -71,16 +74,11 @@ def encode_header(
     save_id: str,
     rank: int,
     world_size: int,
-    digests: list[str],
 ) -> bytes:
-    """Return the header with its length prefix and padding.
+    """Return the header with its length prefix and padding, and zeros for digests (`fill_in`).
 
     Its size does not depend on the digests, so the data can be written before they are known.
     """
-    if len(digests) != chunk_count(template.nbytes):
-        raise LayoutError(
-            f"{len(digests)} digests for {chunk_count(template.nbytes)} chunks of rank {rank}"
-        )
     metadata = ShardMetadata(
         version=FORMAT_VERSION,
         iteration=iteration,
@@ -88,7 +86,7 @@ def encode_header(
         rank=rank,
         world_size=world_size,
         chunk_nbytes=CHUNK_NBYTES,
-        digests="".join(digests),
+        digests=chunk_count(template.nbytes) * _NO_DIGEST,
         pieces=tuple(
             (piece.global_shape, piece.offset, piece.shape, piece.start)
             for piece in pieces_of(template, placement)
@@ -100,6 +98,17 @@ def encode_header(
     body += b"}" if not template.items else b"," + template.header_entries[1:]
     padding = -(_LENGTH.size + len(body)) % ALIGNMENT
     return _LENGTH.pack(len(body) + padding) + body + b" " * padding
+
+
+def fill_in(header: bytes, digests: list[str]) -> bytes:
+    """Return a header that `encode_header` made, with the digests of all chunks."""
+    zeros = _DIGESTS % (len(digests) * _NO_DIGEST).encode()
+    # The first place: what comes before it are numbers and the save's id.
+    place = header.find(zeros)
+    if place < 0:
+        raise LayoutError(f"{len(digests)} digests for a file of another number of chunks")
+    filled = _DIGESTS % "".join(digests).encode()
+    return header[:place] + filled + header[place + len(zeros) :]
 
 
 def header_nbytes(prefix: bytes, place: str) -> int:

@@ -33,7 +33,7 @@ def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
     Raises:
         UnsupportedError: the job holds state that cannot be saved.
     """
-    owned = state.owned(chunks, optimizer)
+    owned = state.owned(state.geometry(chunks), chunks, optimizer)
     nbytes = sum(local.piece.nbytes for local in owned)
     plan_nbytes = sum(_plan_nbytes(local.piece) for local in owned)
     entries = list(optimizer_state.entries(optimizer))

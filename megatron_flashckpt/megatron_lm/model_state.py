@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 
 from megatron_flashckpt.config import Replicated, Weights
@@ -22,8 +23,11 @@ from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, dtype_name
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.runs import Geometry
 
+# Of these a save makes one for each tensor: as structs that the garbage collector need not know of
+# (nothing refers back to them) they take a fifth of the time of named tuples.
 
-class LocalPiece(NamedTuple):
+
+class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A piece and the local elements that it stands for."""
 
     piece: Piece
@@ -35,12 +39,13 @@ class LocalPiece(NamedTuple):
     """Whether it may be stored in another global shape (padded vocabulary)."""
 
 
-class _Replicated(NamedTuple):
+class _Replicated(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A tensor that several replicas hold alike; one entry of the stream that they share out."""
 
     geometry: Geometry
     kind: str
     tensor: torch.Tensor
+    """Or the parameter itself."""
 
 
 class ModelState:
@@ -61,13 +66,16 @@ class ModelState:
             self._geometry = model_geometry(chunks)
         return self._geometry
 
-    def owned(self, chunks: list[Any], optimizer: Any) -> list[LocalPiece]:
+    @torch.no_grad()
+    def owned(self, geometry: ModelGeometry, chunks: list[Any], optimizer: Any) -> list[LocalPiece]:
         """Return what this rank writes. Over all ranks every element comes exactly once.
 
         With the distributed optimizer a rank writes the weights whose masters it owns: those are
         up to date on it even while an overlapped all-gather has not refreshed the others.
+
+        Args:
+            geometry: that of `chunks`, asked for in this save.
         """
-        geometry = self.geometry(chunks)
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
@@ -84,7 +92,7 @@ class ModelState:
             if entry.sharded:
                 if geo.main and entry.main:
                     if id(entry.parameter) not in derived:
-                        weight = _section(_flat(entry.parameter.data), entry.start, entry.end)
+                        weight = _section(_flat(entry.parameter), entry.start, entry.end)
                         if entry.stale_weight:
                             weight = entry.owned.to(weight.dtype)
                         tensors = {WEIGHT: weight, **tensors}
@@ -102,8 +110,8 @@ class ModelState:
             if id(parameter) in sharded:
                 continue
             group = _replica_group(geo, parameter, writers)
-            weight_entry = _Replicated(geo, WEIGHT, parameter.data)
-            shared[(*group, self._replicated.weight)].append(weight_entry)
+            whole = _Replicated(geo, WEIGHT, parameter)
+            shared[(*group, self._replicated.weight)].append(whole)
         for (count, index, policy), stream in shared.items():
             found += _share_out(stream, count, index, policy)
         for geo, tensor in self._buffers(chunks, geometry):
@@ -247,9 +255,9 @@ def _share_out(stream: list[_Replicated], count: int, index: int, policy: str) -
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return the flattened tensor, without gradients."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    if tensor.dim() != 1:
+        tensor = tensor.reshape(-1)  # without gradients already, where none are enabled
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _section(flat: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -268,13 +276,13 @@ def _cut(
     geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int, early: bool = False
 ) -> list[LocalPiece]:
     """Return local range `[start, end)`, whose elements `tensor` holds, as pieces."""
-    parts = geometry.parts(kind, dtype_name(tensor.dtype), start, end)
+    parts = geometry.parts(kind, tensor.dtype, start, end)
     flat = _flat(tensor)
-    if len(parts) == 1:  # nearly always, and all of it
-        (piece, low, high) = parts[0]
-        flat = _section(flat, low - start, high - start)
-        return [LocalPiece(piece, flat, early, geometry.resizable)]
+    if len(parts) == 1 and parts[0].end - parts[0].start == flat.numel():  # nearly always
+        return [LocalPiece(parts[0].piece, flat, early, geometry.resizable)]
     return [
-        LocalPiece(piece, flat[low - start : high - start], early, geometry.resizable)
-        for piece, low, high in parts
+        LocalPiece(
+            part.piece, flat[part.start - start : part.end - start], early, geometry.resizable
+        )
+        for part in parts
     ]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import torch
 
 from megatron_flashckpt.errors import UnsupportedError
@@ -37,7 +38,7 @@ _MASTER_STATE = "master_param"
 _UNSCALED = (torch.float32, torch.bfloat16)
 
 
-class OptimizerEntry(NamedTuple):
+class OptimizerEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What one optimizer holds for one model parameter on this rank."""
 
     parameter: torch.nn.Parameter
@@ -74,7 +75,7 @@ class OptimizerEntry(NamedTuple):
                 continue
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and value.numel() == numel and value.dim() > 0:
-                found[_kind(name, value.dtype)] = value
+                found[_kind(name, value.dtype) if name == _MASTER_STATE else name] = value
             # Steps are tensors of one element, and kept with the param groups.
             elif not (is_tensor and name == "step" and value.numel() == 1):
                 odd.append(f"'{name}' ({_shape(value)})")
@@ -105,7 +106,7 @@ def _shape(value: Any) -> str:
 
 def _kind(name: str, dtype: torch.dtype) -> str:
     # TransformerEngine may keep only what the 16-bit weight lacks of it, as integers.
-    return MASTER if name == _MASTER_STATE and dtype == torch.float32 else name
+    return MASTER if dtype == torch.float32 else name
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:

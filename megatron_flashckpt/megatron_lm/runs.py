@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from megatron_flashckpt.layout.piece import Piece, Shape
+from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 
 
 class Part(NamedTuple):
@@ -48,7 +52,7 @@ class Run:
             yield Part(piece, low, high)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Geometry:
     """Where one local tensor belongs."""
 
@@ -61,11 +65,11 @@ class Geometry:
     """Position among the data-parallel replicas."""
     resizable: bool
     """Whether Megatron lets the global shape differ (padded vocabulary)."""
-    _parts: dict[tuple[str, str, int, int], tuple[Part, ...]] = dataclasses.field(
+    _parts: dict[tuple[str, torch.dtype, int, int], tuple[Part, ...]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def parts(self, kind: str, dtype: str, start: int, end: int) -> tuple[Part, ...]:
+    def parts(self, kind: str, dtype: torch.dtype, start: int, end: int) -> tuple[Part, ...]:
         """Return local range `[start, end)` as pieces.
 
         They say nothing of memory, so every save can have the same ones: making them anew took most
@@ -74,6 +78,6 @@ class Geometry:
         wanted = (kind, dtype, start, end)
         found = self._parts.get(wanted)
         if found is None:
-            found = tuple(part for run in self.runs for part in run.parts(*wanted))
-            self._parts[wanted] = found
+            of_run = (run.parts(kind, dtype_name(dtype), start, end) for run in self.runs)
+            found = self._parts[wanted] = tuple(itertools.chain.from_iterable(of_run))
         return found

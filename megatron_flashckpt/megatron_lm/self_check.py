@@ -51,7 +51,7 @@ def refusal(found: list[str]) -> UnsupportedError:
 
 def _of_model(state: ModelState, chunks: list[Any]) -> list[str]:
     try:
-        state.owned(chunks, None)
+        state.owned(state.geometry(chunks), chunks, None)
     except FlashCkptError as error:
         return [str(error)]
     return []

@@ -119,10 +119,11 @@ def _keepers(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, 
 
     Megatron lists an entry for every layer that could have one.
     """
-    modules = [dict(chunk.named_modules()) for chunk in chunks]
     for number, name, global_name in geometry.objects:
-        path, _, leaf = name.rpartition(".")
-        module = modules[number].get(path)
+        *path, leaf = name.split(".")
+        module = chunks[number]
+        for step in path:  # few of all modules, and `named_modules` makes the names of all
+            module = None if module is None else module._modules.get(step)
         if (
             leaf == "_extra_state"
             and module is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -21,6 +21,8 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.plan import Placement, Template
 from megatron_flashckpt.layout.records import Coordinates
+
+_T = TypeVar("_T")
 
 PAGE = 4096
 
@@ -54,7 +56,7 @@ class SlotState(enum.IntEnum):
 COMPLETE = (SlotState.STAGED, SlotState.DURABLE, SlotState.FAILED, SlotState.KEPT)
 
 
-class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
+class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     """All that the agent needs to persist and commit a slot, even if every trainer is dead."""
 
     root: str
@@ -63,7 +65,7 @@ class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     coordinates: Coordinates
     template_fingerprint: str
-    template: Template
+    template: _T
     placement: Placement
     common: bytes
     """Contents of `common-<id>.pt`; empty except for rank 0."""
@@ -73,6 +75,11 @@ class SlotMeta(msgspec.Struct, frozen=True, kw_only=True):
     retention: Retention = Retention()
     metrics: dict[str, float] = {}
     """What training code on this rank has reported of the model."""
+
+
+SlotMeta = _Meta[Template]
+EncodedMeta = _Meta[msgspec.Raw]
+"""For who encodes it: the template is nearly all of it, and the same in every save."""
 
 
 class SlotHeader(msgspec.Struct, frozen=True):

@@ -16,8 +16,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
+import msgspec
 import torch
 
 from megatron_flashckpt.faults import reach
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _LARGE = 256 * 1024
 
 
-class Copy(NamedTuple):
+class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One piece on its way."""
 
     source: torch.Tensor
@@ -198,8 +198,9 @@ class Stager:
             dtype, start = copies[first].source.dtype, copies[first].offset
             end = start
             sources = []
-            for source, offset, _ in itertools.islice(copies, first, None):
-                if offset != end or source.dtype != dtype:
+            for copy in itertools.islice(copies, first, None):
+                source = copy.source
+                if copy.offset != end or source.dtype != dtype:
                     break
                 sources.append(source)
                 end += source.nbytes

@@ -27,6 +27,7 @@ from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import held_in_memory, load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.expectation import expect
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.storage.posix import PosixStorage
 from systems.base import COMMON, System
@@ -122,8 +123,7 @@ class Ours(System):
             )
         ).skipped
 
-    def _rank_state(self) -> dict[str, Any]:
-        geometry = self._checkpointer.model_state.geometry([self._weights])
+    def _rank_state(self, geometry: ModelGeometry) -> dict[str, Any]:
         return side_state.rank_state(
             [self._weights], geometry, self._optimizer, None, save_rng=True
         )

@@ -35,7 +35,7 @@ def test_a_drain_that_runs_out_is_a_failure_with_its_setting_and_the_agent_goes_
         iteration=1,
         chunks=[],
         optimizer=None,
-        rank_state=lambda: {"seed": 1},
+        rank_state=lambda _: {"seed": 1},
         common_state=lambda: {"iteration": 1},
         description={},
     )

@@ -28,6 +28,7 @@ from megatron_flashckpt.layout.shard_file import (
     chunk_digest,
     decode_header,
     encode_header,
+    fill_in,
     header_nbytes,
     refuse_newer,
 )
@@ -46,7 +47,7 @@ def header_of(pieces: list[Piece], digests: list[str] | None = None) -> bytes:
     layout = layout_of(pieces)
     if digests is None:
         digests = ["0123456789abcdef"] * chunk_count(layout.nbytes)
-    return encode_header(layout.template, layout.placement, digests=digests, **SAVE)
+    return fill_in(encode_header(layout.template, layout.placement, **SAVE), digests)
 
 
 def data_for(pieces: list[Piece]) -> bytes:
@@ -168,7 +169,7 @@ def test_a_flipped_bit_changes_the_digest(chunk, data):
 
 @pytest.mark.parametrize("digests", [[], ["0" * 16] * 2])
 def test_encoding_refuses_a_digest_too_many_or_too_few(digests):
-    with pytest.raises(LayoutError, match=f"{len(digests)} digests for 1 chunks of rank 3"):
+    with pytest.raises(LayoutError, match=f"{len(digests)} digests for a file of another number"):
         header_of(PIECES, digests)
 
 

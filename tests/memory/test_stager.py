@@ -151,8 +151,8 @@ def test_neighbours_of_several_types_and_what_lies_apart_all_come_to_their_place
         position += source.nbytes
     stager.stage(copies, Finish())
     stager.wait()
-    for source, offset, _ in copies:
-        assert bytes_at(slab, offset, source.nbytes) == raw(source)
+    for copy in copies:
+        assert bytes_at(slab, copy.offset, copy.source.nbytes) == raw(copy.source)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -169,8 +169,8 @@ def test_large_neighbours_with_small_ones_among_them_all_come_to_their_places(
             position += copies[-1].source.nbytes
     stager.stage(copies, Finish())
     stager.wait()
-    for source, offset, _ in copies:
-        assert bytes_at(slab, offset, source.nbytes) == raw(source)
+    for copy in copies:
+        assert bytes_at(slab, copy.offset, copy.source.nbytes) == raw(copy.source)
     assert bytes_at(slab, position, 64) == bytes(64)
 
 
