@@ -30,7 +30,7 @@ def main() -> None:
     growth.add_argument("--ranks", type=int, nargs="+", help="of 1, 2, 4, 8: only these jobs")
     growth.add_argument("--most-mib", type=int, default=1024, help="the largest state of a rank")
     growth.add_argument("--json", type=Path, help="where to write all figures")
-    plan = commands.add_parser("plan", help="planning one rank's reads of 16,384 ranks' checkpoint")
+    plan = commands.add_parser("plan", help="planning one rank's saves, and reads of 16,384 ranks'")
     plan.add_argument("--rounds", type=int, default=5)
     load = commands.add_parser("load", help="a resharding load against raw reads of the same files")
     load.add_argument("--rounds", type=int, default=7)

@@ -1,22 +1,68 @@
-"""How long one rank needs to plan its reads of a checkpoint that 16,384 ranks saved."""
+"""How long one rank needs to plan: what it saves, and its reads of what 16,384 ranks saved."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
+from collections.abc import Callable
 
 from rich.console import Console
 from synthetic import LLAMA_405B, World, manifest
+from workload import KINDS, layers_of, shapes
 
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.manifest import decode_manifest, encode_manifest
-from megatron_flashckpt.layout.plan import Source
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.plan import PlanCache, Source, order
+from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.memory.collector import held_off
 
 SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)
 LOADING = World(LLAMA_405B, tp=4, pp=8, dp=512)
 
 
+#: Pieces of the rank whose layout is planned.
+_PIECES = 20_000
+_HIDDEN = 64
+
+
 def bench_plan(out: Console, rounds: int) -> None:
+    """Print what planning takes one rank: of a save, and of a load from a large job's manifest."""
+    _bench_layout(out, rounds)
+    _bench_reads(out, rounds)
+
+
+def _bench_layout(out: Console, rounds: int) -> None:
+    """Print the medians of CPU time until a save knows what lies where, at first and later."""
+    pieces = [
+        Piece(name, kind, dtype_name(dtype), shape, (0,) * len(shape), shape, 0, math.prod(shape))
+        for kind, dtype in KINDS.items()
+        for name, shape in shapes(layers_of(_PIECES), _HIDDEN).items()
+    ]
+
+    def plan(plans: PlanCache) -> None:
+        plans.layout([pieces[position] for position in order(pieces)])
+
+    first_s, later_s = [], []
+    with held_off():
+        for _ in range(rounds):
+            plans = PlanCache()
+            first_s.append(_cpu_s(plan, plans))
+            later_s.append(_cpu_s(plan, plans))
+    out.print(
+        f"layout of {len(pieces):,} pieces: at first {1000 * statistics.median(first_s):.1f} ms of "
+        f"CPU, later {1000 * statistics.median(later_s):.1f} ms (medians of {rounds})"
+    )
+
+
+def _cpu_s(function: Callable[[PlanCache], None], plans: PlanCache) -> float:
+    started = time.thread_time()
+    function(plans)
+    return time.thread_time() - started
+
+
+def _bench_reads(out: Console, rounds: int) -> None:
     """Print the median seconds from the manifest's bytes to a checked plan, on one rank."""
     made = manifest(SAVED)
     pieces = sum(len(made.templates[shard.template]) for shard in made.shards)
