@@ -157,6 +157,7 @@ class Stager:
                             self._stream.synchronize()
             except BaseException as failure:
                 error = failure
+            job.copies.clear()  # or what they are copies of could not be freed until the next save
             job.copied.set()
             try:
                 with job.recorder.recording():

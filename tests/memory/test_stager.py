@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -172,6 +173,19 @@ def test_large_neighbours_with_small_ones_among_them_all_come_to_their_places(
     for copy in copies:
         assert bytes_at(slab, copy.offset, copy.source.nbytes) == raw(copy.source)
     assert bytes_at(slab, position, 64) == bytes(64)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_was_copied_is_not_kept_alive(slab: Slab, stager: HeldStager, early: bool) -> None:
+    """Training may have moved it elsewhere since: device memory must not stay in use for us."""
+    stager.gate.set()
+    source = torch.ones(64)
+    memory = weakref.ref(source.untyped_storage())
+    stager.stage([Copy(source, slab.slots[0].data_offset, early)], Finish())
+    stager.wait()
+    assert memory() is not None
+    del source
+    assert memory() is None
 
 
 def test_wait_without_a_job_returns_at_once(stager: HeldStager) -> None:
