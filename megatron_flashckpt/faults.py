@@ -34,7 +34,7 @@ POINTS = {
     "stage.rung": ("checkpointer", "the agent has answered the doorbell"),
     "save.told": ("outstanding", "the agent told an outcome: the slot is DURABLE or FAILED"),
     # Trainers, loading. Nothing of the model is overwritten before `load.planned`.
-    "load.taken": ("loading", "the agent handed over the slab of this rank's former life, if any"),
+    "load.taken": ("in_memory", "the agent gave back the slab of this rank's former life, if any"),
     "load.planned": ("loading", "all is checked and nothing of the tensors read"),
     "load.half": ("restore.exchange", "this rank's tensors hold what its own slot has of them"),
     "load.filled": ("loading", "this rank's tensors are filled"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,12 +16,22 @@ from megatron_flashckpt.layout.coverage import ReadPlan, missing_state, read_pla
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
 from megatron_flashckpt.layout.plan import stored_items
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
-from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
-from megatron_flashckpt.restore.collectives import gather_objects, together
+from megatron_flashckpt.megatron_lm.model_state import LocalPiece
+from megatron_flashckpt.restore.collectives import (
+    Said,
+    attempt,
+    gather_objects,
+    gathered,
+    raise_agreed,
+    world_size,
+)
 from megatron_flashckpt.restore.targets import Targets, is_rounded
 from megatron_flashckpt.saved_job import SavedJob
 
 logger = logging.getLogger(__name__)
+
+Names = set[tuple[str, str]]
+"""Kinds and keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +44,7 @@ class LoadRequest:
     strict: bool
     fill: bool = True
     """False: only the side state is wanted."""
-    overwritten: set[tuple[str, str]] = dataclasses.field(default_factory=set)
+    overwritten: Names = dataclasses.field(default_factory=set)
     """Kind and key of what this rank's model has from a checkpoint that turned out to be damaged:
     whatever is loaded in its place must replace all of it."""
 
@@ -46,7 +56,7 @@ class LoadPlan:
     reads: ReadPlan
     pieces: list[Piece]
     targets: Targets
-    names: set[tuple[str, str]]
+    names: Names
     """Kind and key of all that is filled."""
 
     def zero_padding(self) -> None:
@@ -55,49 +65,97 @@ class LoadPlan:
             self.targets.zero(index)
 
 
-def plan_load(request: LoadRequest, state: ModelState, found: SavedJob, rank: int) -> LoadPlan:
+@dataclasses.dataclass(frozen=True)
+class _Findings:
+    """What one rank found out when it planned, for all to know."""
+
+    differences: tuple[str, ...]
+    unwanted: set[str]
+    """Names that it does not want, of those in the shards that are its own to look at."""
+    absent: set[str]
+    """Names that it wants and that are not there at all."""
+    refusal: Said | None
+    """What speaks against the load beside that."""
+
+
+def plan_load(
+    request: LoadRequest,
+    wanted: Callable[[], list[LocalPiece]],
+    found: SavedJob,
+    rank: int,
+    check: Callable[[Names], None],
+) -> LoadPlan:
     """Return the reads of this rank, coverage checked. Collective.
+
+    Without `strict`, what is not in the checkpoint is left as it is, what is not in the model is
+    not read, and rank 0 says so.
+
+    Args:
+        wanted: returns what this rank wants.
+        check: raises if something else speaks against filling such names.
 
     Raises:
         MissingStateError: on every rank; lists all differences, nothing was overwritten.
     """
-    wanted, unwanted = _wanted(request, state, found, rank)
-    resizable = {n for n, local in enumerate(wanted) if local.resizable}
-    return plan_reads(found, wanted, unwanted, resizable)
+    masters = _masters_for_weights(found)
+    known = {(item.kind, item.key) for item in stored_items(found.sources)}
 
-
-def plan_reads(
-    found: SavedJob,
-    wanted: list[LocalPiece],
-    unwanted: Collection[str] = (),
-    resizable: Collection[int] = (),
-) -> LoadPlan:
-    """Return the reads that fill `wanted`, or raise on all ranks what any of them misses.
-
-    Collective; the arguments are those of `layout.coverage.read_plan`.
-    """
-    pieces = [local.piece for local in wanted]
-
-    def attempt() -> ReadPlan | tuple[str, ...]:
+    def look() -> tuple[_Planned, _Findings]:
+        mine = [_as_stored(local, masters) for local in wanted()]
+        names = {(local.piece.kind, local.piece.key) for local in mine}
+        # Between them ranks look at all shards, in the layout that was saved each at its own.
+        shards = found.sources[rank :: world_size()] if request.fill else []
+        kinds = {WEIGHT, BUFFER} | (_optimizer_kinds(found) if request.optimizer else set())
+        unwanted = superfluous(names, shards, kinds)
+        absent = {f"{kind}/{key}" for kind, key in names - known}
+        if not request.strict:
+            mine = [it for it in mine if (it.piece.kind, it.piece.key) in known]
         try:
-            return read_plan(pieces, found.sources, found.place, unwanted, resizable)
+            plan = _plan(mine, found)
         except MissingStateError as error:
-            return error.differences
+            return _Planned(None, names, None), _Findings(error.differences, unwanted, absent, None)
+        refused = attempt(lambda: check(plan.names))
+        return _Planned(plan, names, refused.error), _Findings((), unwanted, absent, refused.said)
 
-    made = together(attempt)
-    # A dict keeps the order of the first rank that found them.
-    everywhere = dict.fromkeys(
-        line
-        for lines in gather_objects(() if isinstance(made, ReadPlan) else made)
-        for line in lines
-    )
-    if everywhere or not isinstance(made, ReadPlan):
-        raise missing_state(found.place, list(everywhere))
+    planned, everyone = gathered(look)
+    unwanted = set().union(*(found.unwanted for found in everyone))
+    if unwanted:  # by one rank; the others may want it
+        mine = {f"{kind}/{key}" for kind, key in planned.names}
+        unwanted = set.intersection(*gather_objects(unwanted - mine))
+    differences = [line for found in everyone for line in found.differences]
+    if differences or (unwanted and request.strict):
+        raise missing_state(found.place, differences, unwanted if request.strict else ())
+    raise_agreed([found.refusal for found in everyone], planned.refusal)
+    absent = set().union(*(found.absent for found in everyone))
+    if rank == 0 and (absent or unwanted):
+        logger.warning(
+            "%s: not strict: left as they are: %s; not read: %s",
+            found.place,
+            ", ".join(sorted(absent)) or "none",
+            ", ".join(sorted(unwanted)) or "none",
+        )
+    assert planned.plan is not None
+    return planned.plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """What one rank planned, for itself."""
+
+    plan: LoadPlan | None
+    names: Names
+    refusal: Exception | None
+
+
+def _plan(wanted: list[LocalPiece], found: SavedJob) -> LoadPlan:
+    pieces = [local.piece for local in wanted]
+    resizable = {n for n, local in enumerate(wanted) if local.resizable}
+    reads = read_plan(pieces, found.sources, found.place, resizable)
     names = {
         (WEIGHT if is_rounded(local.piece, local.tensor) else local.piece.kind, local.piece.key)
         for local in wanted
     }
-    return LoadPlan(made, pieces, Targets(pieces, [local.tensor for local in wanted]), names)
+    return LoadPlan(reads, pieces, Targets(pieces, [local.tensor for local in wanted]), names)
 
 
 def _masters_for_weights(found: SavedJob) -> set[str]:
@@ -109,56 +167,23 @@ def _masters_for_weights(found: SavedJob) -> set[str]:
     return {key for key, there in kinds.items() if there == {MASTER}}
 
 
-def _master(weight: Piece) -> Piece:
-    """Return the part of the master that `weight` is made of."""
-    return msgspec.structs.replace(weight, kind=MASTER, dtype="F32")
+def _as_stored(local: LocalPiece, masters: set[str]) -> LocalPiece:
+    """Return the part of the master that a weight is made of, if that is what is stored."""
+    piece = local.piece
+    if piece.kind != WEIGHT or piece.key not in masters:
+        return local
+    master = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
+    return msgspec.structs.replace(local, piece=master)
 
 
-def _wanted(
-    request: LoadRequest, state: ModelState, found: SavedJob, rank: int
-) -> tuple[list[LocalPiece], set[str]]:
-    """Return what this rank wants, and the names of what no rank wants. Collective.
+def _optimizer_kinds(found: SavedJob) -> set[str]:
+    return {MASTER}.union(*optimizer_states(found).values())
 
-    Without `strict`, what is not in the checkpoint is left as it is, what is not in the model is
-    not read, and rank 0 says so.
-    """
-    if not request.fill:
-        return [], set()
+
+def optimizer_states(found: SavedJob) -> dict[str, dict[str, torch.dtype]]:
+    """Return, by key, the types of the optimizer's states that the checkpoint has, by kind."""
     stored: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
     for item in stored_items(found.sources):
         if item.kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE):
             stored[item.key][item.kind] = torch_dtype(item.dtype)
-    states: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
-    # What any rank finds counts for all: nothing that is missing for a whole rank goes unnoticed.
-    for theirs in gather_objects(
-        together(lambda: state.states_of(request.chunks, request.optimizer, stored))
-    ):
-        for family, kinds_there in theirs.items():
-            states[family].update(kinds_there)
-    masters = _masters_for_weights(found)
-    wanted = [
-        msgspec.structs.replace(local, piece=_master(local.piece))
-        if local.piece.kind == WEIGHT and local.piece.key in masters
-        else local
-        for local in together(lambda: state.wanted(request.chunks, request.optimizer, states))
-    ]
-    kinds = {WEIGHT, BUFFER}
-    if request.optimizer is not None:
-        kinds |= {MASTER}.union(*stored.values())
-    unwanted = set.intersection(
-        *gather_objects(superfluous([local.piece for local in wanted], found.sources, kinds))
-    )
-    if request.strict:
-        return wanted, unwanted
-    known = {(item.kind, item.key) for item in stored_items(found.sources)}
-    kept = [local for local in wanted if (local.piece.kind, local.piece.key) in known]
-    mine = {(local.piece.kind, local.piece.key) for local in wanted}
-    absent = set.union(*gather_objects({f"{kind}/{key}" for kind, key in mine - known}))
-    if rank == 0 and (absent or unwanted):
-        logger.warning(
-            "%s: not strict: left as they are: %s; not read: %s",
-            found.place,
-            ", ".join(sorted(absent)) or "none",
-            ", ".join(sorted(unwanted)) or "none",
-        )
-    return kept, set()
+    return stored

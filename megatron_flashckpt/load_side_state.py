@@ -1,24 +1,24 @@
 """Side state of a checkpoint for this rank, read before any tensor is overwritten.
 
 Random and rerun state come from the rank that stood where this one stands. Param groups and extra
-states of modules do too if the model is cut up as it was; otherwise rank 0 reads those of one rank
-per pipeline stage and expert rank, and tells all others.
+states of modules do too if the model is cut up as it was; otherwise they are put together from
+those of one rank per pipeline stage and expert rank, which the ranks read between them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.load_plan import LoadPlan, plan_reads
+from megatron_flashckpt.load_plan import LoadPlan
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, side_state
-from megatron_flashckpt.megatron_lm.model_state import LocalPiece
-from megatron_flashckpt.restore.collectives import broadcast_object, together
+from megatron_flashckpt.restore.collectives import world_size
+from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.saved_job import SavedJob
 
 #: A few MiB at most: random states, param groups, what FP8 keeps of each module.
@@ -37,37 +37,63 @@ class SideState:
     """Extra states of modules by global name."""
 
 
-def load_side_state(found: SavedJob, rank: int, fill: Callable[[LoadPlan], Any]) -> SideState:
-    """Return this rank's side state. Collective.
+class SideReads:
+    """The side states that this rank reads. Nothing here communicates.
 
-    Args:
-        fill: carries out a plan, on all ranks together.
+    Raises:
+        CorruptCheckpointError: a table of contents claims what cannot be.
     """
-    cut = parallel.model_cut()
-    twin = found.twin(parallel.coordinates(), cut)
-    sources = [] if twin is None else [twin]
-    if rank == 0:
-        sources += [source for source in found.representatives() if source != twin]
-    pieces = {source: piece for source in sources if (piece := found.rank_state(source))}
-    framed = together(
-        lambda: {source: _room_for(piece, found.place) for source, piece in pieces.items()}
-    )
-    fill(plan_reads(found, [LocalPiece(piece, framed[source]) for source, piece in pieces.items()]))
-    states = together(
-        lambda: {
-            source: side_state.unframe(content.numpy().tobytes(), found.place)
-            for source, content in framed.items()
+
+    def __init__(self, found: SavedJob, rank: int) -> None:
+        self._found = found
+        self._cut = parallel.model_cut()
+        self._twin = found.twin(parallel.coordinates(), self._cut)
+        # In the layout that was saved each has its own, which it reads anyhow.
+        self._dealt = [it for it in found.representatives() if it % world_size() == rank]
+        sources = dict.fromkeys(self._dealt if self._twin is None else [self._twin, *self._dealt])
+        pieces = {source: it for source in sources if (it := found.rank_state(source)) is not None}
+        self._framed = {source: _room_for(piece, found.place) for source, piece in pieces.items()}
+        wanted = list(pieces.values())
+        held = [found.sources[source] for source in pieces]
+        reads = read_plan(wanted, held, found.place)
+        self.plan = LoadPlan(reads, wanted, Targets(wanted, list(self._framed.values())), set())
+
+    def states(self) -> tuple[dict[str, Any] | None, dict[int, dict[str, Any]]]:
+        """Return the state of the rank that stood here, and what all others need of those dealt
+        to this rank, once `plan` was carried out.
+
+        Raises:
+            CorruptCheckpointError: one of them is damaged.
+        """
+        states = {
+            source: side_state.unframe(content.numpy().tobytes(), self._found.place)
+            for source, content in self._framed.items()
         }
-    )
-    own = None if twin is None else states.get(twin)
-    groups, objects = broadcast_object(
-        together(lambda: _merged(list(states.values())) if rank == 0 else None)
-    )
-    if own is not None and cut == found.model_cut:
-        objects = own["objects"]
-        if hyper_parameters.knows_steps(own["optimizer"]):
-            groups = hyper_parameters.completed(own["optimizer"], groups)
-    return SideState(own, groups, objects)
+        own = None if self._twin is None else states.get(self._twin)
+        everyone_has_its_own = self._cut == self._found.model_cut and self._found.has_all_side_state
+        needed = ("optimizer",) if everyone_has_its_own else ("optimizer", "objects")
+        dealt = {
+            source: {name: states[source][name] for name in needed}
+            for source in self._dealt
+            if source in states
+        }
+        return own, dealt
+
+    def merged(
+        self, own: dict[str, Any] | None, everyone: list[dict[int, dict[str, Any]]]
+    ) -> SideState:
+        """Return this rank's side state from its own and what all ranks have told of theirs."""
+        dealt = {source: state for states in everyone for source, state in states.items()}
+        told = [dealt[source] for source in self._found.representatives() if source in dealt]
+        groups = hyper_parameters.merge([state["optimizer"] for state in told])
+        objects: dict[str, Any] = {}
+        for state in told:
+            objects.update(state.get("objects", {}))
+        if own is not None and self._cut == self._found.model_cut:
+            objects = own["objects"]
+            if hyper_parameters.knows_steps(own["optimizer"]):
+                groups = hyper_parameters.completed(own["optimizer"], groups)
+        return SideState(own, groups, objects)
 
 
 def _room_for(piece: Piece, place: str) -> torch.Tensor:
@@ -78,10 +104,3 @@ def _room_for(piece: Piece, place: str) -> torch.Tensor:
             "iteration with --ckpt-step"
         )
     return torch.empty(piece.nbytes, dtype=torch.uint8)
-
-
-def _merged(rank_states: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    objects: dict[str, Any] = {}
-    for state in rank_states:
-        objects.update(state["objects"])
-    return hyper_parameters.merge([state["optimizer"] for state in rank_states]), objects

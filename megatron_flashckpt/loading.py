@@ -8,39 +8,42 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
 
-from megatron_flashckpt.agent.offers import common_saves, lacking_ranks, newest_saves
-from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.held_slot import HeldSlot
+from megatron_flashckpt.in_memory import InMemory
 from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, plan_load
-from megatron_flashckpt.load_side_state import SideState, load_side_state
+from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, optimizer_states, plan_load
+from megatron_flashckpt.load_side_state import SideReads, SideState
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
-from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
-from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.restore.collectives import broadcast_object, gather_objects, together
+from megatron_flashckpt.restore.collectives import broadcast_object, from_first, gathered, together
 from megatron_flashckpt.restore.exchange import ROUND_NBYTES, exchange
-from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
+from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads, read_all
 from megatron_flashckpt.restore.replicas import ReadReport, Sharing, read_with_replicas
 from megatron_flashckpt.saved_job import SavedJob
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
+
+#: More do not make a rank read faster from most storages, unless they are asked for.
+_MOST_THREADS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,83 +67,46 @@ class Loaded:
 
 
 @dataclasses.dataclass(frozen=True)
-class InMemory:
-    """A checkpoint that every rank holds in a slot: this rank's slab and slot of it."""
+class _Supply:
+    """Where the bytes of a checkpoint come from."""
 
-    slab: Slab
-    offer: Offer
-    committed: int
-    """Iteration of the newest checkpoint that was committed, as far as agents know; -1: of none."""
-
-
-def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
-    """Return the checkpoints that *all* ranks hold, newest first. Collective.
-
-    With `redundancy`, ranks whose node was lost first get back what the others still hold of them.
-    """
-    link, config = checkpointer.link, checkpointer.config
-    if config.redundancy != "none":
-        checkpointer.start_run()
-    slab, offers = together(link.take_slab)
-    reach("load.taken")
-    everyone = _gather_offers(offers)
-    newest = newest_saves(everyone, config.slots)
-    lacking = lacking_ranks(everyone, newest)
-    if config.redundancy != "none" and newest and lacking:
-
-        def recovered() -> tuple[Slab | None, tuple[Offer, ...]]:
-            if checkpointer.rank in lacking:
-                link.recover(newest)
-                return link.take_slab()
-            return slab, offers
-
-        slab, offers = together(recovered)
-        everyone = _gather_offers(offers)
-    if slab is None:
-        return []
-    mine = {offer.save_id: offer for offer in offers}
-    return [
-        InMemory(slab, mine[theirs[0]["save_id"]], _committed(theirs))
-        for theirs in common_saves(everyone)
-    ]
-
-
-def _committed(offers: list[dict[str, Any]]) -> int:
-    """Return the newest iteration known to be committed, by the offers of one save of all ranks.
-
-    The agent of rank 0 knows, because it moves the tracker. If it is gone, the others know of this
-    very save; but not ranks that got it from other nodes.
-    """
-    durable = all(offer["durable"] or offer["recovered"] for offer in offers)
-    return int(max(offers[0]["committed"], offers[0]["iteration"] if durable else -1))
-
-
-def _gather_offers(offers: tuple[Offer, ...]) -> list[list[dict[str, Any]]]:
-    return gather_objects([msgspec.structs.asdict(offer) for offer in offers])
+    common: bytes
+    """The encoded common state."""
+    fill: Callable[[LoadPlan], ReadReport]
+    """Carries out a plan, on all ranks together."""
+    alone: Callable[[LoadPlan], object] | None
+    """Carries out a plan of side states without the others; None: they take part."""
 
 
 @held_off()
 def load_from_memory(
-    request: LoadRequest, state: ModelState, rank: int, found_there: InMemory, threads: int
+    request: LoadRequest, state: ModelState, rank: int, found_there: InMemory, config: Config
 ) -> Loaded:
-    """Fill the model from the slots of all ranks, with `threads` threads. Collective.
+    """Fill the model from the slots of all ranks. Collective.
 
     Raises:
         FlashCkptError: on every rank alike. Nothing was overwritten unless bytes turned out to have
             changed while they were read.
     """
     offer = found_there.offer
-    held = together(lambda: HeldSlot(found_there.slab, offer, rank))
-    meta = held.meta
-    place = f"the memory of iteration {offer.iteration}"
-    layouts = gather_objects(
-        msgspec.msgpack.encode((meta.rank, meta.template.items, meta.placement, meta.coordinates))
+    threads = _threads(config)
+
+    def described() -> tuple[HeldSlot, _Summary]:
+        held = HeldSlot(found_there.slab, offer, rank)
+        meta = held.meta
+        places = (meta.coordinates, parallel.coordinates())
+        return held, _Summary(meta.template_fingerprint, meta.placement, *places)
+
+    held, everyone = gathered(described)
+    templates = _templates(everyone, rank, held.meta.template)
+    found = SavedJob(
+        f"the memory of iteration {offer.iteration}",
+        [
+            Source(number, templates[it.fingerprint], it.placement)
+            for number, it in enumerate(everyone)
+        ],
+        [it.coordinates for it in everyone],
     )
-    found = SavedJob(place, [], [])
-    for encoded in layouts:
-        theirs = msgspec.msgpack.decode(encoded, type=_Summary)
-        found.sources.append(Source(theirs.rank, Template(theirs.items, 0, b""), theirs.placement))
-        found.coordinates.append(theirs.coordinates)
 
     def fill(plan: LoadPlan) -> ReadReport:
         started = time.perf_counter()
@@ -149,15 +115,43 @@ def load_from_memory(
         seconds = time.perf_counter() - started
         return ReadReport(0, received, seconds, 2 * ROUND_NBYTES + reader.nbytes)
 
-    return _load(
-        request,
-        state,
-        rank,
-        found,
-        fill,
-        lambda: meta.common,
-        Origin(offer.iteration, offer.save_id, "memory"),
-    )
+    def alone(plan: LoadPlan) -> None:
+        read_all(held, plan.reads, plan.pieces, plan.targets, threads)
+
+    common = from_first(lambda: held.meta.common)
+    is_same = found.is_same([it.stands for it in everyone], parallel.model_cut())
+    supply = _Supply(common, fill, alone if is_same else None)
+    origin = Origin(offer.iteration, offer.save_id, "memory")
+    return _load(request, state, rank, found, supply, origin)
+
+
+class _Summary(NamedTuple):
+    """What a rank tells the others of its slot."""
+
+    fingerprint: str
+    placement: Placement
+    coordinates: Coordinates
+    """Where it stood when it saved."""
+    stands: Coordinates
+
+
+def _templates(everyone: list[_Summary], rank: int, mine: Template) -> dict[str, Template]:
+    """Return the templates of all ranks by fingerprint. Collective.
+
+    Ranks share templates, so each travels once, and none if all have the same.
+    """
+    fingerprints = [it.fingerprint for it in everyone]
+    found = {fingerprints[rank]: mine}
+    for fingerprint in dict.fromkeys(fingerprints):
+        if found.keys() == set(fingerprints) == {fingerprint}:
+            break
+        has_it = fingerprint == fingerprints[rank]
+        encoded = msgspec.msgpack.encode(mine.items) if has_it else b""
+        encoded = broadcast_object(encoded, fingerprints.index(fingerprint))
+        if not has_it:
+            items = msgspec.msgpack.decode(encoded, type=tuple[TemplateItem, ...])
+            found[fingerprint] = Template(items, 0, b"")
+    return found
 
 
 @held_off()
@@ -177,25 +171,26 @@ def load_from_storage(
         FlashCkptError: on every rank alike. Nothing was overwritten unless bytes turned out to be
             corrupt while reading; on disk nothing was changed.
     """
-    encoded = broadcast_object(
-        together(lambda: read_manifest(storage, iteration) if rank == 0 else b"")
-    )
+
+    def read() -> tuple[bytes, bytes]:
+        encoded = read_manifest(storage, iteration)
+        return encoded, StoredCheckpoint(storage, iteration, encoded).common()
+
+    encoded, common = from_first(read)
     stored = together(lambda: StoredCheckpoint(storage, iteration, encoded))
     # In the same layout a rank reads its own shard: the disk can begin while all plan.
     threading.Thread(target=stored.prefetch, args=(rank,), daemon=True).start()
     found = SavedJob(
         stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
     )
+    supply = _Supply(
+        common,
+        lambda plan: together(lambda: _read(stored, plan, config)),
+        lambda plan: read_all(stored, plan.reads, plan.pieces, plan.targets, 1),
+    )
+    origin = Origin(iteration, stored.manifest.save_id, "storage")
     try:
-        return _load(
-            request,
-            state,
-            rank,
-            found,
-            lambda plan: together(lambda: _read(stored, plan, config)),
-            stored.common,
-            Origin(iteration, stored.manifest.save_id, "storage"),
-        )
+        return _load(request, state, rank, found, supply, origin)
     except MissingStateError:
         # Either this model wants something else, or the checkpoint is not whole itself.
         together(lambda: stored.check_whole() if rank == 0 else None)
@@ -204,12 +199,21 @@ def load_from_storage(
 
 def _read(stored: StoredCheckpoint, plan: LoadPlan, config: Config) -> ReadReport:
     memory = config.read_memory_mib * 2**20
-    threads = max(1, min(config.read_threads, memory // 2 // CHUNK_NBYTES))
-    with ChunkReader(stored, threads) as reader:
+    with ChunkReader(stored, _threads(config)) as reader:
         group = parallel.data_parallel_group()
         sharing = Sharing(group, config.share_reads, memory - reader.nbytes)
         chunks = chunk_reads(plan.reads, plan.pieces)
         return read_with_replicas(reader, chunks, plan.targets, sharing)
+
+
+def _threads(config: Config) -> int:
+    """Return how many chunks this rank reads at the same time."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks)
+    # Two threads of one core, or two of them that both copy from a memory which one keeps busy,
+    # took a third more CPU time than one, and no less time.
+    wanted = config.read_threads or min(cores // 2, _MOST_THREADS)
+    return max(1, min(wanted, config.read_memory_mib * 2**20 // 2 // CHUNK_NBYTES))
 
 
 def _load(
@@ -217,51 +221,81 @@ def _load(
     state: ModelState,
     rank: int,
     found: SavedJob,
-    fill: Callable[[LoadPlan], ReadReport],
-    common: Callable[[], bytes],
+    supply: _Supply,
     origin: Origin,
 ) -> Loaded:
-    """Check and read everything, tensors last, wherever it is. Collective.
-
-    Args:
-        fill: carries out a plan, on all ranks together.
-        common: returns the bytes of the common state; called on rank 0.
-    """
-    name = f"{found.place}/{common_name(origin.save_id)}"
-    encoded = broadcast_object(together(lambda: common() if rank == 0 else b""))
-    said = together(lambda: plain.decode_dict(encoded, name, side_state.COMMON_STATE))
-    side = load_side_state(found, rank, fill)
+    """Check and read everything, tensors last, wherever it is. Collective."""
+    common, side, states = _side(request, state, rank, found, supply, origin)
     if request.fill and request.optimizer is not None and not side.optimizer:
         raise MissingStateError(
             f"{found.place}: has no optimizer state (it was saved with --no-save-optim, or without "
             "an optimizer); load it with --no-load-optim or --finetune; nothing was loaded"
         )
-    plan = plan_load(request, state, found, rank)
-    if request.fill and request.optimizer is not None:
-        together(lambda: hyper_parameters.check(request.optimizer, side.optimizer))
-    together(lambda: refuse_mixture(request, plan, found.place))
+
+    def wanted() -> list[LocalPiece]:
+        return state.wanted(request.chunks, request.optimizer, states) if request.fill else []
+
+    def check(names: Names) -> None:
+        if request.fill and request.optimizer is not None:
+            hyper_parameters.check(request.optimizer, side.optimizer)
+        refuse_mixture(request, names, found.place)
+
+    plan = plan_load(request, wanted, found, rank, check)
     request.overwritten.update(plan.names)
     reach("load.planned")
     plan.zero_padding()
-    report = fill(plan)
+    report = supply.fill(plan)
     reach("load.filled")
-    return Loaded(origin, said, side, report)
+    return Loaded(origin, common, side, report)
 
 
-def refuse_mixture(request: LoadRequest, plan: LoadPlan, place: str) -> None:
+def _side(
+    request: LoadRequest,
+    state: ModelState,
+    rank: int,
+    found: SavedJob,
+    supply: _Supply,
+    origin: Origin,
+) -> tuple[dict[str, Any], SideState, dict[str, dict[str, torch.dtype]]]:
+    """Return the common state, this rank's side state, and the optimizer's states by family.
+
+    Collective. What any rank finds counts for all: no state that is missing for a whole rank goes
+    unnoticed.
+    """
+    fetched: SideReads | None = None
+    if supply.alone is None:
+        fetched = together(lambda: SideReads(found, rank))
+        supply.fill(fetched.plan)
+
+    def look() -> tuple[Any, Any]:
+        name = f"{found.place}/{common_name(origin.save_id)}"
+        common = plain.decode_dict(supply.common, name, side_state.COMMON_STATE)
+        reads = fetched
+        if reads is None:
+            reads = SideReads(found, rank)
+            assert supply.alone is not None
+            supply.alone(reads.plan)
+        own, dealt = reads.states()
+        states = {}
+        if request.fill:
+            stored = optimizer_states(found)
+            states = state.states_of(request.chunks, request.optimizer, stored)
+        return (common, reads, own), (dealt, states)
+
+    (common, reads, own), everyone = gathered(look)
+    side = reads.merged(own, [dealt for dealt, _ in everyone])
+    states: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
+    for _, theirs in everyone:
+        for family, kinds in theirs.items():
+            states[family].update(kinds)
+    return common, side, states
+
+
+def refuse_mixture(request: LoadRequest, names: Names, place: str) -> None:
     """Raise if something of a damaged checkpoint, loaded in part before, would stay."""
-    stay = sorted(f"{kind}/{key}" for kind, key in request.overwritten - plan.names)
+    stay = sorted(f"{kind}/{key}" for kind, key in request.overwritten - names)
     if stay:
         raise MissingStateError(
             f"{place}: lacks {', '.join(stay)}, which a damaged checkpoint has overwritten "
             "already; start again with --ckpt-step for this iteration"
         )
-
-
-class _Summary(msgspec.Struct, array_like=True):
-    """What a rank tells the others of its slot."""
-
-    rank: int
-    items: tuple[TemplateItem, ...]
-    placement: Placement
-    coordinates: Coordinates

@@ -1,7 +1,7 @@
 """The checkpoints that a job may go on from: the one it should, and older ones if it is damaged.
 
 All ranks go through them together and drop the same ones: an error that one rank meets is raised on
-all, with one class (`collectives.together`).
+all, with one class (`restore.collectives`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_flashckpt.errors import (
     StorageError,
     is_damage,
 )
+from megatron_flashckpt.in_memory import InMemory
 from megatron_flashckpt.layout.manifest import decode_facts
 from megatron_flashckpt.layout.names import (
     MANIFEST,
@@ -25,9 +26,8 @@ from megatron_flashckpt.layout.names import (
     parse_iteration_dir,
     save_id_of,
 )
-from megatron_flashckpt.loading import InMemory
 from megatron_flashckpt.restore.checkpoint import read_manifest
-from megatron_flashckpt.restore.collectives import broadcast_object, together
+from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
@@ -238,8 +238,7 @@ class Candidates:
             ]
             return left[-1] if left else None
 
-        found: int | None = broadcast_object(together(lambda: find() if self._rank == 0 else None))
-        return found
+        return from_first(find)
 
     def _raise_nothing_left(self, error: FlashCkptError) -> None:
         tried = [refused for refused in self._refused if refused.damage]

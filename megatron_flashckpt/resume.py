@@ -11,21 +11,16 @@ import torch
 
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
+from megatron_flashckpt.in_memory import InMemory, held_in_memory
 from megatron_flashckpt.load_plan import LoadRequest
-from megatron_flashckpt.loading import (
-    InMemory,
-    Loaded,
-    held_in_memory,
-    load_from_memory,
-    load_from_storage,
-)
+from megatron_flashckpt.loading import Loaded, load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.features import feature, takes
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.recovery import Candidates, Named, named_in
-from megatron_flashckpt.restore.collectives import broadcast_object, together
+from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.session import session
 from megatron_flashckpt.storage.posix import PosixStorage
 
@@ -75,7 +70,7 @@ def _load_newest(
     def look() -> Named:
         return Named(None) if storage is None else named_in(storage, int(step) if step else None)
 
-    named = broadcast_object(together(lambda: look() if _rank() == 0 else None))
+    named = from_first(look)
     # Who names an iteration, or wants to tune a model, wants that one and no other.
     fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
     candidates = Candidates(storage, named, memory, rank=_rank(), fall_back=fall_back)
@@ -90,7 +85,7 @@ def _load_newest(
                     checkpointer.model_state,
                     checkpointer.rank,
                     current,
-                    session.config.read_threads,
+                    session.config,
                 )
             else:
                 around.announce_loading(margs, load_dir, current)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
-from megatron_flashckpt.layout.plan import Source, piece_of
+from megatron_flashckpt.layout.plan import Source, TemplateItem, piece_of
 from megatron_flashckpt.layout.records import Coordinates
 
 
@@ -46,6 +47,10 @@ class SavedJob:
                     return rank
         return None
 
+    def is_same(self, now: list[Coordinates], model_cut: tuple[int, int, int]) -> bool:
+        """Return whether every rank stands where the rank of its number stood."""
+        return now == self.coordinates and model_cut == self.model_cut
+
     def representatives(self) -> list[int]:
         """Return one rank per pipeline stage and expert rank: together they know all groups."""
         first: dict[tuple[int, int], int] = {}
@@ -56,7 +61,19 @@ class SavedJob:
     def rank_state(self, rank: int) -> Piece | None:
         """Return the piece that holds the side state of `rank`."""
         source = self.sources[rank]
-        for item in source.template.items:
-            if item.kind == RANK_STATE:
-                return piece_of(item, source.placement)
-        return None
+        item = self._rank_states.get(id(source.template))
+        return None if item is None else piece_of(item, source.placement)
+
+    @property
+    def has_all_side_state(self) -> bool:
+        """Whether every rank has left a side state."""
+        return None not in self._rank_states.values()
+
+    @functools.cached_property
+    def _rank_states(self) -> dict[int, TemplateItem | None]:
+        """By template, of which ranks share a few, the item that holds the side state."""
+        templates = {id(source.template): source.template for source in self.sources}
+        return {
+            number: next((it for it in template.items if it.kind == RANK_STATE), None)
+            for number, template in templates.items()
+        }

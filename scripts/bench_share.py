@@ -87,7 +87,7 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
                 if speed.cold and rank == 0:
                     drop_from_cache(sorted((root / stored.directory).glob("*.safetensors")))
                 chunks = chunk_reads(read_plan(wanted, stored.sources(), stored.place), wanted)
-                with ChunkReader(stored, config.read_threads) as reader:
+                with ChunkReader(stored, 1) as reader:
                     sharing = Sharing(None, mode, config.read_memory_mib * 2**20 - reader.nbytes)
                     dist.barrier()
                     report = read_with_replicas(reader, chunks, Targets(wanted, tensors), sharing)

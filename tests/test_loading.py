@@ -6,14 +6,12 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.layout.coverage import ReadPlan
-from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.in_memory import InMemory
 from megatron_flashckpt.layout.records import Coordinates
-from megatron_flashckpt.load_plan import LoadPlan, LoadRequest
-from megatron_flashckpt.loading import InMemory, refuse_mixture
+from megatron_flashckpt.load_plan import LoadRequest
+from megatron_flashckpt.loading import refuse_mixture
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.recovery import Candidates, Named
-from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.saved_job import SavedJob
 
 #: TP1 PP2 DP2 EP2: expert ranks lie along the replicas.
@@ -68,16 +66,11 @@ def test_memory_goes_before_storage_unless_it_is_older_or_storage_was_set_back(
     slab.close()
 
 
-def plan_for(*names: tuple[str, str]) -> LoadPlan:
-    pieces = [Piece(key, kind, "F32", (1,), (0,), (1,), 0, 1) for kind, key in names]
-    return LoadPlan(ReadPlan({}, ()), pieces, Targets([], []), set(names))
-
-
 def test_an_older_checkpoint_must_replace_all_that_a_damaged_one_has_overwritten() -> None:
     request = LoadRequest(chunks=[], optimizer=None, strict=False)
     weight, moment = ("weight", "w"), ("exp_avg", "w")
-    refuse_mixture(request, plan_for(), "older")
-    request.overwritten.update(plan_for(weight, moment).names)
-    refuse_mixture(request, plan_for(moment, weight), "older")
+    refuse_mixture(request, set(), "older")
+    request.overwritten.update({weight, moment})
+    refuse_mixture(request, {moment, weight}, "older")
     with pytest.raises(MissingStateError, match="older: lacks exp_avg/w, which a damaged"):
-        refuse_mixture(request, plan_for(weight), "older")
+        refuse_mixture(request, {weight}, "older")

@@ -54,24 +54,22 @@ def read_plan(
     wanted: list[Piece],
     sources: Collection[Source],
     place: str,
-    unwanted: Iterable[str] = (),
     resizable: Collection[int] = (),
 ) -> ReadPlan:
     """Return the reads that fill `wanted`; every element exactly once.
 
     Args:
         place: the checkpoint's name, for the message.
-        unwanted: names that no rank's model has (see `superfluous`); they are differences too.
         resizable: positions of wanted pieces whose tensor may be stored in another global shape. As
             in Megatron (`allow_shape_mismatch`) the common part counts, the rest is zero.
 
     Raises:
-        MissingStateError: one message with every key that is absent, superfluous, of another shape
-            or type, or only partly there.
+        MissingStateError: one message with every key that is absent, of another shape or type, or
+            only partly there.
         CorruptCheckpointError: something stored lies outside of its own box, tensor or file.
     """
     stored = stored_columns(sources, hulls(wanted), place)
-    problems = {f"{name}: in the checkpoint, not in the model": None for name in sorted(unwanted)}
+    problems: dict[str, None] = {}
     reads: dict[int, list[Read]] = defaultdict(list)
     padded = []
     for index, piece in enumerate(wanted):
@@ -98,25 +96,34 @@ def read_plan(
     return ReadPlan(dict(reads), tuple(padded))
 
 
-def missing_state(place: str, differences: Collection[str]) -> MissingStateError:
-    """Return the error that lists `differences`, which it also carries."""
+def missing_state(
+    place: str, found: Iterable[str], unwanted: Iterable[str] = ()
+) -> MissingStateError:
+    """Return the error that lists the differences that were found, which it also carries.
+
+    Args:
+        unwanted: names that no rank's model has (see `superfluous`); they are differences too.
+    """
+    lines = [f"{name}: in the checkpoint, not in the model" for name in sorted(unwanted)]
+    differences = tuple(dict.fromkeys([*lines, *found]))
     error = MissingStateError(
         f"{place} does not hold what this model needs ({len(differences)} differences):\n  "
         + "\n  ".join(differences)
         + "\nUse the model settings of the run that saved it (the parallel sizes are free), or "
         "--ckpt-step for another iteration; nothing was loaded"
     )
-    error.differences = tuple(differences)
+    error.differences = differences
     return error
 
 
-def superfluous(wanted: list[Piece], sources: Iterable[Source], kinds: set[str]) -> set[str]:
-    """Return `kind/key` of all that is stored (of `kinds`) but not wanted here."""
-    mine = {(piece.kind, piece.key) for piece in wanted}
+def superfluous(
+    wanted: Collection[tuple[str, str]], sources: Iterable[Source], kinds: set[str]
+) -> set[str]:
+    """Return `kind/key` of all that is stored (of `kinds`) and not among the names `wanted`."""
     return {
         f"{item.kind}/{item.key}"
         for item in stored_items(sources)
-        if item.kind in kinds and (item.kind, item.key) not in mine
+        if item.kind in kinds and (item.kind, item.key) not in wanted
     }
 
 

@@ -5,8 +5,10 @@ Of saves only those under `busy: skip` use one, `reduce_int`.
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,35 +17,90 @@ from megatron_flashckpt import errors
 from megatron_flashckpt.errors import FlashCkptError, StorageError, is_damage
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
 
 Group = Any
 """A `torch.distributed` process group; None: all ranks."""
+
+
+def world_size() -> int:
+    """Return the number of ranks."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+#: Whatever fits into it travels in one collective; more takes a second one.
+_HEAD_NBYTES = 4096
+_LENGTH_NBYTES = 8
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """Return the `value` of every rank of `group`, in rank order. Collective."""
     if not dist.is_initialized():
         return [value]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+    mine = pickle.dumps(value)
+    heads = _all_gathered(_head(mine), group)
+    lengths = [_length(head) for head in heads]
+    if max(lengths) <= _HEAD_NBYTES - _LENGTH_NBYTES:
+        bodies = [head[_LENGTH_NBYTES:] for head in heads]
+    else:
+        bodies = _all_gathered(mine.ljust(max(lengths), b"\0"), group)
+    return [pickle.loads(body[:n]) for body, n in zip(bodies, lengths, strict=True)]
 
 
-def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value`. Collective."""
+def broadcast_object(value: Any, source: int = 0) -> Any:
+    """Return the `value` of rank `source`. Collective."""
     if not dist.is_initialized():
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    is_source = dist.get_rank() == source
+    mine = pickle.dumps(value) if is_source else b""
+    head = _broadcast(_head(mine), source)
+    length = _length(head)
+    if length <= _HEAD_NBYTES - _LENGTH_NBYTES:
+        body = head[_LENGTH_NBYTES:]
+    else:
+        body = _broadcast(mine if is_source else bytes(length), source)
+    return value if is_source else pickle.loads(body[:length])
+
+
+def _head(encoded: bytes) -> bytes:
+    """Return the length, and what follows of `encoded` if that is all of it."""
+    room = _HEAD_NBYTES - _LENGTH_NBYTES
+    begin = encoded if len(encoded) <= room else b""
+    return len(encoded).to_bytes(_LENGTH_NBYTES, "little") + begin.ljust(room, b"\0")
+
+
+def _length(head: memoryview) -> int:
+    return int.from_bytes(head[:_LENGTH_NBYTES], "little")
+
+
+def _all_gathered(mine: bytes, group: Group) -> list[memoryview]:
+    """Return the bytes of every rank, as many as there are here."""
+    sent = _on_device(mine, group)
+    found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, sent, group=group)
+    return [tensor.cpu().numpy().data for tensor in found]
+
+
+def _broadcast(mine: bytes, source: int) -> memoryview:
+    sent = _on_device(mine, None)
+    dist.broadcast(sent, src=source)
+    found: memoryview = sent.cpu().numpy().data
+    return found
+
+
+def _on_device(encoded: bytes, group: Group) -> torch.Tensor:
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(_device(group))
+
+
+def _device(group: Group) -> str:
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
 def reduce_int(value: int, how: Literal["sum", "max"], group: Group = None) -> int:
     """Return the sum or the largest of the values of `group`, below 2**63. Collective."""
     if not dist.is_initialized():
         return value
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    reduced = torch.tensor([value], dtype=torch.int64, device=device)
+    reduced = torch.tensor([value], dtype=torch.int64, device=_device(group))
     op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
     dist.all_reduce(reduced, op, group)
     return int(reduced.item())
@@ -57,26 +114,73 @@ def together(work: Callable[[], _T], group: Group = None) -> _T:
             several ranks failed that is the error of the lowest, unless another is no damage: what
             is wrong with the job comes first. A rank with an error of that class raises its own.
     """
-    result: _T | None = None
-    error: Exception | None = None
+    tried = attempt(work)
+    # One number, as all is well nearly always.
+    if reduce_int(tried.error is not None, "max", group):
+        raise_agreed(gather_objects(tried.said, group), tried.error)
+    return tried.value  # type: ignore[return-value]
+
+
+def gathered(work: Callable[[], tuple[_T, _S]], group: Group = None) -> tuple[_T, list[_S]]:
+    """Return what `work()` made for this rank, and what it made for all of every rank, in order.
+
+    Collective. Raises as `together` does; whether all is well travels with what was made.
+    """
+    tried = attempt(work)
+    mine, ours = (None, None) if tried.value is None else tried.value
+    everyone = gather_objects((ours, tried.said), group)
+    raise_agreed([said for _, said in everyone], tried.error)
+    return mine, [theirs for theirs, _ in everyone]  # type: ignore[return-value]
+
+
+def from_first(work: Callable[[], _T]) -> _T:
+    """Return what `work()` returned on rank 0, or raise on all ranks what it raised. Collective."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    tried: Attempt[_T] = attempt(work) if is_first else Attempt(None, None)
+    value, said = broadcast_object((tried.value, tried.said))
+    raise_agreed([said], tried.error)
+    return value  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt(Generic[_T]):
+    """What became of something that may fail, while the other ranks wait for this one."""
+
+    value: _T | None
+    error: Exception | None
+
+    @property
+    def said(self) -> Said | None:
+        """What the other ranks are told of the error."""
+        return None if self.error is None else _said(self.error)
+
+
+def attempt(work: Callable[[], _T]) -> Attempt[_T]:
+    """Return what becomes of `work()`, whatever it raises."""
     try:
-        result = work()
-    except Exception as failure:  # whatever it is: the other ranks are about to wait for us
-        error = failure
-    # One number, as all is well nearly always: a load asks twenty times, of thousands of ranks.
-    if not reduce_int(error is not None, "max", group):
-        return result  # type: ignore[return-value]
-    gathered = gather_objects(None if error is None else _said(error), group)
-    failures = [said for said in gathered if said is not None]
+        return Attempt(work(), None)
+    except Exception as failure:
+        return Attempt(None, failure)
+
+
+def raise_agreed(everyone: list[Said | None], mine: Exception | None) -> None:
+    """Raise the error that all ranks agree on, see `together`; nothing if there is none.
+
+    Args:
+        everyone: what the ranks said of their errors, alike on all.
+    """
+    failures = [said for said in everyone if said is not None]
+    if not failures:
+        return
     agreed = min(failures, key=lambda said: said.damage)
-    if error is None:
+    if mine is None:
         raise agreed.error()
-    if _said(error)[:2] == agreed[:2]:
-        raise error
-    raise agreed.error() from error
+    if _said(mine)[:2] == agreed[:2]:
+        raise mine
+    raise agreed.error() from mine
 
 
-class _Said(NamedTuple):
+class Said(NamedTuple):
     """What a rank tells the others of its error."""
 
     damage: bool
@@ -95,7 +199,7 @@ class _Said(NamedTuple):
         return made
 
 
-def _said(error: Exception) -> _Said:
+def _said(error: Exception) -> Said:
     rank = dist.get_rank() if dist.is_initialized() else 0
     name = type(error).__name__
     ours = getattr(errors, name, None) is type(error)
@@ -104,4 +208,4 @@ def _said(error: Exception) -> _Said:
     text = error.strerror if isinstance(error, StorageError) else str(error)
     repeats = isinstance(error, FlashCkptError) and error.repeats
     message = str(text) if repeats else f"rank {rank}: {name}: {text}"
-    return _Said(is_damage(error), name if ours else FlashCkptError.__name__, number, message)
+    return Said(is_damage(error), name if ours else FlashCkptError.__name__, number, message)

@@ -23,8 +23,9 @@ from workload import State
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import AgentConfig, Config
+from megatron_flashckpt.in_memory import held_in_memory
 from megatron_flashckpt.load_plan import LoadRequest
-from megatron_flashckpt.loading import held_in_memory, load_from_memory, load_from_storage
+from megatron_flashckpt.loading import load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.expectation import expect
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
@@ -165,7 +166,7 @@ class Ours(System):
             self._checkpointer.model_state,
             self.rank,
             held[0],
-            self._config.read_threads,
+            self._config,
         )
         return found.origin.iteration
 

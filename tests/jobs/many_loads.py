@@ -44,7 +44,7 @@ def trace(**event: Any) -> None:
 create_slab = Slab.create
 
 
-def refuse_memory(*args: Any) -> Slab:
+def refuse_memory(*args: Any, **kwargs: Any) -> Slab:
     raise StorageError(errno.ENOMEM, "cannot reserve 9 GiB of host memory; free memory")
 
 

@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
-from megatron_flashckpt.layout.coverage import Read, ReadPlan, read_plan, superfluous
+from megatron_flashckpt.layout.coverage import (
+    Read,
+    ReadPlan,
+    missing_state,
+    read_plan,
+    superfluous,
+)
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape, equal_shares
 from megatron_flashckpt.layout.plan import Source, TemplateItem
@@ -68,8 +74,9 @@ def problems(
     resizable: Sequence[int] = (),
 ) -> list[str]:
     with pytest.raises(MissingStateError) as caught:
-        read_plan(wanted, sources_of(stored), PLACE, unwanted, resizable)
-    head, *lines, remedy = str(caught.value).splitlines()
+        read_plan(wanted, sources_of(stored), PLACE, resizable)
+    error = missing_state(PLACE, caught.value.differences, unwanted) if unwanted else caught.value
+    head, *lines, remedy = str(error).splitlines()
     assert head == f"{PLACE} does not hold what this model needs ({len(lines)} differences):"
     assert "nothing was loaded" in remedy
     return [line.strip() for line in lines]
@@ -441,10 +448,10 @@ def test_a_difference_that_many_layers_share_is_said_once():
 
 
 def test_superfluous_names_are_differences_even_if_all_that_is_wanted_is_there():
-    assert problems([box("w")], [[box("w")]], unwanted=("weight/z", "master/a")) == [
+    assert missing_state(PLACE, (), ("weight/z", "master/a")).differences == (
         "master/a: in the checkpoint, not in the model",
         "weight/z: in the checkpoint, not in the model",
-    ]
+    )
 
 
 def test_superfluous_lists_what_is_stored_but_not_wanted_of_these_kinds():
@@ -452,9 +459,10 @@ def test_superfluous_lists_what_is_stored_but_not_wanted_of_these_kinds():
         source(0, [box("w"), box("v"), box("w", kind="exp_avg")]),
         source(1, [box("u"), box("v", kind="rank_state", dtype="U8")]),
     ]
-    assert superfluous([box("w")], stored, {"weight"}) == {"weight/v", "weight/u"}
-    assert superfluous([box("w")], stored, {"exp_avg"}) == {"exp_avg/w"}
-    assert superfluous([box("w"), box("v"), box("u")], stored, {"weight"}) == set()
+    w, v, u = (("weight", key) for key in "wvu")
+    assert superfluous({w}, stored, {"weight"}) == {"weight/v", "weight/u"}
+    assert superfluous({w}, stored, {"exp_avg"}) == {"exp_avg/w"}
+    assert superfluous({w, v, u}, stored, {"weight"}) == set()
 
 
 def test_an_absent_key_reads_as_text_and_is_also_a_key_error():

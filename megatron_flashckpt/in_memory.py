@@ -1,0 +1,74 @@
+"""The checkpoints that all ranks hold in their slots: asked of the agents, agreed on by all."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_flashckpt.agent.offers import common_saves, lacking_ranks, newest_saves
+from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.checkpointer import Checkpointer
+from megatron_flashckpt.faults import reach
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.restore.collectives import gathered
+
+
+@dataclasses.dataclass(frozen=True)
+class InMemory:
+    """A checkpoint that every rank holds in a slot: this rank's slab and slot of it."""
+
+    slab: Slab
+    offer: Offer
+    committed: int
+    """Iteration of the newest checkpoint that was committed, as far as agents know; -1: of none."""
+
+
+def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
+    """Return the checkpoints that *all* ranks hold, newest first. Collective.
+
+    With `redundancy`, ranks whose node was lost first get back what the others still hold of them.
+    """
+    link, config = checkpointer.link, checkpointer.config
+    if config.redundancy != "none":
+        checkpointer.start_run()
+    (slab, offers), everyone = gathered(lambda: _told(link.take_slab()))
+    reach("load.taken")
+    newest = newest_saves(everyone, config.slots)
+    lacking = lacking_ranks(everyone, newest)
+    if config.redundancy != "none" and newest and lacking:
+
+        def recovered() -> tuple[_Taken, list[dict[str, Any]]]:
+            if checkpointer.rank not in lacking:
+                return _told((slab, offers))
+            link.recover(newest)
+            return _told(link.take_slab())
+
+        (slab, offers), everyone = gathered(recovered)
+    if slab is None:
+        return []
+    mine = {offer.save_id: offer for offer in offers}
+    return [
+        InMemory(slab, mine[theirs[0]["save_id"]], _committed(theirs))
+        for theirs in common_saves(everyone)
+    ]
+
+
+_Taken = tuple[Slab | None, tuple[Offer, ...]]
+
+
+def _told(taken: _Taken) -> tuple[_Taken, list[dict[str, Any]]]:
+    """Return what this rank has been offered, and what of it the others are told."""
+    return taken, [
+        {name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"}
+        for offer in taken[1]
+    ]
+
+
+def _committed(offers: list[dict[str, Any]]) -> int:
+    """Return the newest iteration known to be committed, by the offers of one save of all ranks.
+
+    The agent of rank 0 knows, because it moves the tracker. If it is gone, the others know of this
+    very save; but not ranks that got it from other nodes.
+    """
+    durable = all(offer["durable"] or offer["recovered"] for offer in offers)
+    return int(max(offers[0]["committed"], offers[0]["iteration"] if durable else -1))

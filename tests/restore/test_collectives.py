@@ -1,0 +1,132 @@
+"""What ranks tell each other arrives whole, and an error of one is one of all; on gloo ranks."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
+from megatron_flashckpt.restore.collectives import (
+    broadcast_object,
+    from_first,
+    gather_objects,
+    gathered,
+    together,
+)
+
+RANKS = 3
+#: Lengths around what fits into the first of two messages.
+LENGTHS = [0, 1, 4000, 4085, 4088, 4096, 5000, 1_000_000]
+
+
+def failing_on(failing: dict[int, Exception], rank: int) -> Callable[[], tuple[int, int]]:
+    def work() -> tuple[int, int]:
+        if rank in failing:
+            raise failing[rank]
+        return rank, 10 * rank
+
+    return work
+
+
+def raised(call: Callable[[], Any]) -> list[str] | None:
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return None
+
+
+ERRORS: dict[str, dict[int, Exception]] = {
+    "none": {},
+    "damage on the last": {2: CorruptCheckpointError("torn")},
+    "damage on two": {1: CorruptCheckpointError("torn"), 2: CorruptCheckpointError("cut")},
+    "another model and damage": {0: CorruptCheckpointError("torn"), 2: MissingStateError("other")},
+    "unforeseen": {1: ValueError("unforeseen")},
+}
+
+
+def rank_main(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    found: dict[str, Any] = {}
+    for length in LENGTHS:
+        # Each has another length, so one of them may need a second message and others not.
+        gathered_lengths = [len(each) for each in gather_objects(b"x" * (length + rank))]
+        sent = [len(broadcast_object(b"x" * (length + rank), source)) for source in range(RANKS)]
+        found[str(length)] = [gathered_lengths, sent]
+    for name, failing in ERRORS.items():
+        work = failing_on(failing, rank)
+        found[name] = [raised(functools.partial(call, work)) for call in (together, gathered)]
+    found["made"] = gathered(failing_on({}, rank))
+    found["first"] = from_first(lambda: f"of {rank}")
+    found["first failed"] = raised(
+        lambda: from_first(failing_on({0: CorruptCheckpointError("torn")}, rank))
+    )
+    Path(directory, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("collectives")
+    torch.multiprocessing.spawn(rank_main, (str(directory),), RANKS)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_objects_of_any_length_arrive_from_every_rank(found: list[dict], length: int) -> None:
+    lengths = [length + rank for rank in range(RANKS)]
+    assert [each[str(length)] for each in found] == [[lengths, lengths]] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("damage on the last", "CorruptCheckpointError", ["torn"]),
+        ("damage on two", "CorruptCheckpointError", ["torn", "cut"]),
+        ("another model and damage", "MissingStateError", ["other"]),
+        ("unforeseen", "FlashCkptError", ["rank 1: ValueError: unforeseen"]),
+    ],
+)
+def test_an_error_of_one_rank_is_of_one_class_on_all(
+    found: list[dict], name: str, kind: str, says: list[str]
+) -> None:
+    for each in found:
+        for error in each[name]:
+            if error[0] == "ValueError":  # the rank's own
+                continue
+            assert error[0] == kind
+            assert any(said in error[1] for said in says)
+
+
+def test_without_an_error_all_get_what_all_made(found: list[dict]) -> None:
+    assert [each["none"] for each in found] == [[None, None]] * RANKS
+    assert [each["made"] for each in found] == [[rank, [0, 10, 20]] for rank in range(RANKS)]
+
+
+def test_what_the_first_rank_makes_or_raises_is_for_all(found: list[dict]) -> None:
+    assert [each["first"] for each in found] == ["of 0"] * RANKS
+    assert [each["first failed"][0] for each in found] == ["CorruptCheckpointError"] * RANKS
+    assert found[1]["first failed"][1] == "rank 0: CorruptCheckpointError: torn"
+
+
+def test_a_job_of_one_process_tells_itself() -> None:
+    assert gathered(lambda: (1, 2)) == (1, [2])
+    assert from_first(lambda: 3) == 3
+    with pytest.raises(CorruptCheckpointError, match=r"^torn$"):
+        gathered(failing_on({0: CorruptCheckpointError("torn")}, 0))
