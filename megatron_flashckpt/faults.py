@@ -70,9 +70,9 @@ POINTS = {
     "retain.file": ("agent.retention", "one more of its files is deleted"),
     "retain.deleted": ("agent.retention", "its directory is gone; the moved manifest is not"),
     "commit.done": ("agent.commit", "all is as it should be in storage; no slot is marked"),
-    "save.failed": ("agent.saves", "a save failed for good; its files are there"),
+    "save.failed": ("agent.committer", "a save failed for good; its files are there"),
     "forget.file": ("agent.commit", "one more file of a failed save is removed"),
-    "save.marked": ("agent.saves", "the slots are DURABLE or FAILED; no trainer was told"),
+    "save.marked": ("agent.committer", "the slots are DURABLE or FAILED; no trainer was told"),
     # Agents with `redundancy`: of the node that sends a checkpoint, and of the one that holds it.
     "send.labelled": ("agent.peers.redundancy", "its digests are known; no holder knows of it"),
     "send.begun": ("agent.peers.sender", "a holder has made room for its part; no bytes were sent"),

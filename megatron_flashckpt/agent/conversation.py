@@ -11,6 +11,7 @@ import time
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.slots import RankSlots
@@ -29,9 +30,10 @@ _UNCOMMITTED = 8
 class Conversations:
     """Everything that trainers can ask of the agent."""
 
-    def __init__(self, node: Node, saves: Saves) -> None:
+    def __init__(self, node: Node, saves: Saves, committer: Committer) -> None:
         self._node = node
         self._saves = saves
+        self._committer = committer
         self._templates = TemplateStore(node.changed)
         self.connections = 0
         self.last_seen = time.monotonic()
@@ -120,7 +122,7 @@ class Conversations:
             return (p.Recovered(ended),)
         if isinstance(request, p.Adopt) and number == 0:
             # Before any rank goes on: none of them has a save under way.
-            self._saves.sweeper.look_soon(self._saves.is_pending)
+            self._committer.sweeper.look_soon(self._committer.is_pending)
         with self._node.changed:
             rank = self._node.ranks[number]
             match request:
@@ -199,7 +201,7 @@ class Conversations:
             except FlashCkptError as error:
                 logger.error("rank %d: what is staged in slot %d is lost: %s", number, index, error)
                 continue
-            save = self._saves.pending.get(taken[-1])
+            save = self._committer.pending.get(taken[-1])
             if save is not None:
                 save.later |= slots.saves_after(index)
         return tuple(taken)
@@ -242,7 +244,7 @@ class Conversations:
             rank.slots.adopt(request.save_id, request.iteration)
         self._node.committed = min(self._node.committed, request.iteration)
         awaited = set().union(*(each.awaited for each in self._node.ranks.values()))
-        for save in self._saves.pending.values():
+        for save in self._committer.pending.values():
             # Of an older save everything is staged, or will never be: all ranks have started anew.
             staged = (
                 save.iteration < request.iteration and save.metas.keys() >= self._node.ranks.keys()

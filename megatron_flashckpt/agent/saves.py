@@ -1,54 +1,36 @@
-"""What becomes of staged slots: persisted by a pool, committed by one thread, told to trainers."""
+"""What is done with staged slots: persisted by a pool, or vouched for if they are to stay."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import logging
-import threading
 import time
 
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit import (
-    PendingSave,
-    awaited_by,
-    forget,
-    gave_up,
-    is_persisted,
-    leave_note,
-    outcome_of,
-)
+from megatron_flashckpt.agent.commit import PendingSave, forget, is_persisted, leave_note
+from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.flow import give_way
-from megatron_flashckpt.agent.history import PastSave, append, told_of
-from megatron_flashckpt.agent.leftovers import Sweeper
-from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.history import told_of
+from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
-from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.2
-#: Longest wait of an agent that leaves for the removal of what earlier crashes left.
-_TIDY_S = 10.0
-#: Seconds beyond the commit timeout after which a save is given up without a word from storage.
-_HUNG_S = 3.0
-_COMMIT_POLL_S = (0.02, 1.0)
-
 
 class Saves:
-    """The saves that this node has a part in."""
+    """Sees to it that what trainers stage is read, and that the committer knows of it."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, committer: Committer) -> None:
         self._node = node
-        self.pending: dict[str, PendingSave] = {}
-        self.sweeper = Sweeper(node.storage)
+        self._committer = committer
 
         def pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
             nice = node.options.writer_nice
@@ -57,25 +39,13 @@ class Saves:
         self._pool = pool(node.options.persist_threads, "persist")
         # Of its own: what takes a second must not wait for what takes minutes.
         self._digest_pool = pool(1, "digest")
-        self._closing = False
         #: What was written, or was to be, when nobody was there any more.
         self._written_last: set[str] = set()
-        #: Saves that were concluded while storage did not answer; their files are still there.
-        self._given_up: list[PendingSave] = []
-        self._committer = threading.Thread(target=self._commit_loop, name="commit", daemon=True)
-
-    def start(self) -> None:
-        """Begin to commit."""
-        self._committer.start()
 
     def close(self) -> None:
         """End the threads, unless storage keeps them."""
-        with self._node.changed:
-            self._closing = True
-            self._node.changed.notify_all()
         self._digest_pool.shutdown()
-        if not self.pending and not self._node.is_stuck():
-            self._committer.join(_TIDY_S)
+        if not self._committer.pending and not self._node.is_stuck():
             self._pool.shutdown()
 
     def take_over(self, number: int, index: int, doorbell: p.Staged | None = None) -> str:
@@ -115,21 +85,8 @@ class Saves:
         return header.save_id
 
     def _join(self, number: int, slot: Slot, info: SlotInfo, save_id: str) -> PendingSave:
-        """Return the pending save that a rank has its part in a slot of."""
         header, meta = slot.header, slot.meta
-        save = self.pending.setdefault(
-            save_id,
-            PendingSave(
-                PosixStorage(meta.root, self._node.direct_io),
-                header.iteration,
-                save_id,
-                time.monotonic(),
-                inherited=info.inherited,
-                staged_as=header.save_id,
-            ),
-        )
-        save.metas[number] = meta
-        return save
+        return self._committer.join(number, header, meta, save_id, inherited=info.inherited)
 
     def _vouch(
         self, number: int, slots: RankSlots, slot: Slot, header: SlotHeader, started: float
@@ -146,13 +103,13 @@ class Saves:
                 info.persisting, info.digests = False, digests
             seconds = time.monotonic() - started
             outcome = p.Outcome(header.iteration, header.save_id, None, seconds, kept=True)
-            self._tell(self._node.ranks[number], outcome)
+            self._committer.tell(self._node.ranks[number], outcome)
             self._node.drop_retired(self._node.ranks[number])
             self._node.changed.notify_all()
 
     def abandon(self, number: int, request: p.Abandon) -> None:
         reason = f"rank {number}: {request.reason}"
-        save = self.pending.get(request.save_id)
+        save = self._committer.pending.get(request.save_id)
         if save is not None:
             save.error = save.error or reason
             self._node.changed.notify_all()
@@ -203,7 +160,7 @@ class Saves:
                     header.data_nbytes / 1e9 / max(seconds, 1e-9),
                 )
             self._node.drop_retired(self._node.ranks[number])
-            given_up = self.pending.get(save.save_id) is not save
+            given_up = self._committer.pending.get(save.save_id) is not save
             self._node.changed.notify_all()
         if given_up:
             # The save failed elsewhere while this shard was being written.
@@ -243,126 +200,3 @@ class Saves:
         save = self._join(number, slot, info, next_attempt(slot.header.save_id))
         info.persisting, info.persisting_since = True, time.monotonic()
         self._pool.submit(self._persist, number, slots, slot, save)
-
-    def watch(self) -> None:
-        """Say which saves take long; end those whose storage does not even answer `outcome_of`."""
-        with self._node.changed:
-            for save in list(self.pending.values()):
-                waited = time.monotonic() - save.staged_at
-                if waited > self._node.options.slow_save_s and not save.called_slow:
-                    save.called_slow = True
-                    notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
-                    logger.warning("iteration %d: %s", save.iteration, notice)
-                    for number in save.metas:
-                        told = p.Notice(save.iteration, notice)
-                        self._node.ranks[number].notices.append(told)
-                if waited > self._node.options.commit_timeout_s + _HUNG_S:
-                    error = gave_up(save, self._node.options.commit_timeout_s)
-                    logger.error("iteration %d was not saved: %s", save.iteration, error)
-                    self._conclude(save, error)
-                    self._given_up.append(save)
-
-    def _commit_loop(self) -> None:
-        shortest, longest = _COMMIT_POLL_S
-        pause = shortest
-        while True:
-            with self._node.changed:
-                if self._closing:
-                    return
-                saves = list(self.pending.values())
-                given_up, self._given_up = self._given_up, []
-                if not saves and not given_up and self.sweeper.idle:
-                    self._node.changed.wait(_TICK_S)
-                    pause = shortest
-                    continue
-            for save in given_up:
-                forget(save)
-            concluded = [self._try_conclude(save) for save in saves]
-            self.sweeper.sweep()
-            with self._node.changed:
-                if any(concluded):
-                    pause = shortest
-                elif not self._node.changed.wait(pause):
-                    pause = min(2 * pause, longest)
-                else:
-                    pause = shortest
-
-    def _try_conclude(self, save: PendingSave) -> bool:
-        with self._node.traces.recording(save.iteration, save.save_id, None):
-            finished, error = outcome_of(save, self._node.options.commit_timeout_s)
-        if not finished:
-            return False
-        if error is not None:
-            level = logging.INFO if save.outlived else logging.ERROR
-            logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
-            reach("save.failed")
-        persisted = set(save.persisted)
-        if error is not None:
-            # Before anybody is told: on a full disk the next save needs the space.
-            forget(save)
-        if not save.outlived and save.past is None:
-            self._enter_into_history(save, error)
-        with self._node.changed:
-            self._conclude(save, error)
-            overlooked = save.persisted - persisted
-        if error is not None and overlooked:
-            # Written while the others' files were being removed.
-            forget(save)
-        if error is None and 0 in save.metas:
-            self.sweeper.look(self.is_pending, save.iteration)
-        self._node.traces.write(save.save_id)
-        return True
-
-    def _enter_into_history(self, save: PendingSave, error: str | None) -> None:
-        """Let people know later how the save went."""
-        if 0 in save.metas:
-            past = PastSave(
-                iteration=save.iteration,
-                save_id=save.save_id,
-                ended_at=time.time(),
-                seconds=time.monotonic() - save.staged_at,
-                error=error,
-                world_size=save.metas[0].world_size,
-                cost=save.cost,
-            )
-            append(save.storage, past, self._node.options.history)
-
-    def _conclude(self, save: PendingSave, error: str | None) -> None:
-        """Mark the slots and tell the outcome, once. The lock is held."""
-        if error is None and save.past is None:
-            self._supersede(save)
-            if save.superseded_by is None and 0 in save.metas:  # this agent moved the tracker
-                self._node.committed = save.iteration
-        if self.pending.get(save.save_id) is not save:
-            return  # given up while storage did not answer
-        seconds = time.monotonic() - save.staged_at
-        if error is None:
-            logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
-        del self.pending[save.save_id]
-        outcome = p.Outcome(save.iteration, save.save_id, error, seconds, cost=save.cost)
-        state = SlotState.DURABLE if error is None else SlotState.FAILED
-        if save.outlived:
-            state = SlotState.EMPTY
-        for number in save.metas:
-            rank = self._node.ranks[number]
-            self._tell(rank, outcome)
-            if rank.slots is not None:
-                rank.slots.mark(save.staged_as, state)
-        reach("save.marked")
-        self._node.changed.notify_all()
-
-    def is_pending(self, iteration: int) -> bool:
-        with self._node.changed:
-            return any(save.iteration == iteration for save in self.pending.values())
-
-    def _tell(self, rank: Trainer, outcome: p.Outcome) -> None:
-        """Have the rank's trainer told at its next poll, if it is the one that staged the save."""
-        if outcome.save_id in rank.awaited:
-            rank.awaited.remove(outcome.save_id)
-            rank.untold.append(outcome)
-
-    def _supersede(self, save: PendingSave) -> None:
-        """Keep saves staged before `save`, and still pending, from moving the tracker back."""
-        for other in self.pending.values():
-            if other.order < save.order and other.superseded_by != other.iteration:
-                other.superseded_by = save.iteration

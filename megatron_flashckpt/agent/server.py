@@ -12,6 +12,7 @@ import socket
 import time
 from pathlib import Path
 
+from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversation import Conversations
 from megatron_flashckpt.agent.node import AgentOptions, Node
 from megatron_flashckpt.agent.saves import Saves
@@ -30,21 +31,23 @@ class Agent:
     def __init__(self, listener: socket.socket, options: AgentOptions) -> None:
         self._listener = listener
         self._node = Node(options)
-        self._saves = Saves(self._node)
-        self._talks = Conversations(self._node, self._saves)
+        self._committer = Committer(self._node)
+        self._saves = Saves(self._node, self._committer)
+        self._talks = Conversations(self._node, self._saves, self._committer)
         #: When to end, at the latest; set by a signal.
         self._deadline: float | None = None
 
     def serve(self) -> None:
         """Accept trainers until all have left, or none has come back for the grace time."""
-        self._saves.start()
+        self._committer.start()
         self._listener.settimeout(_TICK_S)
         while not self._may_leave():
-            self._saves.watch()
+            self._committer.watch()
             with contextlib.suppress(TimeoutError):
                 connection, _ = self._listener.accept()
                 self._talks.begin(connection)
         self._saves.close()
+        self._committer.close()
         if self._node.peers is not None:
             self._node.peers.close()
         self._node.give_up_slots()
@@ -62,12 +65,12 @@ class Agent:
     def _may_leave(self) -> bool:
         with self._node.changed:
             if self._deadline is not None and time.monotonic() >= self._deadline:
-                for save in self._saves.pending.values():
+                for save in self._committer.pending.values():
                     logger.error("told to end: iteration %d is not durable", save.iteration)
                 return True
-            if self._talks.connections or (self._saves.pending and not self._talks.parting):
+            if self._talks.connections or (self._committer.pending and not self._talks.parting):
                 self._talks.last_seen = time.monotonic()
-            if self._talks.connections or self._saves.pending:
+            if self._talks.connections or self._committer.pending:
                 return False
             patience = self._node.options.grace_s if self._node.ranks else _UNCLAIMED_S
             if (

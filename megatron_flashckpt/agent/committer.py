@@ -1,0 +1,191 @@
+"""What becomes of saves: committed by one thread, or failed, and told to trainers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.commit import PendingSave, awaited_by, forget, gave_up, outcome_of
+from megatron_flashckpt.agent.history import PastSave, append
+from megatron_flashckpt.agent.leftovers import Sweeper
+from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.faults import reach
+from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.posix import PosixStorage
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+#: Longest wait of an agent that leaves for the removal of what earlier crashes left.
+_TIDY_S = 10.0
+#: Seconds beyond the commit timeout after which a save is given up without a word from storage.
+_HUNG_S = 3.0
+_COMMIT_POLL_S = (0.02, 1.0)
+
+
+class Committer:
+    """The saves that this node has a part in and whose outcome is open."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.pending: dict[str, PendingSave] = {}
+        self.sweeper = Sweeper(node.storage)
+        self._closing = False
+        #: Saves that were concluded while storage did not answer; their files are still there.
+        self._given_up: list[PendingSave] = []
+        self._thread = threading.Thread(target=self._commit_loop, name="commit", daemon=True)
+
+    def start(self) -> None:
+        """Begin to commit."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Commit nothing more; return when what is under way has ended, unless storage keeps it."""
+        with self._node.changed:
+            self._closing = True
+            self._node.changed.notify_all()
+        if not self.pending and not self._node.is_stuck():
+            self._thread.join(_TIDY_S)
+
+    def join(
+        self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str, *, inherited: bool
+    ) -> PendingSave:
+        """Return the pending save that a rank has its part in a slot of. The lock is held."""
+        save = self.pending.setdefault(
+            save_id,
+            PendingSave(
+                PosixStorage(meta.root, self._node.direct_io),
+                header.iteration,
+                save_id,
+                time.monotonic(),
+                inherited=inherited,
+                staged_as=header.save_id,
+            ),
+        )
+        save.metas[number] = meta
+        return save
+
+    def watch(self) -> None:
+        """Say which saves take long; end those whose storage does not even answer `outcome_of`."""
+        with self._node.changed:
+            for save in list(self.pending.values()):
+                waited = time.monotonic() - save.staged_at
+                if waited > self._node.options.slow_save_s and not save.called_slow:
+                    save.called_slow = True
+                    notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
+                    logger.warning("iteration %d: %s", save.iteration, notice)
+                    for number in save.metas:
+                        told = p.Notice(save.iteration, notice)
+                        self._node.ranks[number].notices.append(told)
+                if waited > self._node.options.commit_timeout_s + _HUNG_S:
+                    error = gave_up(save, self._node.options.commit_timeout_s)
+                    logger.error("iteration %d was not saved: %s", save.iteration, error)
+                    self._conclude(save, error)
+                    self._given_up.append(save)
+
+    def _commit_loop(self) -> None:
+        shortest, longest = _COMMIT_POLL_S
+        pause = shortest
+        while True:
+            with self._node.changed:
+                if self._closing:
+                    return
+                saves = list(self.pending.values())
+                given_up, self._given_up = self._given_up, []
+                if not saves and not given_up and self.sweeper.idle:
+                    self._node.changed.wait(_TICK_S)
+                    pause = shortest
+                    continue
+            for save in given_up:
+                forget(save)
+            concluded = [self._try_conclude(save) for save in saves]
+            self.sweeper.sweep()
+            with self._node.changed:
+                if any(concluded):
+                    pause = shortest
+                elif not self._node.changed.wait(pause):
+                    pause = min(2 * pause, longest)
+                else:
+                    pause = shortest
+
+    def _try_conclude(self, save: PendingSave) -> bool:
+        with self._node.traces.recording(save.iteration, save.save_id, None):
+            finished, error = outcome_of(save, self._node.options.commit_timeout_s)
+        if not finished:
+            return False
+        if error is not None:
+            level = logging.INFO if save.outlived else logging.ERROR
+            logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
+            reach("save.failed")
+        persisted = set(save.persisted)
+        if error is not None:
+            # Before anybody is told: on a full disk the next save needs the space.
+            forget(save)
+        if not save.outlived and save.past is None:
+            self._enter_into_history(save, error)
+        with self._node.changed:
+            self._conclude(save, error)
+            overlooked = save.persisted - persisted
+        if error is not None and overlooked:
+            # Written while the others' files were being removed.
+            forget(save)
+        if error is None and 0 in save.metas:
+            self.sweeper.look(self.is_pending, save.iteration)
+        self._node.traces.write(save.save_id)
+        return True
+
+    def _enter_into_history(self, save: PendingSave, error: str | None) -> None:
+        """Let people know later how the save went."""
+        if 0 in save.metas:
+            past = PastSave(
+                iteration=save.iteration,
+                save_id=save.save_id,
+                ended_at=time.time(),
+                seconds=time.monotonic() - save.staged_at,
+                error=error,
+                world_size=save.metas[0].world_size,
+                cost=save.cost,
+            )
+            append(save.storage, past, self._node.options.history)
+
+    def _conclude(self, save: PendingSave, error: str | None) -> None:
+        """Mark the slots and tell the outcome, once. The lock is held."""
+        if error is None and save.past is None:
+            self._supersede(save)
+            if save.superseded_by is None and 0 in save.metas:  # this agent moved the tracker
+                self._node.committed = save.iteration
+        if self.pending.get(save.save_id) is not save:
+            return  # given up while storage did not answer
+        seconds = time.monotonic() - save.staged_at
+        if error is None:
+            logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
+        del self.pending[save.save_id]
+        outcome = p.Outcome(save.iteration, save.save_id, error, seconds, cost=save.cost)
+        state = SlotState.DURABLE if error is None else SlotState.FAILED
+        if save.outlived:
+            state = SlotState.EMPTY
+        for number in save.metas:
+            rank = self._node.ranks[number]
+            self.tell(rank, outcome)
+            if rank.slots is not None:
+                rank.slots.mark(save.staged_as, state)
+        reach("save.marked")
+        self._node.changed.notify_all()
+
+    def is_pending(self, iteration: int) -> bool:
+        with self._node.changed:
+            return any(save.iteration == iteration for save in self.pending.values())
+
+    def tell(self, rank: Trainer, outcome: p.Outcome) -> None:
+        """Have the rank's trainer told at its next poll, if it is the one that staged the save."""
+        if outcome.save_id in rank.awaited:
+            rank.awaited.remove(outcome.save_id)
+            rank.untold.append(outcome)
+
+    def _supersede(self, save: PendingSave) -> None:
+        """Keep saves staged before `save`, and still pending, from moving the tracker back."""
+        for other in self.pending.values():
+            if other.order < save.order and other.superseded_by != other.iteration:
+                other.superseded_by = save.iteration
