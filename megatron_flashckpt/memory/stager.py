@@ -3,7 +3,7 @@
 On a GPU the copies run on a side stream into pinned memory; on a CPU a thread does them. Either
 way `wait_copied` returns when the source tensors may change again, and `wait` when the slot has
 been handed over, too. Tensors that the next forward may change must be copied before `save`
-returns: `Copy.early`.
+returns: `Copy.early`. How far the copies have come is reported, so that what is there can be used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,12 @@ logger = logging.getLogger(__name__)
 #: and more that took 1.05 times one plain copy of all, 1.2 when concatenated; of 256 KiB 1.2 and
 #: 1.0, of 4 KiB 4.6 and 1.6.
 _LARGE = 256 * 1024
+#: What is copied between two reports: an eighth, but not less or more than this. Between them the
+#: interpreter lock has to be had again, and the agent is told.
+_PART_NBYTES = (4 * 2**20, 32 * 2**20)
+
+#: Told below which offset in the slab all is copied.
+Report = Callable[[int], None]
 
 
 class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -47,10 +54,11 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 class _Job:
     copies: list[Copy]
     finish: Callable[[float, BaseException | None], None]
-    error: BaseException | None
-    """Of an early copy."""
+    report: Report | None
     recorder: Recorder
     """Of the save that it is part of."""
+    error: BaseException | None = None
+    """Of an early copy."""
     copied: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Or the copying has failed."""
     handed_over: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -94,25 +102,33 @@ class Stager:
                 logger.warning("slab could not be pinned (%s): copies will be slower", status)
 
     def stage(
-        self, copies: list[Copy], finish: Callable[[float, BaseException | None], None]
+        self,
+        copies: list[Copy],
+        finish: Callable[[float, BaseException | None], None],
+        report: Report | None = None,
     ) -> None:
         """Start copying; returns when every early copy is made.
 
         `finish(seconds, error)` is called once, from the copy thread, when all is in the slot or
         a copy has failed.
+
+        Args:
+            copies: in the order of their offsets, if there is somebody to `report` to.
+            report: called by the copy thread from time to time, but not when all is copied.
         """
         self.wait()
-        error: BaseException | None = None
+        late = [copy for copy in copies if not copy.early]
+        job = _Job(late, finish, report, recorder() or Recorder())
         try:
             with phase(EARLY):
+                # Nobody is told of these: what training waits for has the cores for itself.
                 self._copy([copy for copy in copies if copy.early])
             reach("stage.half")
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
         except Exception as failure:
-            error = failure
-        late = [copy for copy in copies if not copy.early]
-        self._current = job = _Job(late, finish, error, recorder() or Recorder())
+            job.error = failure
+        self._current = job
         if not late and self._stream is None:
             job.copied.set()
         self._jobs.put(job)
@@ -152,7 +168,7 @@ class Stager:
             try:
                 if error is None:
                     with job.recorder.phase("late copies"):
-                        self._copy(job.copies)
+                        self._copy(job.copies, job.report)
                         if self._stream is not None:
                             self._stream.synchronize()
             except BaseException as failure:
@@ -169,15 +185,24 @@ class Stager:
                 # Only now: the next save must find this slot handed over, or it could be given it.
                 job.handed_over.set()
 
-    def _copy(self, copies: list[Copy]) -> None:
+    def _copy(self, copies: list[Copy], report: Report | None = None) -> None:
+        """Copy; on a GPU, have it begun, and wait as long as there is something to report."""
         if not copies:
             return
+        least, most = _PART_NBYTES if report is not None else (sys.maxsize, sys.maxsize)
+        part = min(most, max(least, (copies[-1].offset - copies[0].offset) // 8))
+        begun: list[tuple[torch.cuda.Event, int]] = []
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 stack.enter_context(torch.cuda.stream(self._stream))
             # One call for many: the interpreter lock is released for its whole length.
-            for target, sources in self._neighbours(copies):
+            for offset, target, sources in self._neighbours(copies, part):
+                # Early copies are made, and late ones come by their offsets.
+                if report is not None and self._stream is not None:
+                    begun.append((self._stream.record_event(), offset))
+                elif report is not None:
+                    report(offset)
                 if self._stream is None and target.nbytes < _LARGE * len(sources):
                     torch.cat(sources, out=target)
                 else:
@@ -185,14 +210,19 @@ class Stager:
                     torch._foreach_copy_(
                         target.split_with_sizes(numels), sources, non_blocking=self._pinned
                     )
+        if report is not None:
+            for event, offset in begun:
+                event.synchronize()
+                report(offset)
 
     def _neighbours(
-        self, copies: list[Copy]
-    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+        self, copies: list[Copy], part: int
+    ) -> Iterator[tuple[int, torch.Tensor, tuple[torch.Tensor, ...]]]:
         """Yield where in the slab what comes next goes, and the sources: of one type, side by side.
 
         Nearly all pieces of a kind are: what differs in type or is copied at another time parts
-        them. 20,000 pieces one by one took twice as long as their bytes.
+        them, and so do parts of so many bytes. 20,000 pieces one by one took twice as long as their
+        bytes.
         """
         first = 0
         while first < len(copies):
@@ -201,12 +231,12 @@ class Stager:
             sources = []
             for copy in itertools.islice(copies, first, None):
                 source = copy.source
-                if copy.offset != end or source.dtype != dtype:
+                if copy.offset != end or source.dtype != dtype or end - start >= part:
                     break
                 sources.append(source)
                 end += source.nbytes
             first += len(sources)
-            yield self._bytes[start:end].view(dtype), tuple(sources)
+            yield start, self._bytes[start:end].view(dtype), tuple(sources)
 
     def _unpin(self) -> None:
         if self._pinned:

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 
 from tests.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
 
-_SAVING = (
-    "save.granted",
-    "save.staging",
-    "stage.half",
-    "stage.copied",
-    "stage.staged",
-    "stage.rung",
-)
+#: Points of trainers, likewise; three parts of a save are reported.
+_SAVING = {
+    "save.granted": (1, 3),
+    "save.staging": (1, 3),
+    "stage.half": (1, 3),
+    "stage.part": (1, 3, 9),
+    "stage.copied": (1, 3),
+    "stage.staged": (1, 3),
+    "stage.rung": (1, 3),
+}
 _LOADING = (
     "load.taken",
     "load.planned",
@@ -32,6 +34,7 @@ _LOADING = (
 _AGENT = {
     "agent.attached": (1, 2),
     "agent.granted": (1, 4),
+    "agent.begun": (1, 4),
     "agent.enqueued": (1, 4),
     "persist.created": (1, 4),
     "persist.chunk": (1, 3, 8, 11),
@@ -77,7 +80,7 @@ def sample() -> list[Cell]:
         _cell(Crash("agent", "commit.manifest", 3, NODE)),
         _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
-        _cell(Crash("rank1", "stage.half", 3, TRAINERS)),
+        _cell(Crash("rank1", "stage.part", 9, TRAINERS)),
         _cell(Crash("rank0", "stage.staged", 3, AGENT)),
         _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
         _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),
@@ -105,8 +108,8 @@ def _of_the_agent() -> Iterator[Cell]:
 def _of_trainers() -> Iterator[Cell]:
     for rank in ("rank0", "rank1"):
         for killed in KILLED:
-            for point in _SAVING:
-                for count in (1, 3):
+            for point, counts in _SAVING.items():
+                for count in counts:
                     yield _cell(Crash(rank, point, count, killed))
             yield _cell(Crash(rank, "save.told", 2, killed))  # DURABLE
             yield _cell(Crash(rank, "save.told", _BROKEN + 1, killed), broken=_BROKEN)  # FAILED
@@ -136,7 +139,7 @@ def _random(seed: int) -> Cell:
             point, counts = draw.choice(list(_AGENT.items()))
             crash = Crash("agent", point, draw.choice(counts), killed)
         else:
-            point = draw.choice(_SAVING)
+            point = draw.choice(list(_SAVING))
             crash = Crash(f"rank{draw.randrange(2)}", point, draw.randint(1, 4), killed)
         crashes.append(crash)
         agent_is_new = killed == NODE
