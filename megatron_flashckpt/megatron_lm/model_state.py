@@ -95,7 +95,7 @@ class ModelState:
                         weight = _section(_flat(entry.parameter), entry.start, entry.end)
                         if entry.stale_weight:
                             weight = entry.owned.to(weight.dtype)
-                        tensors = {WEIGHT: weight, **tensors}
+                        found += _cut(geo, WEIGHT, weight, entry.start, entry.end)
                     for kind, tensor in tensors.items():
                         found += _cut(geo, kind, tensor, entry.start, entry.end)
             else:
