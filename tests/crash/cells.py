@@ -34,7 +34,6 @@ _LOADING = (
 _AGENT = {
     "agent.attached": (1, 2),
     "agent.granted": (1, 4),
-    "agent.begun": (1, 4),
     "agent.enqueued": (1, 4),
     "persist.created": (1, 4),
     "persist.chunk": (1, 3, 8, 11),
@@ -54,6 +53,8 @@ _AGENT = {
     "commit.done": (1, 3),
     "save.marked": (1, 3),
 }
+#: Not for a job that does not wait: its polls keep trainers from saying how far their copies are.
+_WAITING = {"agent.begun": (1, 4)}
 _RETAINING = {
     "retain.chosen": (1,),
     "retain.hidden": (1,),
@@ -96,6 +97,7 @@ def _cell(*crashes: Crash, **more: int) -> Cell:
 def _of_the_agent() -> Iterator[Cell]:
     for points, more in (
         (_AGENT, {}),
+        (_WAITING, {}),
         (_RETAINING, {"retain_interval": _RETAIN_INTERVAL}),
         (_FAILING, {"broken": _BROKEN}),
     ):
