@@ -198,10 +198,13 @@ class Stager:
                 stack.enter_context(torch.cuda.stream(self._stream))
             # One call for many: the interpreter lock is released for its whole length.
             for offset, target, sources in self._neighbours(copies, part):
-                # Early copies are made, and late ones come by their offsets.
-                if report is not None and self._stream is not None:
+                # Early copies are made, and late ones come by their offsets. Not a word before the
+                # first: `save` has hardly returned, and on other ranks it may not have.
+                if report is None or offset == copies[0].offset:
+                    pass
+                elif self._stream is not None:
                     begun.append((self._stream.record_event(), offset))
-                elif report is not None:
+                else:
                     report(offset)
                 if self._stream is None and target.nbytes < _LARGE * len(sources):
                     torch.cat(sources, out=target)

@@ -110,7 +110,8 @@ def test_a_deferred_save_says_how_far_it_is_and_is_stored_bit_for_bit(
         job.told.clear()
         assert job.save(iteration) is None
         job.assert_stored(root, iteration)
-        assert len(job.told) >= 4
+        assert len(job.told) >= 3
+        assert job.told[0] > 0, "no word while the save itself goes on"
         assert job.told == sorted(job.told)
         assert job.told[-1] < 4 * job.tensors[0].nbytes, "the end is told by the doorbell"
         for tensor in job.tensors:
@@ -149,7 +150,7 @@ def test_a_copy_that_fails_in_the_middle_leaves_no_shard_and_the_next_save_works
     error = job.save(2)
     assert error is not None
     assert "copying to host memory failed" in error
-    assert len(job.told) >= 3
+    assert len(job.told) >= 2
     job.tensors = whole
     assert job.save(3) is None
     job.assert_stored(root, 3)

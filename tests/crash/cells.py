@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from tests.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
 
-#: Points of trainers, likewise; three parts of a save are reported.
+#: Points of trainers, likewise; of a save two parts are reported, and the last is not.
 _SAVING = {
     "save.granted": (1, 3),
     "save.staging": (1, 3),
     "stage.half": (1, 3),
-    "stage.part": (1, 3, 9),
+    "stage.part": (1, 2, 6),
     "stage.copied": (1, 3),
     "stage.staged": (1, 3),
     "stage.rung": (1, 3),
@@ -81,7 +81,7 @@ def sample() -> list[Cell]:
         _cell(Crash("agent", "commit.manifest", 3, NODE)),
         _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
-        _cell(Crash("rank1", "stage.part", 9, TRAINERS)),
+        _cell(Crash("rank1", "stage.part", 6, TRAINERS)),
         _cell(Crash("rank0", "stage.staged", 3, AGENT)),
         _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
         _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),

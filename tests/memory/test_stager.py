@@ -283,7 +283,7 @@ def test_below_what_is_reported_all_is_copied_and_nobody_is_told_while_training_
     assert bytes_at(slab, offset, len(whole)) == whole
     assert told == sorted(told)
     # Parts of 4 MiB at least, unless something lies between.
-    assert told == [n * 3 << 20 for n in ([] if blocking else [0, 2, 4])]
+    assert told == [n * 3 << 20 for n in ([] if blocking else [2, 4])]
     stager.close()
     slab.close()
 
@@ -296,7 +296,7 @@ def test_nothing_is_reported_after_a_copy_has_failed(slab: Slab, stager: HeldSta
     after = Copy(torch.ones(4), slab.geometry.nbytes + 8192, False)
     stager.stage([Copy(torch.ones(4), offset, False), beyond, after], Finish(), told.append)
     stager.wait()
-    assert told == [offset, beyond.offset]
+    assert told == [beyond.offset]
 
 
 def test_a_save_without_late_copies_and_one_without_any_are_finished_too(
