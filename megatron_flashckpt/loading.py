@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -178,8 +177,6 @@ def load_from_storage(
 
     encoded, common = from_first(read)
     stored = together(lambda: StoredCheckpoint(storage, iteration, encoded))
-    # In the same layout a rank reads its own shard: the disk can begin while all plan.
-    threading.Thread(target=stored.prefetch, args=(rank,), daemon=True).start()
     found = SavedJob(
         stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
     )

@@ -21,12 +21,11 @@ from megatron_flashckpt.layout.shard_file import (
     new_chunk_digest,
 )
 from megatron_flashckpt.storage.base import Storage, read_whole
+from megatron_flashckpt.storage.reading import KeptFiles
 
 _OLDER = "load an older iteration with --ckpt-step"
 #: Of a common file: args, scheduler, counters.
 _MAX_COMMON_NBYTES = 2**30
-#: What a disk can deliver while a load is planned.
-_PREFETCH_NBYTES = 64 * 2**20
 
 
 class StoredCheckpoint:
@@ -36,6 +35,7 @@ class StoredCheckpoint:
         self.storage = storage
         self.directory = names.iteration_dir(iteration)
         self._shards: dict[int, Shard] = {}
+        self._kept = KeptFiles()
         self.manifest: Manifest = manifest.decode_manifest(
             encoded_manifest, f"{self.place}/{names.MANIFEST}"
         )
@@ -145,12 +145,6 @@ class StoredCheckpoint:
         self._read_chunk(shard, index, [data])
         return data
 
-    def prefetch(self, rank: int) -> None:
-        """Have the beginning of a rank's shard at hand soon."""
-        if rank < len(self.manifest.shards):
-            file = self.manifest.shards[rank].file
-            self.storage.prefetch(f"{self.directory}/{file}", _PREFETCH_NBYTES)
-
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
         """See `restore.reader.ChunkSource`; the header of each shard is read once."""
         shard = self._shards.get(rank)
@@ -164,7 +158,8 @@ class StoredCheckpoint:
         digest = new_chunk_digest()
         with self._promised(file):
             name = f"{self.directory}/{file}"
-            self.storage.read_into(name, shard.data_offset + start, parts, digest.update)
+            place = shard.data_offset + start
+            self.storage.read_into(name, place, parts, digest.update, self._kept)
         found = digest.hexdigest()
         if found != shard.digests[index]:
             end = min(start + CHUNK_NBYTES, shard.template.nbytes) - 1

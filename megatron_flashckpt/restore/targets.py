@@ -42,9 +42,17 @@ class Targets:
         """Return the memory that is to hold `nbytes` bytes of `read.stored` from byte `offset` of
         `read` on, if it is host memory without a gap that takes them as they are; else None.
         """
-        target, carrier = self._carried(read.wanted)
-        if target.device.type != "cpu" or not target.is_contiguous():
+        target = self._alike(read, offset, nbytes)
+        if target is None:
+            target = self._in_one_stretch(read, offset, nbytes)
+        if target is None or target.device.type != "cpu" or not target.is_contiguous():
             return None
+        memory: memoryview = target.view(torch.uint8).numpy().data
+        return memory
+
+    def _in_one_stretch(self, read: Read, offset: int, nbytes: int) -> torch.Tensor | None:
+        """Return the elements that take `nbytes` bytes of `read` from `offset` on as they are."""
+        target, carrier = self._carried(read.wanted)
         if target.dtype != carrier:  # they are rounded on the way
             return None
         size = target.itemsize
@@ -54,8 +62,7 @@ class Targets:
         if len(found) != 1 or not found[0].gapless or found[0].shape != (nbytes // size,):
             return None
         begin = found[0].target_start
-        memory: memoryview = target[begin : begin + nbytes // size].view(torch.uint8).numpy().data
-        return memory
+        return target[begin : begin + nbytes // size]
 
     def put(self, parts: list[Part]) -> None:
         """Put parts of a chunk where they are wanted.

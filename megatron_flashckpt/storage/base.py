@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.storage.reading import Seen
+from megatron_flashckpt.storage.reading import KeptFiles, Seen
 
 #: What a name stands for. `other`: a symbolic link (whatever it leads to), a pipe, a device.
 Kind = Literal["file", "directory", "other"]
@@ -61,12 +61,18 @@ class Storage(Protocol):
         """Return `nbytes` from `offset` (default: all); fewer only at the end of the file."""
 
     def read_into(
-        self, name: str, offset: int, parts: Sequence[memoryview], seen: Seen | None = None
+        self,
+        name: str,
+        offset: int,
+        parts: Sequence[memoryview],
+        seen: Seen | None = None,
+        kept: KeptFiles | None = None,
     ) -> int:
-        """Fill `parts`, end to end, from `offset`; see `storage.reading.read_parts`."""
+        """Fill `parts`, end to end, from `offset`; see `storage.reading.read_parts`.
 
-    def prefetch(self, name: str, nbytes: int) -> None:
-        """Have the first `nbytes` at hand soon, if that is possible; never raises StorageError."""
+        Args:
+            kept: where the file may stay open; it is not to be replaced meanwhile.
+        """
 
     def size(self, name: str) -> int:
         """Return the bytes of `name`."""

@@ -14,7 +14,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.storage.base import Kind, temporary_name
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, REFUSALS, DirectIo, is_aligned
-from megatron_flashckpt.storage.reading import Seen, read_parts
+from megatron_flashckpt.storage.reading import KeptFiles, Seen, read_parts
 
 _REMEDY = {
     errno.ENOSPC: "free space there or save elsewhere",
@@ -210,20 +210,18 @@ class PosixStorage:
             return file.read() if nbytes is None else file.read(nbytes)
 
     def read_into(
-        self, name: str, offset: int, parts: Sequence[memoryview], seen: Seen | None = None
+        self,
+        name: str,
+        offset: int,
+        parts: Sequence[memoryview],
+        seen: Seen | None = None,
+        kept: KeptFiles | None = None,
     ) -> int:
         path = self._path(name)
-        with _explained(path, "read"), open(path, "rb", 0, opener=_open_nofollow) as file:
-            return read_parts(file.fileno(), offset, parts, seen)
-
-    def prefetch(self, name: str, nbytes: int) -> None:
-        # Advice, which nothing depends on: whatever is wrong with the file, reading it will tell.
-        with contextlib.suppress(OSError):
-            fd = _open_nofollow(str(self._path(name)), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.posix_fadvise(fd, 0, nbytes, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(fd)
+        with _explained(path, "read"):
+            kept = KeptFiles() if kept is None else kept
+            file = kept.get(name, lambda: _open_nofollow(str(path), os.O_RDONLY | os.O_CLOEXEC))
+            return read_parts(file.fd, offset, parts, seen)
 
     def size(self, name: str) -> int:
         path = self._path(name)

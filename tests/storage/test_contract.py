@@ -17,6 +17,7 @@ import pytest
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.reading import KeptFiles
 
 
 class Backend(Protocol):
@@ -119,11 +120,28 @@ def test_read_into_fills_the_buffer_and_leaves_the_rest_alone_at_the_end(backend
     assert bytes(buffer) == b"?" + meant + b"?" * (nbytes + 1 - filled)
 
 
-def test_what_is_prefetched_is_read_as_ever_and_what_is_not_there_is_no_error(backend):
-    backend.plant("f", DATA)
-    backend.storage.prefetch("f", len(DATA) // 2)
-    assert backend.storage.read("f") == DATA
-    backend.storage.prefetch("missing", 1)
+def test_a_file_that_is_kept_for_the_next_read_is_read_like_any_other(backend):
+    kept = KeptFiles()
+    names = [f"f{number}" for number in range(9)]
+    for name in names:
+        backend.plant(name, name.encode() * 99)
+    for name in [*names, *reversed(names), names[0], names[0]]:
+        found = bytearray(4)
+        assert backend.storage.read_into(name, 2, [memoryview(found)], kept=kept) == 4
+        assert found == (name * 3).encode()[2:6]
+    with pytest.raises(FileNotFoundError):
+        backend.storage.read_into("missing", 0, [memoryview(bytearray(1))], kept=kept)
+
+
+def test_files_that_were_kept_are_closed_when_nobody_reads_them_any_more(tmp_path):
+    storage, kept = PosixStorage(tmp_path), KeptFiles()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        (tmp_path / f"{number}").write_bytes(DATA)
+        storage.read_into(f"{number}", 0, [memoryview(bytearray(1))], kept=kept)
+        assert len(os.listdir("/proc/self/fd")) <= before + 4
+    del kept
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_read_into_fills_parts_end_to_end_and_shows_what_it_read(backend):

@@ -180,8 +180,6 @@ def test_no_descriptor_stays_open_whatever_fails(storage, root, outside):
             attempt()
     storage.read("f")
     read_into(storage, "f")
-    for name in ("f", "d", "link"):
-        storage.prefetch(name, 1)
     storage.create("g", 1).abandon()
     storage.create("g", 1).finish()
     assert open_descriptors() == before
