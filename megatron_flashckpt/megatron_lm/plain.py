@@ -14,7 +14,7 @@ import io
 import pathlib
 import sys
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,9 @@ from megatron_flashckpt.errors import CorruptCheckpointError
 _TAG = "__flashckpt__"
 _LEFT_OUT = object()
 _ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype))
+#: Numbers that are packed. Torch's safe unpickler is written in Python: the 625 of the state of a
+#: generator took 1.1 ms of the 1.6 in which a rank's side state is decoded.
+_MANY = 64
 
 
 def encode(value: Any) -> bytes:
@@ -118,6 +121,9 @@ def to_plain(value: Any) -> Any:
         except TypeError:  # a key (an enum, say) became a tagged dict, which cannot be a key
             return {_TAG: "dict", "items": items}
     if type(value) in (list, tuple):
+        packed = _packed(value) if len(value) >= _MANY else None
+        if packed is not None:
+            return {_TAG: type(value).__name__, "value": packed}
         return type(value)(to_plain(item) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         items = [to_plain(item) for item in value]
@@ -132,6 +138,16 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, io.BytesIO):
         return {_TAG: "bytesio", "value": to_plain(value.getvalue())}
     return {_TAG: "repr", "value": repr(value)}
+
+
+def _packed(numbers: Sequence[Any]) -> bytes | None:
+    """Return `numbers` as 64-bit integers; None if they are not such."""
+    if set(map(type, numbers)) != {int}:
+        return None
+    try:
+        return np.array(numbers, "<i8").tobytes()
+    except OverflowError:
+        return None
 
 
 def _path(value: Any) -> str:
@@ -154,6 +170,10 @@ def _restore(value: Any) -> Any:
             case "ndarray":
                 flat = np.frombuffer(_restore(value["value"]), dtype=np.dtype(value["dtype"]))
                 return flat.reshape(value["shape"]).copy()
+            case "list":
+                return np.frombuffer(value["value"], "<i8").tolist()
+            case "tuple":
+                return tuple(np.frombuffer(value["value"], "<i8").tolist())
             case "dict":
                 pairs = [(_restore(key), _restore(item)) for key, item in value["items"]]
                 return {k: v for k, v in pairs if k is not _LEFT_OUT and v is not _LEFT_OUT}

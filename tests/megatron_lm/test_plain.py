@@ -10,6 +10,8 @@ import io
 import os
 import pathlib
 import pickle
+import pickletools
+import random
 import sys
 import types
 import zipfile
@@ -186,6 +188,38 @@ def test_an_array_comes_back_with_shape_and_type_and_can_be_written(array):
     assert (back.shape, back.dtype) == (array.shape, array.dtype)
     np.testing.assert_array_equal(back, array)
     assert back.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        tuple(range(-100, 100)),
+        [2**63 - 1, -(2**63)] * 40,
+        [2**63] * 100,
+        [True, *range(100)],
+        [1.0, *range(100)],
+        (None, *range(100)),
+    ],
+    ids=["tuple", "list", "too large", "a bool", "a float", "none"],
+)
+def test_many_numbers_come_back_equal_and_of_their_types(numbers):
+    found = round_trip({"x": numbers})["x"]
+    assert found == numbers
+    assert type(found) is type(numbers)
+    assert [type(item) for item in found] == [type(item) for item in numbers]
+
+
+def test_the_state_of_pythons_generator_comes_back_and_takes_few_parts():
+    state = random.Random(3).getstate()
+    assert round_trip(state) == state
+    assert len(pickletools_of(plain.encode(state))) < 100
+
+
+def pickletools_of(encoded):
+    """Return the operations that a safe unpickler, written in Python, has to go through."""
+    with zipfile.ZipFile(io.BytesIO(encoded)) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        return list(pickletools.genops(archive.read(name)))
 
 
 def test_the_state_of_numpys_generator_comes_back():
@@ -380,6 +414,9 @@ def test_broken_bytes_are_corrupt(encoded):
         {TAG: "namespace", "value": [1]},
         {TAG: "set", "value": [[1]]},
         {TAG: "bytesio", "value": "text"},
+        {TAG: "list", "value": b"1234567"},
+        {TAG: "tuple", "value": [1]},
+        {TAG: "tuple"},
     ],
 )
 def test_a_tagged_value_that_contradicts_itself_is_corrupt(tree):
