@@ -1,6 +1,8 @@
 """Small objects and errors between the ranks of a group. Collective: for the start and for loads.
 
-Of saves only those under `busy: skip` use one, `reduce_int`.
+Of saves only those under `busy: skip` use one, `reduce_int`. Objects travel as pickles, as those of
+`torch.distributed` do: the ranks of a job are one program. What small ones take is one collective,
+where `all_gather_object` takes two.
 """
 
 from __future__ import annotations

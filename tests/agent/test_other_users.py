@@ -126,7 +126,11 @@ def test_what_is_written_has_the_modes_that_the_umask_leaves(
 
 
 def test_nothing_that_talks_or_stores_knows_pickle() -> None:
-    """Messages, records and manifests are typed data; only converters read pickles, restricted."""
+    """Messages, records and manifests are typed data; only converters read pickles, restricted.
+
+    And the ranks of one job each other's, as with the collectives of objects of `torch.distributed`
+    that Megatron itself calls.
+    """
     home = Path(megatron_flashckpt.__file__).parent
     runs_code = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     found = set()
@@ -139,8 +143,9 @@ def test_nothing_that_talks_or_stores_knows_pickle() -> None:
                 names = [at.module or ""]
             if runs_code & {name.split(".")[0] for name in names}:
                 found.add(str(path.relative_to(home)))
-    assert all(name.startswith("convert/") for name in found), found
-    assert found, "the test looks in the wrong place"
+    among_ranks = {"restore/collectives.py"}
+    assert all(name.startswith("convert/") for name in found - among_ranks), found
+    assert found > among_ranks, "the test looks in the wrong place"
 
 
 def test_a_template_from_the_agent_that_is_none_is_a_miss(node: Node, root: Path) -> None:

@@ -28,7 +28,9 @@ ONLY_STOCK = {
     "Storing distributed optimizer sharded state of type dp_reshardable",
     "sharded_state_dict metadata loaded from the checkpoint: ...",
     "[time] saving checkpoint at iteration N to SAVE in torch_dist format",
-    # Each is said when a save is waited for, and ours may be committed by then.
+}
+#: Megatron's words when a save is waited for; whether one is hangs on how long it takes.
+EITHER = {
     "Unfinalized async checkpoint saves. Finalizing them synchronously now.",
     "WARNING: Starting a checkpoint save before previous has finished. Consider increasing the "
     "checkpoint interval.",
@@ -66,8 +68,8 @@ def lines(run: Ran) -> set[str]:
 @pytest.mark.parametrize("name", [job.name for job in JOBS])
 def test_lines_are_those_of_stock(runs: Runs, name: str) -> None:
     stock, ours = (lines(runs[name][door]) for door in DOORS)
-    assert stock - ours <= ONLY_STOCK
-    assert {line for line in ours - stock if "agent" not in line} <= ONLY_OURS
+    assert stock - ours <= ONLY_STOCK | EITHER
+    assert {line for line in ours - stock if "agent" not in line} <= ONLY_OURS | EITHER
 
 
 def test_the_usual_lines_are_there(runs: Runs) -> None:

@@ -20,6 +20,7 @@ from tests.memory.mapped import times_mapped
 
 
 def open_fds() -> set[str]:
+    gc.collect()  # or what another test has left might go between two calls
     return set(os.listdir("/proc/self/fd"))
 
 
