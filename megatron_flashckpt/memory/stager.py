@@ -99,7 +99,12 @@ class Stager:
             )
             self._pinned = int(status) == 0
             if not self._pinned:
-                logger.warning("slab could not be pinned (%s): copies will be slower", status)
+                logger.warning(
+                    "slots of %d bytes could not be pinned (%s), so copies will be slower; raise "
+                    "`ulimit -l`, or set 'pinned: false' to do without",
+                    slab.geometry.nbytes,
+                    status,
+                )
 
     def stage(
         self,

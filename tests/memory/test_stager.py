@@ -442,3 +442,18 @@ def test_exactly_the_slab_is_pinned_until_the_stager_lets_go_unless_that_is_turn
     stager.close()
     assert not cudart.pinned
     other.close()
+
+
+def test_slots_that_cannot_be_pinned_are_used_and_the_remedy_is_said(
+    slab: Slab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart = DoubleOfCudart()
+    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    stager = Stager()
+    stager.use(slab, cuda_device=0)
+    stager.close()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert f"{slab.geometry.nbytes} bytes" in said
+    assert "pinned: false" in said
