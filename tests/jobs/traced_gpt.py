@@ -21,7 +21,6 @@ storage; the plan counters at the end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import json
@@ -43,6 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import megatron.training.training as training
 import pretrain_gpt_tiny as tiny
 from megatron.training import get_args
+
+from tests.jobs import meter
 
 RANK = int(os.environ["RANK"])
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -177,7 +178,8 @@ def measuring_step(forward_step: Any) -> Any:
             client = each.checkpointer.link.current
             if client is not None:
                 used = {"trainer": resources(os.getpid()), "agent": resources(client.agent_pid)}
-                used["trainer"]["nbytes"] = allocated()
+                used["trainer"]["nbytes"] = meter.allocated()
+                used["agent"]["nbytes"] = meter.of_agent()
                 trace(event="resources", iteration=iteration(), **used)
         if nbytes and iteration() >= int(start):
             leaked.append(os.urandom(int(nbytes)))
@@ -187,32 +189,16 @@ def measuring_step(forward_step: Any) -> Any:
 
 
 def resources(pid: int) -> dict[str, int]:
-    """Return what a process uses: bytes of its own, descriptors, memfds and threads."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    """Return what a process uses: descriptors, memfds and threads."""
     files = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             files.append(os.readlink(path))
     return {
-        "nbytes": 1024 * int(status.partition("RssAnon:")[2].split()[0]),
         "files": len(files),
         "memfds": sum("memfd:" in name for name in files),
         "threads": len(os.listdir(f"/proc/{pid}/task")),
     }
-
-
-def allocated() -> int:
-    """Return the bytes that this process has from `malloc` (glibc's `mallinfo2`, all arenas).
-
-    Pages that are resident also grow with fragmentation; these bytes do not. Python's own objects
-    are among them with `PYTHONMALLOC=malloc`.
-    """
-    fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    layout = {"_fields_": [(name, ctypes.c_size_t) for name in fields]}
-    ask = ctypes.CDLL(None).mallinfo2
-    ask.restype = type("mallinfo2", (ctypes.Structure,), layout)
-    found = ask()
-    return int(found.uordblks + found.hblkhd)
 
 
 def send(name: str, whom: str) -> None:

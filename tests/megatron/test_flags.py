@@ -141,6 +141,8 @@ def assert_alike(runs: Runs, name: str) -> None:
 def assert_nothing_lost(runs: Runs, name: str) -> None:
     assert [runs[job]["ours"].ended for job in (name, f"{name}-2")] == ["end", "end"]
     whole, later = (runs[job]["ours"] for job in (name, f"{name}-2"))
+    for ran in (whole, later):
+        assert "was not saved" not in ran.logged, ran.logged
     assert later.iteration == 2
     assert later.losses == whole.losses[len(whole.losses) // 2 :]
     assert differing(tensors(whole.save, 4), tensors(later.save, 4)) == []

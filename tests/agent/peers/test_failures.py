@@ -19,7 +19,7 @@ from megatron_flashckpt.layout import names
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
-from tests.agent.test_resources import MIB, open_files, rss_nbytes, thread_count
+from tests.agent.test_resources import MIB, at_rest, open_files, rss_nbytes, thread_count
 from tests.agent.trainer import FakeTrainer, eventually, is_alive, suspend
 
 
@@ -213,11 +213,13 @@ def test_25_saves_leave_no_descriptor_no_thread_and_no_memory(tmp_path: Path) ->
             save_all(made, iteration)
         made.await_held(10, 2)
         (agent,) = made.nodes[0].agents()
-        files, memory, threads = len(open_files(agent)), rss_nbytes(agent), thread_count(agent)
+        files, memory = at_rest(lambda: len(open_files(agent))), rss_nbytes(agent)
+        threads = at_rest(lambda: thread_count(agent))
         for iteration in range(11, 36):
             save_all(made, iteration)
         made.await_held(35, 2)
-        eventually("as many threads", lambda: thread_count(agent) == threads)
+        # One more for a slot that is handed over before the thread of the last one is free.
+        eventually("as many threads", lambda: thread_count(agent) <= threads + 1)
         eventually("as many descriptors", lambda: len(open_files(agent)) == files)
         growth = rss_nbytes(agent) - memory
         print(f"agent: {growth // 1024} KiB more after 25 saves with parity")
