@@ -25,9 +25,9 @@ def verify(
 ) -> list[FlashCkptError]:
     """Return every damage, in the order of the files; an empty list means intact.
 
-    Checked are: that every element of every tensor is there exactly once, `common-<id>.pt`, and of
-    each shard file its size, its header (digest, and that it is the one the manifest means) and the
-    digest of every chunk. The data of a file whose header is damaged cannot be checked.
+    Checked are: that every element of every tensor is there exactly once, `common-<id>.msgpack`,
+    and of each shard file its size, its header (digest, and that it is the one the manifest means)
+    and the digest of every chunk. The data of a file whose header is damaged cannot be checked.
 
     Args:
         on_read: called with the bytes just dealt with, from several threads.

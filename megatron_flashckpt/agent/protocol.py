@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_FRAME_NBYTES = 256 * 1024 * 1024
 
 _LENGTH = struct.Struct("<I")

@@ -14,7 +14,7 @@ HISTORY = "flashckpt-history.jsonl"
 _SHARD = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
 _OF_A_SAVE = re.compile(
     r"rank_\d{5,}-(?P<shard>[0-9a-f]{8,32})\.(safetensors|commit|failed)"
-    r"|common-(?P<common>[0-9a-f]{8,32})\.pt"
+    r"|common-(?P<common>[0-9a-f]{8,32})\.msgpack"
 )
 _REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
 
@@ -54,7 +54,7 @@ def is_shard_name(name: str) -> bool:
 
 def common_name(save_id: str) -> str:
     """Return the name of the stand-alone file with args, scheduler and counters."""
-    return f"common-{save_id}.pt"
+    return f"common-{save_id}.msgpack"
 
 
 def record_name(rank: int, save_id: str) -> str:

@@ -2,7 +2,7 @@
 
 `rank_state` is kept by every rank for itself (each rank's own random state: nothing is
 de-duplicated as if replicated). `common_state` is alike on all ranks; rank 0 writes it, as the
-stand-alone file `common-<id>.pt`.
+stand-alone file `common-<id>.msgpack`.
 """
 
 from __future__ import annotations

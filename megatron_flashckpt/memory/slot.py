@@ -68,7 +68,7 @@ class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     template: _T
     placement: Placement
     common: bytes
-    """Contents of `common-<id>.pt`; empty except for rank 0."""
+    """Contents of `common-<id>.msgpack`; empty except for rank 0."""
     description: dict[str, Any]
     retain_interval: int | None = None
     """Megatron's `--save-retain-interval`."""

@@ -79,7 +79,7 @@ class StoredCheckpoint:
         return self._templates[self.manifest.shards[rank].template].nbytes
 
     def common(self) -> bytes:
-        """Return the contents of `common-<id>.pt`, verified."""
+        """Return the contents of `common-<id>.msgpack`, verified."""
         name = names.common_name(self.manifest.save_id)
         with self._promised(name):
             encoded = read_whole(self.storage, f"{self.directory}/{name}", _MAX_COMMON_NBYTES)

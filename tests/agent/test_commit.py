@@ -470,7 +470,7 @@ def test_a_commit_that_fails_halfway_never_moves_the_tracker(
     assert (root / names.iteration_dir(5) / names.MANIFEST).exists() == (refused == names.TRACKER)
 
 
-def test_the_manifest_names_the_digest_of_common_pt(
+def test_the_manifest_names_the_digest_of_the_common_state(
     root: Path, persisted: Callable[[_Failing, str], PendingSave]
 ) -> None:
     commit(persisted(_Failing(root, "nothing"), "a" * 12))

@@ -52,7 +52,7 @@ def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracke
     shards = {names.shard_name(rank, save_id) for rank in range(world_size)}
     assert {p.name for p in (root / "iter_0000007").iterdir()} == shards | {
         "manifest.json",
-        f"common-{save_id}.pt",
+        f"common-{save_id}.msgpack",
     }
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert {p.name for p in root.iterdir()} == {
@@ -60,7 +60,7 @@ def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracke
         "latest_checkpointed_iteration.txt",
         names.HISTORY,
     }
-    common = root / f"iter_0000007/common-{save_id}.pt"
+    common = root / f"iter_0000007/common-{save_id}.msgpack"
     assert common.read_bytes() == f"common of 7 by {save_id}".encode()
 
 

@@ -21,7 +21,7 @@ from megatron_flashckpt.verification import verify
 from tests.crash.job import CellError
 
 _OF_A_CHECKPOINT = re.compile(
-    r"manifest\.json|common-[0-9a-f]+\.pt|rank_\d{5,}-[0-9a-f]+\.safetensors"
+    r"manifest\.json|common-[0-9a-f]+\.msgpack|rank_\d{5,}-[0-9a-f]+\.safetensors"
 )
 
 
@@ -83,7 +83,7 @@ def check_tidy(save: Path, newest: int) -> None:
             manifest = StoredCheckpoint(
                 storage, iteration, read_manifest(storage, iteration)
             ).manifest
-            expected = {MANIFEST, f"common-{manifest.save_id}.pt"}
+            expected = {MANIFEST, f"common-{manifest.save_id}.msgpack"}
             expected |= {shard.file for shard in manifest.shards}
         left += [f"{directory.name}/{name}" for name in files - expected]
         left += [directory.name] if not expected else []

@@ -215,21 +215,22 @@ LIES = {
         lambda made: forge_metadata(made, lambda said: said["pieces"][0][1].__setitem__(0, 99)),
         rf"{SHARD_1}: .*box leaves the global shape .*; {OLDER}",
     ),
-    # ------------------------------------------------------------------ common.pt
-    "common.pt missing": Lie(
-        lambda made: (made.common).unlink(), rf"common-\w+\.pt: is missing; {OLDER}"
+    # ------------------------------------------------------------------ common
+    "common missing": Lie(
+        lambda made: (made.common).unlink(), rf"common-\w+\.msgpack: is missing; {OLDER}"
     ),
-    "common.pt with a flipped bit": Lie(
+    "common with a flipped bit": Lie(
         lambda made: rewrite(made.common, lambda h: bytes([h[0] ^ 1]) + h[1:]),
-        rf"common-\w+\.pt: digest \w+, expected \w+; {OLDER}",
+        rf"common-\w+\.msgpack: digest \w+, expected \w+; {OLDER}",
     ),
-    "common.pt cut short": Lie(
+    "common cut short": Lie(
         lambda made: rewrite(made.common, lambda held: held[:-1]),
-        rf"common-\w+\.pt: digest \w+, expected \w+; {OLDER}",
+        rf"common-\w+\.msgpack: digest \w+, expected \w+; {OLDER}",
     ),
-    "common.pt a symbolic link": Lie(
+    "common a symbolic link": Lie(
         lambda made: link_to_kept(made.common),
-        r"common-\w+\.pt: cannot read .*a symbolic link stands where a file should be: remove it$",
+        r"common-\w+\.msgpack: cannot read .*a symbolic link stands where a file should be: "
+        "remove it$",
         StorageError,
     ),
     # ------------------------------------------------------------------ manifest.json
@@ -422,7 +423,7 @@ def test_all_damages_are_listed_not_just_the_first(made: Made) -> None:
     rewrite(made.shard(3), lambda held: held + b"more")
     found = [str(error).removeprefix(f"{made.directory}/") for error in damages(made)]
     patterns = [
-        r"common-\w+\.pt: is missing",
+        r"common-\w+\.msgpack: is missing",
         r"rank_00000-",
         r"rank_00002-.* chunk 0",
         r"rank_00003-",

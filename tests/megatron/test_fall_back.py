@@ -61,7 +61,7 @@ def put(file: Path, make: Callable[[Path], object]) -> None:
 
 
 def common(directory: Path) -> Path:
-    (found,) = (directory / NEWEST).glob("common-*.pt")
+    (found,) = (directory / NEWEST).glob("common-*.msgpack")
     return found
 
 
@@ -95,7 +95,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"manifest\.json: is not a manifest",
     ),
     "manifest missing": (lambda d: manifest(d).unlink(), r"manifest\.json: does not exist"),
-    "common flipped": (lambda d: flip(common(d)), r"common-\w+\.pt: digest"),
+    "common flipped": (lambda d: flip(common(d)), r"common-\w+\.msgpack: digest"),
     "directory gone": (lambda d: shutil.rmtree(d / NEWEST), r"manifest\.json: does not exist"),
     "directory a file": (
         lambda d: (shutil.rmtree(d / NEWEST), (d / NEWEST).write_text("x")),

@@ -245,7 +245,7 @@ def test_arguments_come_from_the_newest_checkpoint_that_is_not_damaged(
     save = tmp_path / "save"
     shutil.copytree(runs["swiglu"]["ours"].save, save)
     assert common_state(str(save), None)["iteration"] == 4
-    (common,) = (save / "iter_0000004").glob("common-*.pt")
+    (common,) = (save / "iter_0000004").glob("common-*.msgpack")
     common.write_bytes(common.read_bytes()[:-1] + b"?")
     assert common_state(str(save), None)["iteration"] == 2
     assert common_state(str(save), 2)["args"].swiglu
