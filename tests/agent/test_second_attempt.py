@@ -64,8 +64,10 @@ def test_if_storage_is_not_back_the_agent_leaves_all_the_same(node: Node, root: 
     assert files_of_ours(root) == before
     assert obstacle.read_text() == "in the way"
     assert_intact(root, 1, trainers)
-    said = (node.directory(root) / LOG).read_text()
-    assert said.count("iteration 2 was not saved") == 2, "once when it was staged, once at the end"
+    said, _, at_the_end = (node.directory(root) / LOG).read_text().partition("writing it before")
+    # Once or, if it had failed before the second rank rang, for each rank.
+    assert said.count("iteration 2 was not saved") in (1, 2)
+    assert at_the_end.count("iteration 2 was not saved") == 1
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -132,7 +132,11 @@ class Redundancy:
                     link = self._link(plan, share.holder, lane % self._threads)
                     link.put(Parcel(slots.slab, index, label, share.part))
         except Exception:
-            logger.exception("rank %d: a checkpoint is not sent to other nodes", rank)
+            logger.exception(
+                "rank %d: iteration %d is not sent to other nodes",
+                rank,
+                slots.slab.slots[index].header.iteration,
+            )
 
     def _link(self, plan: JoinPeers, holder: int, stream: int) -> Link:
         if (holder, stream) not in self._links:
