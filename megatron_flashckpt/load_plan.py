@@ -14,7 +14,7 @@ import torch
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.coverage import ReadPlan, missing_state, read_plan, superfluous
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
-from megatron_flashckpt.layout.plan import stored_items
+from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece
 from megatron_flashckpt.restore.collectives import (
@@ -25,7 +25,7 @@ from megatron_flashckpt.restore.collectives import (
     raise_agreed,
     world_size,
 )
-from megatron_flashckpt.restore.targets import Targets, is_rounded
+from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.saved_job import SavedJob
 
 logger = logging.getLogger(__name__)
@@ -98,20 +98,23 @@ def plan_load(
         MissingStateError: on every rank; lists all differences, nothing was overwritten.
     """
     masters = _masters_for_weights(found)
-    known = {(item.kind, item.key) for item in stored_items(found.sources)}
+    known = {(kind, key) for kind, key, _, _ in found.tensors}
 
     def look() -> tuple[_Planned, _Findings]:
-        mine = [_as_stored(local, masters) for local in wanted()]
-        names = {(local.piece.kind, local.piece.key) for local in mine}
+        mine = wanted()
+        pieces = [_as_stored(it.piece, masters) if masters else it.piece for it in mine]
+        names = {(piece.kind, piece.key) for piece in pieces}
         # Between them ranks look at all shards, in the layout that was saved each at its own.
         shards = found.sources[rank :: world_size()] if request.fill else []
         kinds = {WEIGHT, BUFFER} | (_optimizer_kinds(found) if request.optimizer else set())
         unwanted = superfluous(names, shards, kinds)
-        absent = {f"{kind}/{key}" for kind, key in names - known}
-        if not request.strict:
-            mine = [it for it in mine if (it.piece.kind, it.piece.key) in known]
+        lacking = names - known
+        absent = {f"{kind}/{key}" for kind, key in lacking}
+        if lacking and not request.strict:
+            there = [n for n, it in enumerate(pieces) if (it.kind, it.key) not in lacking]
+            mine, pieces = [mine[n] for n in there], [pieces[n] for n in there]
         try:
-            plan = _plan(mine, found)
+            plan = _plan(mine, pieces, found)
         except MissingStateError as error:
             return _Planned(None, names, None), _Findings(error.differences, unwanted, absent, None)
         refused = attempt(lambda: check(plan.names))
@@ -147,43 +150,37 @@ class _Planned:
     refusal: Exception | None
 
 
-def _plan(wanted: list[LocalPiece], found: SavedJob) -> LoadPlan:
-    pieces = [local.piece for local in wanted]
+def _plan(wanted: list[LocalPiece], pieces: list[Piece], found: SavedJob) -> LoadPlan:
+    """Return how to fill `wanted` from `pieces`, which is what there is of it."""
+    twin = found.twin(parallel.coordinates(), parallel.model_cut())
     resizable = {n for n, local in enumerate(wanted) if local.resizable}
-    reads = read_plan(pieces, found.sources, found.place, resizable)
-    names = {
-        (WEIGHT if is_rounded(local.piece, local.tensor) else local.piece.kind, local.piece.key)
-        for local in wanted
-    }
+    reads = read_plan(pieces, found.sources, found.place, resizable, found.held_by(twin))
+    names = {(local.piece.kind, local.piece.key) for local in wanted}
     return LoadPlan(reads, pieces, Targets(pieces, [local.tensor for local in wanted]), names)
 
 
 def _masters_for_weights(found: SavedJob) -> set[str]:
     """Return the keys that have a master but no weight: `weights: derive` when they were saved."""
-    kinds: dict[str, set[str]] = defaultdict(set)
-    for item in stored_items(found.sources):
-        if item.kind == WEIGHT or (item.kind == MASTER and item.dtype == "F32"):
-            kinds[item.key].add(item.kind)
-    return {key for key, there in kinds.items() if there == {MASTER}}
+    weights = {key for kind, key, _, _ in found.tensors if kind == WEIGHT}
+    masters = {key for kind, key, dtype, _ in found.tensors if (kind, dtype) == (MASTER, "F32")}
+    return masters - weights
 
 
-def _as_stored(local: LocalPiece, masters: set[str]) -> LocalPiece:
+def _as_stored(piece: Piece, masters: set[str]) -> Piece:
     """Return the part of the master that a weight is made of, if that is what is stored."""
-    piece = local.piece
     if piece.kind != WEIGHT or piece.key not in masters:
-        return local
-    master = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
-    return msgspec.structs.replace(local, piece=master)
+        return piece
+    return msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
 
 
 def _optimizer_kinds(found: SavedJob) -> set[str]:
-    return {MASTER}.union(*optimizer_states(found).values())
+    return {kind for kind, *_ in found.tensors} - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
 
 
 def optimizer_states(found: SavedJob) -> dict[str, dict[str, torch.dtype]]:
     """Return, by key, the types of the optimizer's states that the checkpoint has, by kind."""
     stored: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
-    for item in stored_items(found.sources):
-        if item.kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE):
-            stored[item.key][item.kind] = torch_dtype(item.dtype)
+    for kind, key, dtype, _ in found.tensors:
+        if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE):
+            stored[key][kind] = torch_dtype(dtype)
     return stored

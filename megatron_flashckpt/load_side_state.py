@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.layout.coverage import Read, ReadPlan
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.load_plan import LoadPlan
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, side_state
@@ -51,12 +51,18 @@ class SideReads:
         # In the layout that was saved each has its own, which it reads anyhow.
         self._dealt = [it for it in found.representatives() if it % world_size() == rank]
         sources = dict.fromkeys(self._dealt if self._twin is None else [self._twin, *self._dealt])
-        pieces = {source: it for source in sources if (it := found.rank_state(source)) is not None}
-        self._framed = {source: _room_for(piece, found.place) for source, piece in pieces.items()}
-        wanted = list(pieces.values())
-        held = [found.sources[source] for source in pieces]
-        reads = read_plan(wanted, held, found.place)
-        self.plan = LoadPlan(reads, wanted, Targets(wanted, list(self._framed.values())), set())
+        self._framed: dict[int, torch.Tensor] = {}
+        wanted: list[Piece] = []
+        reads: dict[int, list[Read]] = {}
+        for source in sources:
+            stored = found.rank_state(source)
+            if stored is not None:
+                piece, position = stored
+                self._framed[source] = _room_for(piece, found.place)
+                reads[source] = [Read.whole(len(wanted), piece, position)]
+                wanted.append(piece)
+        targets = Targets(wanted, list(self._framed.values()))
+        self.plan = LoadPlan(ReadPlan(reads, ()), wanted, targets, set())
 
     def states(self) -> tuple[dict[str, Any] | None, dict[int, dict[str, Any]]]:
         """Return the state of the rank that stood here, and what all others need of those dealt

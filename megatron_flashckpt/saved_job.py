@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.layout.columns import LIMIT, outside_error
+from megatron_flashckpt.layout.held import NOTHING_HELD, Held, Tensors, held_once, stored_tensors
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.layout.plan import Source, TemplateItem, piece_of
 from megatron_flashckpt.layout.records import Coordinates
@@ -58,11 +61,33 @@ class SavedJob:
             first.setdefault((place.pp, place.ep), rank)
         return list(first.values())
 
-    def rank_state(self, rank: int) -> Piece | None:
-        """Return the piece that holds the side state of `rank`."""
+    @functools.cached_property
+    def tensors(self) -> Tensors:
+        """How much of which tensors all ranks have stored, side states among them."""
+        return stored_tensors(self.sources)
+
+    def held_by(self, rank: int | None) -> Held:
+        """Return what `rank` has to itself of the tensors; nothing of no rank."""
+        return NOTHING_HELD if rank is None else held_once(self.sources[rank], self.tensors)
+
+    def rank_state(self, rank: int) -> tuple[Piece, int] | None:
+        """Return the piece that holds the side state of `rank`, and where it begins in its data.
+
+        Raises:
+            CorruptCheckpointError: it lies outside of its own box, tensor or file.
+        """
         source = self.sources[rank]
         item = self._rank_states.get(id(source.template))
-        return None if item is None else piece_of(item, source.placement)
+        if item is None:
+            return None
+        piece = piece_of(item, source.placement)
+        try:
+            piece.check()
+        except LayoutError as error:
+            raise outside_error(item, rank, self.place) from error
+        if not 0 <= item.byte_offset < LIMIT:
+            raise outside_error(item, rank, self.place)
+        return piece, item.byte_offset
 
     @property
     def has_all_side_state(self) -> bool:

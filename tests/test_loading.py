@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.in_memory import InMemory
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.load_plan import LoadRequest
@@ -13,6 +16,7 @@ from megatron_flashckpt.loading import refuse_mixture
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.recovery import Candidates, Named
 from megatron_flashckpt.saved_job import SavedJob
+from tests.layout.worlds import source, whole
 
 #: TP1 PP2 DP2 EP2: expert ranks lie along the replicas.
 SAVED = [
@@ -37,6 +41,39 @@ def test_the_side_state_comes_from_the_same_place_or_the_first_with_the_same_par
     mine: Coordinates, twin: int | None
 ) -> None:
     assert SavedJob("the checkpoint", [], SAVED).twin(mine, (1, 2, 2)) == twin
+
+
+SIDE = whole("rank_state", "rank_state", "U8", (2, 5), (1, 0), (1, 5))
+
+
+def test_a_side_state_is_found_where_it_begins() -> None:
+    sources = [source(0, []), source(1, [whole("w", "weight", "F32", (3,), (0,), (3,)), SIDE])]
+    found = SavedJob("the checkpoint", sources, [])
+    assert found.rank_state(0) is None
+    assert found.rank_state(1) == (SIDE, 12)
+    assert not found.has_all_side_state
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"numel": -1}, {"numel": 6}, {"byte_offset": -1}, {"byte_offset": 2**70}, {"shape": (3, 5)}],
+    ids=str,
+)
+def test_a_side_state_that_cannot_be_is_refused(forged: dict[str, Any]) -> None:
+    held = source(0, [SIDE])
+    item = msgspec.structs.replace(held.template.items[0], **forged)
+    template = msgspec.structs.replace(held.template, items=(item,))
+    with pytest.raises(CorruptCheckpointError, match=r"the checkpoint: rank_state/.* lies outside"):
+        SavedJob("the checkpoint", [held._replace(template=template)], []).rank_state(0)
+
+
+@pytest.mark.parametrize("placement", [(2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1)])
+def test_a_side_state_that_lies_outside_of_its_tensor_is_refused(
+    placement: tuple[int, ...],
+) -> None:
+    held = source(0, [SIDE])._replace(placement=placement)
+    with pytest.raises(CorruptCheckpointError, match="on rank 0; load an older iteration"):
+        SavedJob("the checkpoint", [held], []).rank_state(0)
 
 
 @pytest.mark.parametrize(

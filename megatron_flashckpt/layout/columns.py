@@ -31,7 +31,7 @@ Variant = tuple[Shape, str]
 """Global shape and element type."""
 _OLDER = "load an older iteration with --ckpt-step"
 #: The sum of two numbers below it fits into 64 bits.
-_LIMIT = 2**62
+LIMIT = 2**62
 #: Up to so many ranks that share a template, and so many runs of a tensor, numbers are looked at
 #: one by one: to make arrays of them takes longer than it saves.
 _FEW_USERS, _FEW_ROWS = 8, 64
@@ -152,7 +152,7 @@ def stored_columns(
             if hull is None:
                 continue
             if not _possible(item):
-                raise _outside(item, users[0].rank, place)
+                raise outside_error(item, users[0].rank, place)
             part: Rows | Columns
             if few:
                 part = _rows(item, users, hull, place)
@@ -176,7 +176,8 @@ def _placements(users: list[Source], length: int, place: str) -> Numbers:
         ) from error
 
 
-def _outside(item: TemplateItem, rank: int, place: str) -> CorruptCheckpointError:
+def outside_error(item: TemplateItem, rank: int, place: str) -> CorruptCheckpointError:
+    """Return the error that says that `item` cannot lie where `rank` says."""
     return CorruptCheckpointError(
         f"{place}: {item.kind}/{item.key} lies outside of its box, tensor or file on rank {rank}; "
         f"{_OLDER}"
@@ -200,7 +201,7 @@ def _rows(item: TemplateItem, users: list[Source], hull: _Hull, place: str) -> R
             or min(offset, default=0) < 0
             or any(map(operator.gt, far, item.global_shape))
         ):
-            raise _outside(item, user.rank, place)
+            raise outside_error(item, user.rank, place)
         run = Run(offset, shape, start, start + item.numel)
         found.append(StoredRun(user.rank, item.byte_offset, run))
     return found
@@ -229,7 +230,7 @@ def _columns(
     outside = ((offset < 0) | (offset > room)).any(axis=1)
     outside |= (start < 0) | (start > math.prod(item.shape) - item.numel)
     if outside.any():
-        raise _outside(item, ranks[outside][0], place)
+        raise outside_error(item, ranks[outside][0], place)
     rows = len(ranks)
     low, high = offset.copy(), offset + shape
     if (axis := _first_extent(item.shape)) is not None:
@@ -271,9 +272,9 @@ def _possible(item: TemplateItem) -> bool:
     if len(item.shape) != len(item.global_shape):
         return False
     for n, size in zip(item.shape, item.global_shape, strict=True):
-        if not 0 <= n <= size < _LIMIT:
+        if not 0 <= n <= size < LIMIT:
             return False
-    return 0 <= item.numel <= math.prod(item.shape) < _LIMIT and 0 <= item.byte_offset < _LIMIT
+    return 0 <= item.numel <= math.prod(item.shape) < LIMIT and 0 <= item.byte_offset < LIMIT
 
 
 def _joined(parts: list[Rows | Columns]) -> Rows | Columns:

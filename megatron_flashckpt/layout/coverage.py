@@ -22,6 +22,7 @@ from megatron_flashckpt.layout.columns import (
     stored_columns,
 )
 from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.held import NOTHING_HELD, Held
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece, Shape
 from megatron_flashckpt.layout.plan import Source, stored_items
 from megatron_flashckpt.layout.reshard import Box, Run, intersection, overlap
@@ -39,6 +40,11 @@ class Read(NamedTuple):
     """The elements that those bytes are. Not all need be wanted: a column of a matrix lies between
     others."""
 
+    @classmethod
+    def whole(cls, wanted: int, piece: Piece, source_offset: int) -> Read:
+        """Return the read of all of `piece`, the wanted one at position `wanted`."""
+        return cls(source_offset, piece.nbytes, wanted, Run.of(piece))
+
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
@@ -55,6 +61,7 @@ def read_plan(
     sources: Collection[Source],
     place: str,
     resizable: Collection[int] = (),
+    held: Held = NOTHING_HELD,
 ) -> ReadPlan:
     """Return the reads that fill `wanted`; every element exactly once.
 
@@ -62,17 +69,26 @@ def read_plan(
         place: the checkpoint's name, for the message.
         resizable: positions of wanted pieces whose tensor may be stored in another global shape. As
             in Megatron (`allow_shape_mismatch`) the common part counts, the rest is zero.
+        held: pieces that need not be searched for, if they are wanted as they are (`held_once`).
 
     Raises:
         MissingStateError: one message with every key that is absent, of another shape or type, or
             only partly there.
         CorruptCheckpointError: something stored lies outside of its own box, tensor or file.
     """
-    stored = stored_columns(sources, hulls(wanted), place)
-    problems: dict[str, None] = {}
     reads: dict[int, list[Read]] = defaultdict(list)
-    padded = []
+    rest = []
     for index, piece in enumerate(wanted):
+        source_offset = held.pieces.get(piece)
+        if source_offset is None or piece.start == piece.end:
+            rest.append(index)
+        else:
+            reads[held.rank].append(Read.whole(index, piece, source_offset))
+    stored = stored_columns(sources, hulls([wanted[i] for i in rest]), place) if rest else {}
+    problems: dict[str, None] = {}
+    padded = []
+    for index in rest:
+        piece = wanted[index]
         variants = stored.get((piece.kind, piece.key), {})
         shape = _shape_to_read(piece, variants, index in resizable)
         if shape is None:

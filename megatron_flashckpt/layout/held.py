@@ -1,0 +1,96 @@
+"""What is known of stored pieces before anyone looks where each lies: how much of each tensor there
+is, and which pieces one rank has to itself.
+
+In the layout that was saved nearly all that a rank wants is what the rank in its place has stored.
+A look-up for each piece finds these; only for the rest all shards are searched (`coverage`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from megatron_flashckpt.layout.columns import LIMIT
+from megatron_flashckpt.layout.piece import Piece, Shape
+from megatron_flashckpt.layout.plan import Source, placement_length
+
+# No named tuple: to make one of these for each of 20,000 items takes twice the time.
+Tensors = Mapping[tuple[str, str, str, Shape], int]
+"""By kind, key, type and global shape, how many elements all ranks have stored, together."""
+
+
+class Held(NamedTuple):
+    """Pieces of one rank, by where they begin in its data section."""
+
+    rank: int
+    pieces: Mapping[Piece, int]
+
+
+NOTHING_HELD = Held(-1, {})
+
+
+def stored_tensors(sources: Iterable[Source]) -> Tensors:
+    """Return what there is of each tensor. A template is looked at once, however many share it."""
+    sources = list(sources)
+    users = Counter(id(source.template) for source in sources)
+    found: dict[tuple[str, str, str, Shape], int] = {}
+    for number, template in {id(source.template): source.template for source in sources}.items():
+        for item in template.items:
+            tensor = item.kind, item.key, item.dtype, item.global_shape
+            found[tensor] = found.get(tensor, 0) + users[number] * item.numel
+    return found
+
+
+def held_once(source: Source, tensors: Tensors) -> Held:
+    """Return the pieces of `source`, without those of tensors of which more is there than can be.
+
+    Whoever wants a piece that equals one of these in every field may read it as it stands here:
+
+    - It does not lie outside of its box or tensor, because what is wanted does not.
+    - Of a tensor of which no more is stored than there can be, elements that are there twice mean
+      that others are missing. If any rank wants those, the load fails on all ranks. If none does
+      (of frozen parameters an optimizer has nothing), a rank gets back what it has stored itself,
+      and one that has not stored it finds it twice, and refuses.
+
+    Args:
+        tensors: what all ranks have stored.
+    """
+    template, placement = source.template, source.placement
+    if len(placement) != placement_length(template.items):  # whoever searches it says what is wrong
+        return NOTHING_HELD
+    doubtful = _doubtful(tensors)
+    pieces: dict[Piece, int] = {}
+    for item in template.items:
+        if (item.kind, item.key) in doubtful or not 0 <= item.byte_offset < LIMIT:
+            continue
+        # `piece_of`, which would take twice the time.
+        shape, begin = item.shape, item.placed_at
+        end = begin + len(shape)
+        offset, start = placement[begin:end], placement[end]
+        piece = Piece(
+            item.key,
+            item.kind,
+            item.dtype,
+            item.global_shape,
+            offset,
+            shape,
+            start,
+            start + item.numel,
+        )
+        if pieces.setdefault(piece, item.byte_offset) != item.byte_offset:
+            return NOTHING_HELD  # which of the two is meant?
+    return Held(source.rank, pieces)
+
+
+def _doubtful(tensors: Tensors) -> set[tuple[str, str]]:
+    """Return kind and key of tensors of which there is more than one, or too much."""
+    seen: set[tuple[str, str]] = set()
+    found: set[tuple[str, str]] = set()
+    for (kind, key, _, shape), numel in tensors.items():
+        name = kind, key
+        if name in seen or not numel <= math.prod(shape) < LIMIT:
+            found.add(name)
+        seen.add(name)
+    return found
