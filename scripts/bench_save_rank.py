@@ -1,7 +1,8 @@
 """One rank of `scripts/bench save`: measures all systems in turn, A B C B C A ..., in one job.
 
-Started by torchrun twice: first to save, then, as a job that restarts, to load. Rank 0 writes what
-all ranks measured; where ranks differ, the slowest one counts.
+Started by torchrun to save; then, as a job that restarts, to load; then again and again, each time
+with nothing there yet, for first saves. Rank 0 writes what all ranks measured; where ranks differ,
+the slowest one counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _TIMEOUT = datetime.timedelta(seconds=90)
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("mode", choices=("save", "save-once", "load", "grow"))
+    parser.add_argument("mode", choices=("save", "save-once", "load", "first", "grow"))
     parser.add_argument("--systems", required=True, help="names, separated by commas")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -52,7 +53,7 @@ def main() -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     job = grow(args) if args.mode == "grow" else measure(args)
     dist.barrier()
-    job.close(keep=args.mode != "load")
+    job.close(keep=args.mode in ("save", "save-once"))  # a job that loads comes next
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -68,6 +69,8 @@ def measure(args: argparse.Namespace) -> Job:
     job = Job(args)
     if args.mode == "save-once":
         saves(job, 0)
+    elif args.mode == "first":
+        saves(job, args.saves, raw_writes=False)
     elif args.mode == "save":
         saves(job, args.saves)
         training(job, args.train_saves)

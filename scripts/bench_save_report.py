@@ -34,6 +34,17 @@ def load_share(found: dict[str, Any], how: str) -> float | None:
     return ratio(found.get(f"{how}_limit_s"), found.get(f"{how}_s"))
 
 
+def first_saves(found: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Return what first saves blocked, one of each job, and each against later saves of its job."""
+    blocked, against_later = [], []
+    for job in (found, *found.get("more_jobs", [])):
+        if "first" in job:
+            blocked.append(job["first"]["blocked_s"])
+            if later := median(job.get("blocked_s")):
+                against_later.append(blocked[-1] / later)
+    return blocked, against_later
+
+
 def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
     """Return one system's figures: medians, and ratios within the run."""
     found = results["systems"][name]
@@ -41,14 +52,13 @@ def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
     whole = nbytes * results["size"]["ranks"]
     raw_s = raw_write_s(results)
     durable = median(found.get("durable_s"))
-    blocked = median(found.get("blocked_s"))
-    first = found.get("first", {}).get("blocked_s")
+    first, first_over_later = first_saves(found)
     cpu = median(found.get("cpu_s"))
 
     return {
-        "first_blocked_s": first,
-        "blocked_s": blocked,
-        "first_over_later": first / blocked if first and blocked else None,
+        "first_blocked_s": median(first),
+        "blocked_s": median(found.get("blocked_s")),
+        "first_over_later": median(first_over_later),
         "blocked_over_memcpy": ratio(found.get("blocked_s"), found.get("memcpy_s")),
         "settled_s": median(found.get("settled_s")),
         "settled_over_memcpy": ratio(found.get("settled_s"), found.get("memcpy_s")),
@@ -80,13 +90,33 @@ def _number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
+def _split(phases: list[dict[str, float]]) -> str:
+    """Return the medians of what several saves took, by phase."""
+    shown = {key: median([taken.get(key, 0.0) for taken in phases]) for key in phases[-1]}
+    return ", ".join(f"{key} {1000 * s:.1f}" for key, s in shown.items())
+
+
+def _how_many_firsts(results: dict[str, Any]) -> str:
+    """Return what the figures of first saves are medians of."""
+    by_count: dict[int, list[str]] = {}
+    for name, found in results["systems"].items():
+        by_count.setdefault(len(first_saves(found)[0]), []).append(name)
+    counts = sorted(by_count.items(), reverse=True)
+    said = "; ".join(f"{number} of {', '.join(names)}" for number, names in counts if number)
+    return (
+        "first: medians of first saves, one of each job; first / later: medians of ratios, each of "
+        f"a first save and the median of later ones in the same job; jobs: {said}"
+    )
+
+
 def print_report(out: Console, results: dict[str, Any]) -> None:
     """Print the tables of a run."""
     size, limits = results["size"], results["limits"]
     out.print(
         f"{size['ranks']} ranks, each {results['rank_nbytes'] / 1e6:.0f} MB in "
-        f"{results['pieces']} tensors; medians of {size['saves']} saves, {size['train_saves']} in "
-        f"training, {size['loads']} loads; {results['seconds']:.0f} s in all"
+        f"{results['pieces']} tensors; medians of {size['saves']} later saves, "
+        f"{size['train_saves']} in training, {size['loads']} loads; "
+        f"{results['seconds']:.0f} s in all"
     )
     memcpy = [s for found in results["systems"].values() for s in found.get("memcpy_s", [])]
     said = {
@@ -103,6 +133,7 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
     )
     for name, label in results["labels"].items():
         out.print(f"{name}: {label}")
+    out.print(_how_many_firsts(results))
     rows = {name: summary(results, name) for name in results["systems"]}
     for title, columns in _TABLES.items():
         table = Table("system", *columns, title=title, title_justify="left", box=None)
@@ -111,11 +142,11 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
             table.add_row(name, *cells)
         out.print(table)
     for name, found in results["systems"].items():
-        phases = [taken for taken in found.get("phases", []) if taken]
-        if phases:
-            shown = {key: median([taken.get(key, 0.0) for taken in phases]) for key in phases[-1]}
-            split = ", ".join(f"{key} {1000 * s:.1f}" for key, s in shown.items())
-            out.print(f"phases of a save on rank 0, {name} (ms): {split}")
+        jobs = [found, *found.get("more_jobs", [])]
+        firsts = [job["first"]["phases"] for job in jobs if "first" in job]
+        for what, several in (("first", firsts), ("later", found.get("phases", []))):
+            if phases := [taken for taken in several if taken]:
+                out.print(f"phases of a {what} save on rank 0, {name} (ms): {_split(phases)}")
     for name, found in results["systems"].items():
         if "busy" in found:
             busy = found["busy"]

@@ -10,8 +10,12 @@ from bench_resources import PeakMemory, ProcessTree, write_raw
 from bench_save_job import Job, slowest, total
 
 
-def saves(job: Job, rounds: int) -> None:
-    """Set every system up and measure its first save, then the others in turn."""
+def saves(job: Job, rounds: int, *, raw_writes: bool = True) -> None:
+    """Set every system up and measure its first save, then the others in turn.
+
+    Args:
+        raw_writes: whether what the disk takes is measured, too, once in every round.
+    """
     job.state.fill()
     job.memcpy_s()
     for turn, name in job.turns(rounds + 1):
@@ -29,7 +33,7 @@ def saves(job: Job, rounds: int) -> None:
             _one_save(job, name, tree, first=turn == 0)
         if turn == 0 and name in job.systems:
             job.found[name]["held_nbytes"] = total(tree.memory_nbytes()) - before
-        if name == next(iter(job.systems), None):
+        if raw_writes and name == next(iter(job.systems), None):
             _raw_write(job)
 
 
@@ -65,12 +69,13 @@ def _one_save(job: Job, name: str, tree: ProcessTree, *, first: bool) -> None:
         "memcpy_s": memcpy_s,
         "cpu_s": total(tree.cpu_s() - cpu),
     }
-    if not saved:
+    if not saved:  # not before what all ranks do together
         raise RuntimeError(f"step {job.step} was left out")
+    phases = system.phases(job.step)
     if first:
-        job.found[name]["first"] = values
+        job.found[name]["first"] = {**values, "phases": phases}
     else:
-        job.note(name, **values, phases=system.phases(job.step))
+        job.note(name, **values, phases=phases)
     job.found[name]["files"] = len(files)
     job.found[name]["disk_nbytes"] = sum(path.stat().st_size for path in files)
     system.prune(job.step)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 REPO = Path(__file__).resolve().parents[1]
 MEASURED = (
@@ -21,7 +27,7 @@ MEASURED = (
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     """What `--quick` prints and writes of a state of 2 MiB on one rank."""
     where = tmp_path_factory.mktemp("bench")
-    size = "--quick --mib 2 --pieces 100 --ranks 1 --saves 1 --step-ms 5".split()
+    size = "--quick --mib 2 --pieces 100 --ranks 1 --saves 1 --first-saves 2 --step-ms 5".split()
     paths = ["--dir", str(where), "--json", str(where / "figures.json")]
     done = subprocess.run(
         [sys.executable, str(REPO / "scripts/bench.py"), "save", *size, *paths],
@@ -43,6 +49,9 @@ def test_ours_and_torch_save_are_measured_without_an_error(quick: tuple[str, dic
         assert set(MEASURED) <= found.keys()
         assert all(len(found[key]) == 1 and found[key][0] >= 0 for key in MEASURED)
         assert found["first"].keys() >= {"blocked_s", "durable_s"}
+        (other,) = found["more_jobs"]
+        assert other["first"]["blocked_s"] != found["first"]["blocked_s"]
+        assert len(other["blocked_s"]) == 3
         assert found["disk_nbytes"] >= figures["rank_nbytes"] > 0
     ours = figures["systems"]["flashckpt"]
     assert ours["busy"]["said"] == ["saved"] * 3
@@ -67,3 +76,93 @@ def test_the_report_compares_with_the_targets(quick: tuple[str, dict]) -> None:
     printed, _ = quick
     assert "first save against later ones" in printed
     assert "torch.save per rank" in printed
+    assert "jobs: 2 of flashckpt, torch.save\n" in printed
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a module of `scripts`."""
+    monkeypatch.syspath_prepend(str(REPO / "scripts"))
+    return importlib.import_module
+
+
+def saves(first_ms: float, *later_ms: float) -> dict:
+    """What one job finds of a system, as far as it concerns what its saves block."""
+    blocked = {"blocked_s": [ms / 1000 for ms in later_ms]}
+    return {"first": {"blocked_s": first_ms / 1000, "phases": {}}, **blocked, "errors": []}
+
+
+def figures(systems: dict[str, dict]) -> dict:
+    """What `print_report` needs of a run."""
+    return {
+        "size": {"ranks": 1, "saves": 2, "train_saves": 0, "loads": 0},
+        "seconds": 1.0,
+        "rank_nbytes": 10**6,
+        "pieces": 1,
+        "labels": {},
+        "limits": {},
+        "systems": systems,
+    }
+
+
+def test_a_first_save_is_compared_with_later_ones_of_its_own_job(script) -> None:
+    """By the median of the jobs' ratios: 2, 1 and 4; not that of all first saves by all others."""
+    ours = saves(10, 4, 5, 6)
+    ours["more_jobs"] = [saves(40, 38, 40, 90), saves(12, 3, 3, 3)]
+    report = script("bench_save_report")
+    row = report.summary(figures({"flashckpt": ours}), "flashckpt")
+    assert row["first_blocked_s"] == pytest.approx(0.012)
+    assert row["first_over_later"] == pytest.approx(2.0)
+    assert row["blocked_s"] == pytest.approx(0.005), "later saves are those of the main job"
+    (target,) = [it for it in script("bench_save_targets").TARGETS if "first save" in it.what]
+    assert target.reached({}, row) == pytest.approx(2.0)
+
+
+def test_a_job_in_which_a_system_failed_does_not_count(script) -> None:
+    ours = saves(10, 5, 5)
+    failed_at_start, failed_after_the_first = {}, saves(20)
+    ours["more_jobs"] = [failed_at_start, failed_after_the_first]
+    report = script("bench_save_report")
+    assert report.first_saves(ours) == ([0.010, 0.020], [pytest.approx(2.0)])
+    none = report.summary(figures({"flashckpt": {"errors": ["start: no"]}}), "flashckpt")
+    assert none["first_blocked_s"] is none["first_over_later"] is None
+
+
+def test_the_report_says_how_many_first_saves_each_system_made(script) -> None:
+    ours, slow = saves(10, 5, 5), saves(7000, 100, 100)
+    ours["more_jobs"] = [saves(10, 5), saves(11, 5)]
+    out = Console(file=io.StringIO(), width=200)
+    script("bench_save_report").print_report(out, figures({"flashckpt": ours, "gather": slow}))
+    assert "jobs: 3 of flashckpt; 1 of gather" in out.file.getvalue()
+
+
+def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
+    script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In new directories, and never twice in a row with the same system as the first."""
+    bench = script("bench_save")
+    jobs: list[tuple[list[str], int, Path]] = []
+
+    def run_job(mode: str, names: Iterable[str], size: Any, root: Path) -> dict:
+        assert mode == "first"
+        assert not list(root.iterdir())
+        jobs.append((list(names), size.saves, root))
+        return {"systems": {name: {**saves(1, 1), "errors": ["save: no"]} for name in names}}
+
+    monkeypatch.setattr(bench, "run_job", run_job)
+    systems = {"a": saves(10, 5), "slow": saves(7000, 5), "b": saves(10, 5)}
+    systems["failed"] = {"errors": ["start: no"]}
+    out = Console(file=io.StringIO(), width=200)
+    bench.more_first_saves(out, systems, bench.Size(first_saves=4), tmp_path)
+    assert [names for names, _, _ in jobs] == [["b", "a"], ["a", "b"], ["b", "a"]]
+    assert {later for _, later, _ in jobs} == {3}
+    assert len({root for _, _, root in jobs}) == 3
+    assert not list(tmp_path.iterdir())
+    assert len(systems["a"]["more_jobs"]) == 3
+    assert systems["a"]["errors"] == ["save: no"] * 3, "what fails there is reported"
+    assert not {"more_jobs"} & (systems["slow"].keys() | systems["failed"].keys())
+    assert "slow: one first save only" in out.file.getvalue()
+
+    jobs.clear()
+    bench.more_first_saves(out, systems, bench.QUICK_SIZE, tmp_path)
+    assert jobs == []
