@@ -147,7 +147,8 @@ class Checkpointer:
     def rehearse(self, chunks: list[Any], optimizer: Any, rank_state: RankState) -> bool:
         """Enumerate and plan as a save does, so that the first one finds all that this leaves.
 
-        That is the geometry of the model, the pieces, the plan, and what Python imports on the way.
+        That is the geometry of the model, the pieces, the plan, what Python imports on the way, and
+        a slab in which all has room.
         It comes after the first training step, because that makes the optimizer's state. Whatever
         has changed until the save is found out then: plans are found by all that they cover.
 
@@ -161,7 +162,8 @@ class Checkpointer:
             return False
         ordered = self._ordered(chunks, optimizer, rank_state)
         with contextlib.suppress(AgentError), held_off():  # the save finds another agent
-            self._plans.layout([local.piece for local in ordered])
+            layout = self._plans.layout([local.piece for local in ordered])
+            self.link.make_room(layout.nbytes, len(layout.encoded_template))
         return True
 
     # ------------------------------------------------------------------ save

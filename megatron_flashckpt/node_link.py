@@ -67,6 +67,16 @@ class NodeLink:
         elif self._slab is None and (nbytes is not None or self._preparing is None):
             self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
 
+    def make_room(self, nbytes: int, plan_nbytes: int) -> None:
+        """Have a slab that is too small for such a save replaced, in the background.
+
+        How much a rank saves is known only when the optimizer has made its state: which replica
+        stores what follows from all that they store.
+        """
+        slab = self._slab
+        if slab is not None and not slab.fits(plan_nbytes, nbytes, self._config.slots):
+            self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
+
     def _begin(self, work: Callable[..., None], *args: object) -> None:
         self._preparing = threading.Thread(
             target=work, args=args, name="flashckpt-prepare", daemon=True

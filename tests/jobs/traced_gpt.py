@@ -14,8 +14,8 @@ Environment:
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
-torch.distributed call made inside `save_checkpoint`; the bytes of shards that each load read from
-storage; the plan counters at the end.
+torch.distributed call made inside `save_checkpoint`; the thread that makes a slab; the bytes of
+shards that each load read from storage; the plan counters at the end.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from glob import glob
 from pathlib import Path
@@ -247,6 +248,21 @@ def traced_load(load: Any) -> Any:
     return wrapper
 
 
+def trace_slabs() -> None:
+    """Trace which thread makes a slab, if saves are ours."""
+    if not training.save_checkpoint.__module__.startswith("megatron_flashckpt"):
+        return
+    from megatron_flashckpt.memory.slab import Slab
+
+    create = Slab.create
+
+    def wrapper(*args: Any, **kwargs: Any) -> Slab:
+        trace(event="slab", thread=threading.current_thread().name)
+        return create(*args, **kwargs)
+
+    Slab.create = wrapper
+
+
 class TracedWriter:
     """Stands in for Megatron's writers, on the rank that has them: takes every call."""
 
@@ -296,6 +312,7 @@ def report_counters() -> None:
 if __name__ == "__main__":
     if "SCALARS" in os.environ:
         be_the_writers()
+    trace_slabs()
     training.save_checkpoint = watched_save(training.save_checkpoint)
     training.load_checkpoint = traced_load(training.load_checkpoint)
     tiny.loss_func = traced_loss(tiny.loss_func)

@@ -133,6 +133,13 @@ def test_no_save_communicates(jobs: Jobs) -> None:
     assert [save for save in saves if save["calls"]] == []
 
 
+def test_no_save_makes_a_slab(jobs: Jobs) -> None:
+    """Also where the first step moves what is stored from one replica to another."""
+    made = [event for result in (jobs.a, jobs.b, jobs.c) for event in result.named("slab")]
+    assert {event["rank"] for event in made} == {0, 1, 2, 3}
+    assert {event["thread"] for event in made} == {"flashckpt-prepare"}
+
+
 def test_plans_are_computed_once_per_template_then_shared_and_cached(jobs: Jobs) -> None:
     """Over all ranks one miss per template, before the first save; a restarted rank has none."""
     storage = PosixStorage(jobs.tmp_path / "A")

@@ -1,0 +1,61 @@
+"""What is there before the first save, so that this save does not wait for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flashckpt.checkpointer import Checkpointer
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.node_link import NodeLink
+from tests.agent.conftest import Node
+from tests.agent.test_while_staging import Job
+from tests.agent.trainer import eventually
+
+
+@pytest.fixture
+def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One rank that will save 24 MB."""
+    made = Job(root, node.config(), monkeypatch)
+    yield made
+    made.checkpointer.close(leave=False)
+
+
+def slab_of(checkpointer: Checkpointer) -> Slab:
+    """Return the slab when nothing is under way in the background any more."""
+    link: NodeLink = checkpointer.link
+    eventually("all prepared", lambda: not link.is_preparing)
+    assert link._slab is not None
+    return link._slab
+
+
+def rehearse(job: Job) -> None:
+    assert job.checkpointer.rehearse([], None, lambda geometry: {"seed": 1})
+
+
+def test_a_slab_that_is_too_small_is_replaced_before_the_first_save(job: Job) -> None:
+    job.checkpointer.link.prepare(1_000_000)
+    small = slab_of(job.checkpointer)
+    rehearse(job)
+    enough = slab_of(job.checkpointer)
+    assert enough is not small
+    assert job.save(1) is None
+    assert slab_of(job.checkpointer) is enough
+
+
+def test_a_slab_that_is_large_enough_stays(job: Job) -> None:
+    """What it holds is all that a restart could load from memory."""
+    job.checkpointer.link.prepare(25_000_000)
+    enough = slab_of(job.checkpointer)
+    rehearse(job)
+    assert slab_of(job.checkpointer) is enough
+
+
+def test_a_slab_that_a_save_made_is_large_enough_for_the_next(job: Job) -> None:
+    """Though it has less room for descriptions than one that was made before any save."""
+    assert job.save(1) is None
+    made = slab_of(job.checkpointer)
+    rehearse(job)
+    assert slab_of(job.checkpointer) is made
