@@ -183,9 +183,6 @@ def _parts(index: int, piece: Piece, stored: Rows | Columns) -> list[_Part]:
     size = itemsize(piece.dtype)
     found = []
     for rank, byte_offset, run in stored.meeting(wanted):
-        if run == wanted and piece.numel:
-            found.append(_Part(rank, piece.numel, Read(byte_offset, piece.nbytes, index, run)))
-            continue
         common = overlap(run, wanted)
         if common.numel:
             read = Read(

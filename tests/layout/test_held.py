@@ -159,6 +159,20 @@ def test_a_rank_that_has_stored_the_same_piece_twice_is_not_believed():
         read_plan([layer], sources, PLACE, held=held(sources, 0))
 
 
+def test_ranks_that_share_a_template_count_each():
+    """Stages of a pipeline do; here both say that they are the first."""
+    layer = whole("w", "weight", "F32", (2, 4), (0, 0), (1, 4))
+    first = source(0, [layer])
+    second = first._replace(rank=1, placement=(1, 0, 0))
+    assert stored_tensors([first, second]) == {("weight", "w", "F32", (2, 4)): 8}
+    assert held([first, second], 0) == Held(0, {layer: 0})
+    alone = whole("w", "weight", "F32", (1, 4), (0, 0), (1, 4))
+    sources = [source(0, [alone]), source(0, [alone])._replace(rank=1)]
+    shared = [it._replace(template=sources[0].template) for it in sources]
+    with pytest.raises(MissingStateError, match="not there exactly once"):
+        read_plan([alone], shared, PLACE, held=held(shared, 0))
+
+
 @pytest.mark.parametrize("other", [box("w", dtype="BF16"), box("w", 9), matrix((0, 0), (4, 6))])
 def test_of_a_tensor_on_which_ranks_do_not_agree_nothing_is_believed(other):
     sources = sources_of([[box("w")], [other]])
