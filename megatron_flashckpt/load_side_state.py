@@ -59,7 +59,8 @@ class SideReads:
             if stored is not None:
                 piece, position = stored
                 self._framed[source] = _room_for(piece, found.place)
-                reads[source] = [Read.whole(len(wanted), piece, position)]
+                if piece.numel:
+                    reads[source] = [Read.whole(len(wanted), piece, position)]
                 wanted.append(piece)
         targets = Targets(wanted, list(self._framed.values()))
         self.plan = LoadPlan(ReadPlan(reads, ()), wanted, targets, set())
