@@ -320,7 +320,7 @@ class Checkpointer:
                 reach("stage.staged")
                 cost = trace.staged_now(blocking=blocking)
                 with phase("doorbell"):
-                    client.staged(slot.index, cost, trace.unsent())
+                    client.staged(slot.index, cost, trace.first_sent())
                 reach("stage.rung")
                 logger.info(
                     "rank %d: staged iteration %d, %d bytes in %.3f s",

@@ -54,6 +54,8 @@ class Recorder:
         """In the order of their ends; of one name the first few hundred."""
         self.seconds: dict[str, float] = {}
         """By name, of all phases."""
+        self.is_known = False
+        """Whether the agent has been told of the save: it drops what is said of others."""
         self._counts: dict[str, int] = {}
         self._sent = 0
         self._lock = threading.Lock()
@@ -100,6 +102,11 @@ class Recorder:
         blocked_s = returned[0] - self.started if returned else staged_s
         return RankCost(started_at=self.started_at, blocked_s=blocked_s, staged_s=staged_s)
 
+    def first_sent(self) -> tuple[Span, ...]:
+        """Return all that was recorded, with which an agent gets to know the save."""
+        self.is_known = True
+        return self.unsent()
+
     def unsent(self) -> tuple[Span, ...]:
         """Return what was recorded since the last call."""
         with self._lock:
@@ -127,8 +134,9 @@ class OpenTraces:
             del self._open[next(iter(self._open))]
 
     def unsent(self) -> dict[str, tuple[Span, ...]]:
-        """Return by save what was recorded since the last call."""
-        found = {save_id: recorder.unsent() for save_id, recorder in self._open.items()}
+        """Return by save what was recorded since the last call, or since the agent knows of it."""
+        known = {save_id: it for save_id, it in self._open.items() if it.is_known}
+        found = {save_id: recorder.unsent() for save_id, recorder in known.items()}
         return {save_id: spans for save_id, spans in found.items() if spans}
 
     def end(self, save_id: str) -> Recorder | None:
