@@ -47,9 +47,10 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         load_dir = pretrained
         if stock.checkpoint_exists(load_dir):
             margs.finetune = True
-    loaded = _load_newest(call, margs, load_dir, memory)
+    state = _model_state(margs)
+    loaded = _load_newest(call, margs, state, load_dir, memory)
     if loaded is not None:
-        return _go_on(call, margs, loaded, load_dir)
+        return _go_on(call, margs, state, loaded, load_dir)
     if _goes_on_in_place(margs, load_dir):
         # What is in memory, or on its way to storage, belongs to a past that nobody wants; it must
         # not come back later.
@@ -57,8 +58,15 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     return None
 
 
+def _model_state(margs: Any) -> ModelState:
+    """Return what knows the model's geometry: that of its saves, if there are to be any."""
+    if margs.save:
+        return session.checkpointer(margs.save).model_state
+    return ModelState(session.config.replicated)
+
+
 def _load_newest(
-    call: LoadCall, margs: Any, load_dir: str | None, memory: list[InMemory]
+    call: LoadCall, margs: Any, state: ModelState, load_dir: str | None, memory: list[InMemory]
 ) -> Loaded | None:
     """Fill the model from the newest checkpoint that can be used, or return None: there is none.
 
@@ -79,17 +87,9 @@ def _load_newest(
         try:
             if isinstance(current, InMemory):
                 around.announce_loading(margs, load_dir, current.offer.iteration)
-                checkpointer = session.checkpointer(margs.save)
-                loaded = load_from_memory(
-                    request,
-                    checkpointer.model_state,
-                    checkpointer.rank,
-                    current,
-                    session.config,
-                )
+                loaded = load_from_memory(request, state, _rank(), current, session.config)
             else:
                 around.announce_loading(margs, load_dir, current)
-                state = ModelState(session.config.replicated)
                 assert storage is not None
                 loaded = load_from_storage(
                     request, state, _rank(), storage, current, session.config
@@ -141,7 +141,9 @@ def _goes_on_in_place(margs: Any, load_dir: str | None) -> bool:
     return bool(os.path.realpath(margs.save) == os.path.realpath(load_dir))
 
 
-def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[int, Any]:
+def _go_on(
+    call: LoadCall, margs: Any, state: ModelState, loaded: Loaded, load_dir: str
+) -> tuple[int, Any]:
     """Do what stock does once the tensors are in place, in its order; return what it returns."""
     stock = checkpointing()
     common = loaded.common
@@ -157,8 +159,7 @@ def _go_on(call: LoadCall, margs: Any, loaded: Loaded, load_dir: str) -> tuple[i
     stock.print_rank_0(f" checkpoint version {common['checkpoint_version']}")
     _finish_optimizer(call, margs, loaded)
     chunks = unwrap(call.model)
-    geometry = ModelState(session.config.replicated).geometry(chunks)
-    side_state.load_extra_states(chunks, geometry, loaded.side.objects)
+    side_state.load_extra_states(chunks, state.geometry(chunks), loaded.side.objects)
     if not margs.finetune:
         _finish_rank(margs, common["args"], loaded.side.rank_state)
     if _goes_on_in_place(margs, load_dir):
