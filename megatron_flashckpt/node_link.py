@@ -70,8 +70,8 @@ class NodeLink:
     def make_room(self, nbytes: int, plan_nbytes: int) -> None:
         """Have a slab that is too small for such a save replaced, in the background.
 
-        How much a rank saves is known only when the optimizer has made its state: which replica
-        stores what follows from all that they store.
+        How much a rank saves is certain only when the optimizer has made its state, which may be
+        more than was expected of it.
         """
         slab = self._slab
         if slab is not None and not slab.fits(plan_nbytes, nbytes, self._config.slots):

@@ -1,18 +1,26 @@
-"""What a rank will save, before the first step has made all of it: so much memory is reserved."""
+"""What a rank will save, before the first step has made all of it: so much memory is reserved.
+
+What that step will make is put in its place as tensors without memory, and then shared out and cut
+as in every save: which replica writes what follows from all that they write.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
-from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
-from megatron_flashckpt.megatron_lm import optimizer_state, side_state
+import torch
+
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE, OptimizerEntry, kind_of
 
 #: What a plan takes for one piece, beside its key and its axes.
 _PIECE_NBYTES = 256
 #: Room for what a rank keeps beside tensors.
-_SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
+SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +28,17 @@ class Expected:
     """What a rank will save, as far as it is known before the first step."""
 
     pieces: list[Piece]
-    """Without what the optimizer makes in its first step."""
-    nbytes: int
-    """With that (as Adam's two moments), and with room for the side state."""
-    plan_nbytes: int
-    """About what says which bytes are which; at least as much."""
+    """With what the optimizer makes in its first step."""
+
+    @property
+    def nbytes(self) -> int:
+        """With room for the side state."""
+        return sum(piece.nbytes for piece in self.pieces) + SIDE_NBYTES
+
+    @property
+    def plan_nbytes(self) -> int:
+        """About what says which bytes are which; at least as much."""
+        return sum(_plan_nbytes(piece) for piece in self.pieces)
 
 
 def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
@@ -33,20 +47,39 @@ def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
     Raises:
         UnsupportedError: the job holds state that cannot be saved.
     """
-    owned = state.owned(state.geometry(chunks), chunks, optimizer)
-    nbytes = sum(local.piece.nbytes for local in owned)
-    plan_nbytes = sum(_plan_nbytes(local.piece) for local in owned)
-    entries = list(optimizer_state.entries(optimizer))
-    if not any(entry.states() for entry in entries):
-        if any(entry.keeps_master for entry in entries):  # the copies come with the moments
-            weights = [local.piece for local in owned if local.piece.kind == WEIGHT]
-            nbytes += 12 * sum(piece.numel for piece in weights)
-        steppable = [local.piece for local in owned if local.piece.kind == MASTER]
-        if not steppable and optimizer is not None:
-            steppable = [local.piece for local in owned if local.piece.dtype == "F32"]
-        nbytes += 2 * sum(piece.nbytes for piece in steppable)
-        plan_nbytes *= 4  # a weight becomes four pieces at most
-    return Expected([local.piece for local in owned], nbytes + _SIDE_NBYTES, plan_nbytes)
+    owned = state.owned(state.geometry(chunks), chunks, optimizer, _tensors_after_step)
+    return Expected([local.piece for local in owned])
+
+
+def _tensors_after_step(entry: OptimizerEntry) -> dict[str, torch.Tensor]:
+    """Return what `entry.tensors()` will have; what is not there yet takes no memory."""
+    tensors = entry.tensors()
+    if not entry.states():
+        numel = entry.end - entry.start
+        for name, dtype in _states_to_come(entry):
+            tensors[kind_of(name, dtype)] = torch.empty(numel, dtype=dtype, device="meta")
+    return tensors
+
+
+def _states_to_come(entry: OptimizerEntry) -> Iterator[tuple[str, torch.dtype]]:
+    """Yield name and type of the states that the first step makes, in the order it makes them.
+
+    Optimizers do not say: their settings tell Adam, Lion, and what only has a momentum (Muon, SGD).
+    """
+    inner: Any = entry.inner
+    settings = inner.defaults
+    if "betas" in settings:
+        names = ["exp_avg", "exp_avg_sq"] if "eps" in settings else ["exp_avg"]
+    else:
+        names = ["momentum_buffer"] if settings.get("momentum", 1) else []
+    if entry.keeps_master:
+        names.append(MASTER_STATE)
+    # Only precision-aware optimizers know of types; what all others step is fp32.
+    dtypes = dict(getattr(inner, "name_to_dtype_map", {}))
+    if getattr(inner, "store_param_remainders", False) and entry.owned.dtype == torch.bfloat16:
+        dtypes[MASTER_STATE] = torch.int16
+    for name in names:
+        yield name, dtypes.get(name, torch.float32)
 
 
 def _plan_nbytes(piece: Piece) -> int:

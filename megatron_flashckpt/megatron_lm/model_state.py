@@ -21,6 +21,7 @@ from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, Shape
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, dtype_name
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
+from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.runs import Geometry
 
 # Of these a save makes one for each tensor: as structs that the garbage collector need not know of
@@ -67,7 +68,13 @@ class ModelState:
         return self._geometry
 
     @torch.no_grad()
-    def owned(self, geometry: ModelGeometry, chunks: list[Any], optimizer: Any) -> list[LocalPiece]:
+    def owned(
+        self,
+        geometry: ModelGeometry,
+        chunks: list[Any],
+        optimizer: Any,
+        tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]] = OptimizerEntry.tensors,
+    ) -> list[LocalPiece]:
         """Return what this rank writes. Over all ranks every element comes exactly once.
 
         With the distributed optimizer a rank writes the weights whose masters it owns: those are
@@ -75,6 +82,7 @@ class ModelState:
 
         Args:
             geometry: that of `chunks`, asked for in this save.
+            tensors_of: returns what the optimizer has beside the weight, by kind.
         """
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
@@ -88,7 +96,7 @@ class ModelState:
                     "the optimizer steps a parameter of shape "
                     f"{tuple(entry.parameter.shape)} that is in no model chunk"
                 )
-            tensors = entry.tensors()
+            tensors = tensors_of(entry)
             if entry.sharded:
                 if geo.main and entry.main:
                     if id(entry.parameter) not in derived:

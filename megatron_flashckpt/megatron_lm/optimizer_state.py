@@ -33,7 +33,7 @@ RANGE_MAP = ("_get_model_param_range_map", "get_model_param_range_map")
 BUFFERS = ("buffers", "grad_buffers")
 
 #: What precision-aware optimizers call the copy that they keep among their states.
-_MASTER_STATE = "master_param"
+MASTER_STATE = "master_param"
 #: Their states of other types come with a scale, which is no state.
 _UNSCALED = (torch.float32, torch.bfloat16)
 
@@ -75,7 +75,7 @@ class OptimizerEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
                 continue
             is_tensor = isinstance(value, torch.Tensor)
             if is_tensor and value.numel() == numel and value.dim() > 0:
-                found[_kind(name, value.dtype) if name == _MASTER_STATE else name] = value
+                found[kind_of(name, value.dtype)] = value
             # Steps are tensors of one element, and kept with the param groups.
             elif not (is_tensor and name == "step" and value.numel() == 1):
                 odd.append(f"'{name}' ({_shape(value)})")
@@ -104,9 +104,10 @@ def _shape(value: Any) -> str:
     return f"of type {type(value).__name__}"
 
 
-def _kind(name: str, dtype: torch.dtype) -> str:
-    # TransformerEngine may keep only what the 16-bit weight lacks of it, as integers.
-    return MASTER if dtype == torch.float32 else name
+def kind_of(name: str, dtype: torch.dtype) -> str:
+    """Return the kind of the pieces of a state."""
+    # TransformerEngine may keep only what the 16-bit weight lacks of its master, as integers.
+    return MASTER if name == MASTER_STATE and dtype == torch.float32 else name
 
 
 def sub_optimizers(optimizer: Any) -> list[Any]:
@@ -274,12 +275,12 @@ def allocate(entry: OptimizerEntry, dtypes: Mapping[str, torch.dtype]) -> dict[s
     found = entry.tensors()
     state = entry.inner.state[entry.owned]
     for kind, dtype in dtypes.items():
-        if kind not in found and kind not in (MASTER, _MASTER_STATE):
+        if kind not in found and kind not in (MASTER, MASTER_STATE):
             # Zeros, as a fresh optimizer has them: harmless if the load then refuses.
             found[kind] = state[kind] = torch.zeros_like(
                 entry.owned, dtype=dtype, requires_grad=False
             )
-    return {kind: it for kind, it in found.items() if kind in (*dtypes, MASTER, _MASTER_STATE)}
+    return {kind: it for kind, it in found.items() if kind in (*dtypes, MASTER, MASTER_STATE)}
 
 
 def _initialize(entry: OptimizerEntry) -> None:

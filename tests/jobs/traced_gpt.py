@@ -14,8 +14,8 @@ Environment:
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
-torch.distributed call made inside `save_checkpoint`; the thread that makes a slab; the bytes of
-shards that each load read from storage; the plan counters at the end.
+torch.distributed call made inside `save_checkpoint`; the thread that makes a slab, and its size;
+the bytes of shards that each load read from storage; the plan counters at the end.
 """
 
 from __future__ import annotations
@@ -249,16 +249,17 @@ def traced_load(load: Any) -> Any:
 
 
 def trace_slabs() -> None:
-    """Trace which thread makes a slab, if saves are ours."""
+    """Trace which thread makes a slab, and for how much in each slot, if saves are ours."""
     if not training.save_checkpoint.__module__.startswith("megatron_flashckpt"):
         return
     from megatron_flashckpt.memory.slab import Slab
 
     create = Slab.create
 
-    def wrapper(*args: Any, **kwargs: Any) -> Slab:
-        trace(event="slab", thread=threading.current_thread().name)
-        return create(*args, **kwargs)
+    def wrapper(slots: int, meta: int, data: int, *args: Any, **kwargs: Any) -> Slab:
+        thread = threading.current_thread().name
+        trace(event="slab", thread=thread, meta_nbytes=meta, data_nbytes=data)
+        return create(slots, meta, data, *args, **kwargs)
 
     Slab.create = wrapper
 

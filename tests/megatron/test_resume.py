@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.megatron_lm.expectation import SIDE_NBYTES
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import (
@@ -133,11 +134,21 @@ def test_no_save_communicates(jobs: Jobs) -> None:
     assert [save for save in saves if save["calls"]] == []
 
 
-def test_no_save_makes_a_slab(jobs: Jobs) -> None:
+def test_a_rank_makes_one_slab_and_not_in_a_save(jobs: Jobs) -> None:
     """Also where the first step moves what is stored from one replica to another."""
-    made = [event for result in (jobs.a, jobs.b, jobs.c) for event in result.named("slab")]
-    assert {event["rank"] for event in made} == {0, 1, 2, 3}
-    assert {event["thread"] for event in made} == {"flashckpt-prepare"}
+    for result in (jobs.a, jobs.b, jobs.c):
+        made = result.named("slab")
+        assert sorted(event["rank"] for event in made) == [0, 1, 2, 3]
+        assert {event["thread"] for event in made} == {"flashckpt-prepare"}
+
+
+def test_what_is_expected_before_the_first_step_is_what_is_saved(jobs: Jobs) -> None:
+    saved = dict.fromkeys(range(4), SIDE_NBYTES)
+    for (rank, name), tensor in tensors(jobs.tmp_path / "A", 6).items():
+        if not name.startswith("rank_state/"):
+            saved[rank] += tensor.nbytes
+    for result in (jobs.a, jobs.c):  # C goes on from storage
+        assert {event["rank"]: event["data_nbytes"] for event in result.named("slab")} == saved
 
 
 def test_plans_are_computed_once_per_template_then_shared_and_cached(jobs: Jobs) -> None:
