@@ -108,8 +108,9 @@ class Saves:
         if slots is None or not 0 <= word.slot < len(slots.infos):
             return
         slot, info = slots.slab.slots[word.slot], slots.infos[word.slot]
-        if info.arrival is None and not info.claimed and slot.header.state == SlotState.STAGING:
-            info.arrival = self._begin(number, slots, slot, slot.header, None)
+        header = slot.header  # once: its trainer may be changing it at this moment
+        if info.arrival is None and not info.claimed and header.state == SlotState.STAGING:
+            info.arrival = self._begin(number, slots, slot, header, None)
             info.persisting, info.persisting_since = True, time.monotonic()
             reach("agent.begun")
         if info.arrival is not None:

@@ -106,8 +106,9 @@ class SlotHeader(msgspec.Struct, frozen=True):
     @classmethod
     def unpack(cls, page: bytes | memoryview) -> SlotHeader:
         """Return the header; a torn, damaged or never written one reads as EMPTY."""
-        body = bytes(page[: _SLOT.size])
-        (check,) = _SUM.unpack(page[_SLOT.size : _SLOT.size + _SUM.size])
+        whole = bytes(page[: _SLOT.size + _SUM.size])  # at once: it may be changing
+        body = whole[: _SLOT.size]
+        (check,) = _SUM.unpack(whole[_SLOT.size :])
         magic, version, state, iteration, save_id, meta, data = _SLOT.unpack(body)
         if (magic, version) != (_SLOT_MAGIC, 1) or check != xxhash.xxh3_64_intdigest(body):
             return EMPTY_HEADER

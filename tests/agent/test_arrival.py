@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_flashckpt.agent.arrival import Arrival, Turns, WithdrawnError
+from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.node import AgentOptions, Trainer
+from megatron_flashckpt.agent.node import Node as AgentNode
+from megatron_flashckpt.agent.protocol import Copied
+from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.memory.slot import Slot, SlotState
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_leftovers import plant
 from tests.agent.test_persist import read_rank, stored
@@ -350,3 +359,40 @@ def test_what_is_withdrawn_waits_for_no_turn(node: Node, root: Path, begun: bool
     assert len(stopped) == 1
     with second.turn():
         pass
+
+
+def test_a_header_that_is_changed_meanwhile_is_taken_as_it_was_or_not_at_all(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer may come to its doorbell before the agent reads its first word of the copies."""
+    where = AgentNode(AgentOptions(str(root), 60, 1, 1, None, 0, "auto", 60, 60, 60, False))
+    saves = Saves(where, Committer(where))
+    slots = RankSlots(Slab.create(1, 100, 100, "0"))
+    where.ranks[0] = Trainer()
+    where.ranks[0].slots = slots
+    staging = SlotHeader(SlotState.STAGING, 5, new_save_id(), 50, 100)
+    staged = msgspec.structs.replace(staging, state=SlotState.STAGED)
+    begun: list[SlotHeader] = []
+    monkeypatch.setattr(saves, "_begin", lambda *given: begun.append(given[3]))
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            slots.slab.slots[0].set_header(staged)
+            slots.slab.slots[0].set_header(staging)
+
+    changing = threading.Thread(target=change)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    changing.start()
+    try:
+        for _ in range(2000):
+            saves.copied(0, Copied(0, 5))
+    finally:
+        stop.set()
+        changing.join()
+        sys.setswitchinterval(interval)
+        saves.close()
+        slots.slab.close()
+    assert begun
+    assert set(begun) == {staging}
