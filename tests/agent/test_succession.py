@@ -35,7 +35,9 @@ def kill_agent(pid: int) -> None:
 
 def is_only_the_checkpoint(directory: Path) -> bool:
     left = [
-        path for path in directory.iterdir() if path.suffix not in (".safetensors", ".pt", ".tmp")
+        path
+        for path in directory.iterdir()
+        if path.suffix not in (".safetensors", ".msgpack", ".tmp")
     ]
     return [path.name for path in left] == [names.MANIFEST]
 

@@ -30,11 +30,11 @@ def start() -> None:
 
 def of_agent() -> int:
     """Return what the agent has; `AGENT_METER` is a pipe that was there before it started."""
-    pipe = os.open(os.environ["AGENT_METER"], os.O_RDONLY)
-    try:
-        return int(os.read(pipe, 64).split()[0])
-    finally:
-        os.close(pipe)
+    said = b""
+    while not said:  # it had seen the reader before, and closes
+        with open(os.environ["AGENT_METER"], "rb", buffering=0) as pipe:
+            said = pipe.read(64)
+    return int(said.split()[0])
 
 
 def _answer(pipe: str) -> None:
