@@ -14,7 +14,7 @@ from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outco
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlabGeometry, align
+from megatron_flashckpt.memory.slot import COMPLETE, SlabGeometry, align
 from megatron_flashckpt.memory.stager import Stager
 from megatron_flashckpt.tracing import Span
 
@@ -71,10 +71,13 @@ class NodeLink:
         """Have a slab that is too small for such a save replaced, in the background.
 
         How much a rank saves is certain only when the optimizer has made its state, which may be
-        more than was expected of it.
+        more than was expected of it. A slab with a checkpoint in it stays until the first save: a
+        crash before that goes on from there.
         """
         slab = self._slab
-        if slab is not None and not slab.fits(plan_nbytes, nbytes, self._config.slots):
+        if slab is None or any(slot.header.state in COMPLETE for slot in slab.slots):
+            return
+        if not slab.fits(plan_nbytes, nbytes, self._config.slots):
             self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
 
     def _begin(self, work: Callable[..., None], *args: object) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_while_staging import Job
@@ -51,6 +52,16 @@ def test_a_slab_that_is_large_enough_stays(job: Job) -> None:
     enough = slab_of(job.checkpointer)
     rehearse(job)
     assert slab_of(job.checkpointer) is enough
+
+
+def test_a_slab_that_is_too_small_stays_while_a_restart_could_load_what_is_in_it(job: Job) -> None:
+    job.checkpointer.link.prepare(1_000_000)
+    small = slab_of(job.checkpointer)
+    small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "0123456789ab", 0, 100))
+    rehearse(job)
+    assert slab_of(job.checkpointer) is small
+    assert job.save(2) is None
+    assert slab_of(job.checkpointer) is not small
 
 
 def test_a_slab_that_a_save_made_is_large_enough_for_the_next(job: Job) -> None:

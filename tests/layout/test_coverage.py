@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
@@ -316,15 +316,19 @@ def test_a_gap_in_a_tensor_of_another_size_is_noticed():
 # ---------------------------------------------------------------------- what is not as it should be
 
 
+def runs_of(stored):
+    """One of the runs that hold something, as rank and position; there must be one."""
+    runs = [(rank, n) for rank, held in enumerate(stored) for n, it in enumerate(held) if it.numel]
+    assume(runs)
+    return st.sampled_from(runs)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data(), tensors_drawn(), st.integers(2, 4))
 def test_a_run_left_out_or_stored_twice_is_always_noticed(data, drawn, ranks):
     _, wholes = drawn
     stored = data.draw(cuts(wholes, ranks))
-    runs = [(rank, n) for rank, held in enumerate(stored) for n, it in enumerate(held) if it.numel]
-    if not runs:
-        return
-    rank, position = data.draw(st.sampled_from(runs))
+    rank, position = data.draw(runs_of(stored))
     victim = stored[rank][position]
     if data.draw(st.booleans()):
         stored[rank] = stored[rank][:position] + stored[rank][position + 1 :]

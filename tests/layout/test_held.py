@@ -18,7 +18,7 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.plan import Source
 from megatron_flashckpt.layout.reshard import Run
 from tests.layout.strategies import in_layout_order
-from tests.layout.test_coverage import HUGE, PLACE, box, cuts, matrix, tensors_drawn
+from tests.layout.test_coverage import HUGE, PLACE, box, cuts, matrix, runs_of, tensors_drawn
 from tests.layout.worlds import run, sizes, source, sources_of, stored_by, wanted_by, whole
 
 
@@ -91,10 +91,7 @@ def test_in_the_layout_that_was_saved_nothing_is_searched():
 def test_a_run_left_out_or_stored_twice_is_refused_by_whoever_wants_it(data, drawn, ranks):
     _, wholes = drawn
     stored = data.draw(cuts(wholes, ranks))
-    runs = [(rank, n) for rank, mine in enumerate(stored) for n, it in enumerate(mine) if it.numel]
-    if not runs:
-        return
-    rank, position = data.draw(st.sampled_from(runs))
+    rank, position = data.draw(runs_of(stored))
     sound = list(stored)
     if data.draw(st.booleans()):
         stored[rank] = stored[rank][:position] + stored[rank][position + 1 :]
@@ -113,11 +110,8 @@ def test_a_run_in_the_place_of_another_is_refused_by_some_rank(data, drawn, rank
     """As many elements as there should be, or fewer, some of them twice."""
     _, wholes = drawn
     sound = data.draw(cuts(wholes, ranks))
-    runs = [(rank, n) for rank, mine in enumerate(sound) for n, it in enumerate(mine) if it.numel]
-    if not runs:
-        return
-    rank, position = data.draw(st.sampled_from(runs))
-    again, number = data.draw(st.sampled_from(runs))
+    rank, position = data.draw(runs_of(sound))
+    again, number = data.draw(runs_of(sound))
     forged = list(sound)
     left = sound[rank][:position] + sound[rank][position + 1 :]
     forged[rank] = in_layout_order([*left, sound[again][number]])

@@ -116,10 +116,12 @@ class Redundancy:
 
     def staged(self, rank: int, slots: RankSlots, index: int) -> None:
         """Send a complete slot to its holders, in the background."""
+        # Read now: when something has gone wrong the slab may be closed, or hold another save.
+        iteration = slots.slab.slots[index].header.iteration
         with contextlib.suppress(RuntimeError):  # closing
-            self._labellers.submit(self._send, rank, slots, index)
+            self._labellers.submit(self._send, rank, slots, index, iteration)
 
-    def _send(self, rank: int, slots: RankSlots, index: int) -> None:
+    def _send(self, rank: int, slots: RankSlots, index: int, iteration: int) -> None:
         try:
             label = self._labelled(rank, slots, index)
             reach("send.labelled")
@@ -132,11 +134,7 @@ class Redundancy:
                     link = self._link(plan, share.holder, lane % self._threads)
                     link.put(Parcel(slots.slab, index, label, share.part))
         except Exception:
-            logger.exception(
-                "rank %d: iteration %d is not sent to other nodes",
-                rank,
-                slots.slab.slots[index].header.iteration,
-            )
+            logger.exception("rank %d: iteration %d is not sent to other nodes", rank, iteration)
 
     def _link(self, plan: JoinPeers, holder: int, stream: int) -> Link:
         if (holder, stream) not in self._links:

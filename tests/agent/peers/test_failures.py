@@ -218,8 +218,7 @@ def test_25_saves_leave_no_descriptor_no_thread_and_no_memory(tmp_path: Path) ->
         for iteration in range(11, 36):
             save_all(made, iteration)
         made.await_held(35, 2)
-        # One more for a slot that is handed over before the thread of the last one is free.
-        eventually("as many threads", lambda: thread_count(agent) <= threads + 1)
+        eventually("as many threads", lambda: thread_count(agent) == threads)
         eventually("as many descriptors", lambda: len(open_files(agent)) == files)
         growth = rss_nbytes(agent) - memory
         print(f"agent: {growth // 1024} KiB more after 25 saves with parity")
