@@ -95,8 +95,12 @@ def test_a_full_disk_fails_the_save_frees_its_space_and_spares_the_previous_chec
         assert str(root / names.iteration_dir(2)) in error
         assert "No space left" in error
         assert "free space there or save elsewhere" in error
-    eventually("all of the attempt is gone", lambda: files_of_ours(root) == before)
-    assert _free_nbytes(small_disk) >= free - 4096, "a page for the note to other nodes"
+    # A rank may still be writing when the save has failed: what it wrote is removed after that.
+    page = 4096  # for the note to other nodes
+    eventually(
+        "all of the attempt is gone",
+        lambda: files_of_ours(root) == before and _free_nbytes(small_disk) >= free - page,
+    )
     assert_intact(root, 1, trainers)
     ballast.unlink()
     assert save_all(trainers, 2) == [None, None]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import threading
+from typing import Any
 
 
 def allocated() -> int:
@@ -15,12 +17,17 @@ def allocated() -> int:
     Pages that are resident also grow with fragmentation; these bytes do not. Python's own objects
     are among them with `PYTHONMALLOC=malloc`.
     """
+    found = _mallinfo2()()
+    return int(found.uordblks + found.hblkhd)
+
+
+@functools.cache  # what ctypes makes for a function would be counted, too
+def _mallinfo2() -> Any:
     fields = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
     layout = {"_fields_": [(name, ctypes.c_size_t) for name in fields]}
     ask = ctypes.CDLL(None).mallinfo2
     ask.restype = type("mallinfo2", (ctypes.Structure,), layout)
-    found = ask()
-    return int(found.uordblks + found.hblkhd)
+    return ask
 
 
 def start() -> None:

@@ -175,6 +175,7 @@ def measuring_step(forward_step: Any) -> Any:
             gc.freeze()
             frozen = True
         gc.collect()
+        await_commit()  # the agent holds more of a save that it has not committed
         for each in session._open.values():
             client = each.checkpointer.link.current
             if client is not None:
@@ -187,6 +188,15 @@ def measuring_step(forward_step: Any) -> Any:
         return forward_step(batches, model)
 
     return wrapper
+
+
+def await_commit() -> None:
+    """Wait until the latest save is committed; saves are made after every iteration."""
+    deadline = time.monotonic() + 60
+    tracker = Path(get_args().save, "latest_checkpointed_iteration.txt")
+    while iteration() > 1 and (not tracker.exists() or int(tracker.read_text()) < iteration() - 1):
+        assert time.monotonic() < deadline, f"iteration {iteration() - 1} is not committed"
+        time.sleep(0.002)
 
 
 def resources(pid: int) -> dict[str, int]:
