@@ -34,7 +34,7 @@ PLACE = "iter_0000007/manifest.json"
 SAVE_ID = "0123456789abcdef"
 PIECES = [
     Piece("layer.w", "master", "F32", (9, 4), (0, 0), (4, 4), 2, 14),
-    Piece("layer.w", "weight", "BF16", (9, 4), (0, 0), (4, 4), 0, 16),
+    Piece("layer.w", "weight", "BF16", (9, 4), (0, 0), (4, 4), 0, 15),
 ]
 
 
@@ -245,7 +245,7 @@ def test_a_key_index_out_of_range_is_corrupt(index):
 def test_a_template_whose_elements_would_not_be_aligned_is_corrupt():
     forged = Forged()
     forged.items.reverse()
-    with pytest.raises(CorruptCheckpointError, match="does not begin with its widest elements"):
+    with pytest.raises(CorruptCheckpointError, match="has tensors that are not aligned to their elements"):
         decode_manifest(forged.encode(), PLACE)
 
 

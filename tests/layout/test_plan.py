@@ -42,21 +42,30 @@ class Store(dict[str, bytes]):
         return PlanCache(self.get, self.__setitem__)
 
 
+def alignment_of(number: int) -> int:
+    """Return the largest power of two that divides a number, up to a cache line."""
+    return next(power for power in (64, 32, 16, 8, 4, 2, 1) if number % power == 0)
+
+
 @given(st.lists(pieces(), max_size=8))
-def test_order_is_a_stable_permutation_with_wide_elements_first(unordered):
+def test_order_is_a_stable_permutation_with_what_keeps_the_rest_aligned_first(unordered):
     positions = order(unordered)
     assert sorted(positions) == list(range(len(unordered)))
-    ranked = [(-itemsize(unordered[position].dtype), position) for position in positions]
+    ranked = [
+        (-alignment_of(piece.nbytes), -itemsize(piece.dtype), position)
+        for position, piece in ((position, unordered[position]) for position in positions)
+    ]
     assert ranked == sorted(ranked)
 
 
 @given(piece_lists)
-def test_tensors_lie_end_to_end_each_aligned_to_its_element(ordered):
+def test_tensors_lie_end_to_end_each_aligned_to_its_element_and_as_well_as_its_bytes(ordered):
     template = build_template(ordered, placed(ordered)[0])
     position = 0
     for item, piece in zip(template.items, ordered, strict=True):
         assert item.byte_offset == position
         assert item.byte_offset % itemsize(item.dtype) == 0
+        assert item.byte_offset % alignment_of(piece.nbytes) == 0
         position += piece.nbytes
     assert template.nbytes == position
 
