@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 _MS = 1000
+#: What `System.watch_load` tells of ours.
+PARTS = ("copied", "digested")
 
 
 def bench_restart(
@@ -25,6 +27,8 @@ def bench_restart(
 ) -> None:
     """Print, for each size and source, the times of loads and what part their limit takes."""
     table = Table("state of a rank", "from", "limit, ms", "load, ms", "first", "CPU", "share of it")
+    for part in (*PARTS, "rest"):
+        table.add_column(part)
     table.box = None
     for mib in sizes:
         size = Size(mib=mib, ranks=ranks, loads=rounds)
@@ -39,7 +43,8 @@ def bench_restart(
     out.print(
         f"{system}, {ranks} ranks, same layout; medians of {rounds} loads; limit: a plain read or "
         "copy of the same bytes right before; first: the first load of its kind; CPU: of one rank, "
-        "ms; share: limit / load (least - most)"
+        "ms; share: limit / load (least - most); copied: by the kernel, waiting for disks "
+        "included; digested: each on its slowest rank, ms; rest: of the load, but for the two"
     )
     out.print(table)
 
@@ -47,12 +52,15 @@ def bench_restart(
 def _cells(found: dict[str, Any], how: str) -> list[str]:
     took, limits = found.get(f"{how}_s"), found.get(f"{how}_limit_s")
     if not took:
-        return ["-"] * 5
+        return ["-"] * (6 + len(PARTS))
     shares = [limit / load for limit, load in zip(limits, took, strict=True)]
+    parts = [found[f"{how}_{part}_s"] for part in PARTS]
+    rest = [whole - sum(of_it) for whole, *of_it in zip(took, *parts, strict=True)]
     return [
         f"{_MS * median(limits):.0f}",
         f"{_MS * median(took):.0f}",
         f"{_MS * took[0]:.0f}",
         f"{_MS * median(found[f'{how}_cpu_s']):.0f}",
         f"{load_share(found, how):.2f} ({min(shares):.2f} - {max(shares):.2f})",
+        *(f"{_MS * median(seconds):.0f}" for seconds in (*parts, rest)),
     ]

@@ -60,10 +60,12 @@ def _load(
     job.state.memory.zero_()
     with job.reported(name, f"load, {how}"):
         dist.barrier()
-        started, cpu = time.perf_counter(), time.process_time()
-        step = load(job.state)
-        took, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        with job.systems[name].watch_load() as parts:
+            started, cpu = time.perf_counter(), time.process_time()
+            step = load(job.state)
+            took, cpu_s = time.perf_counter() - started, time.process_time() - cpu
         times = {f"{how}_s": slowest(took), f"{how}_cpu_s": slowest(cpu_s)}
+        times |= {f"{how}_{part}_s": slowest(seconds) for part, seconds in parts.items()}
         if step is None:
             return
         wrong = job.state.wrong(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ class System:
     def phases(self, step: int) -> dict[str, float]:
         """Return what `step` took on this rank by phase, in seconds, as far as it is known."""
         return {}
+
+    def watch_load(self) -> contextlib.AbstractContextManager[dict[str, float]]:
+        """Measure what parts of the load within take, in seconds, as far as that can be told."""
+        return contextlib.nullcontext({})
 
     def pids(self) -> set[int]:
         """Return processes that work for this rank and are not its children."""

@@ -12,24 +12,31 @@ step, through the hook that the save has installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from workload import State
 
+from megatron_flashckpt import held_slot
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.in_memory import held_in_memory
+from megatron_flashckpt.layout.shard_file import new_chunk_digest
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.expectation import expect
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.restore import checkpoint
 from megatron_flashckpt.storage.posix import PosixStorage
 from systems.base import COMMON, System
 
@@ -169,6 +176,34 @@ class Ours(System):
             self._config,
         )
         return found.origin.iteration
+
+    @contextlib.contextmanager
+    def watch_load(self) -> Iterator[dict[str, float]]:
+        """Measure the kernel's copies (with what it waits for disks) and the digests."""
+        took = {"copied": 0.0, "digested": 0.0}
+
+        def timed(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapper(*args: Any) -> Any:
+                started = time.perf_counter()
+                try:
+                    return call(*args)
+                finally:
+                    took[what] += time.perf_counter() - started
+
+            return wrapper
+
+        class TimedDigest:
+            def __init__(self) -> None:
+                digest = new_chunk_digest()
+                self.update = timed("digested", digest.update)
+                self.hexdigest = digest.hexdigest
+
+        with (
+            mock.patch.object(os, "preadv", timed("copied", os.preadv)),
+            mock.patch.object(held_slot, "new_chunk_digest", TimedDigest),
+            mock.patch.object(checkpoint, "new_chunk_digest", TimedDigest),
+        ):
+            yield took
 
     def _loads(self, state: State) -> None:
         if self._checkpointer is None:
