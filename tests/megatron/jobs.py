@@ -21,6 +21,7 @@ from megatron_flashckpt.layout.plan import pieces_of
 from megatron_flashckpt.megatron_lm import plain
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.trainer import eventually
 from tests.forked.job import free_port, run_forked
 from tests.forked.nursery import COMMON, CPU_MEGATRON, REPO
 
@@ -36,6 +37,16 @@ TINY = (
     "--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
     "--attention-backend unfused --log-interval 1 --eval-interval 1000 --eval-iters 0"
 ).split()
+
+
+def await_no_agent(where: Path) -> None:
+    """Return when the agents of jobs in `where` have left, with all that is theirs.
+
+    An agent is told that its job has ended; a moment later, long before the grace time of one that
+    is not, it has left.
+    """
+    run = where / "run"
+    eventually("the end of the agent", lambda: not list(run.iterdir()), within_s=20.0)
 
 
 @dataclasses.dataclass

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.agent.trainer import eventually
-from tests.megatron.jobs import Result, run_job, succeeded
+from tests.megatron.jobs import Result, await_no_agent, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 RANKS = 2
@@ -121,4 +120,4 @@ def test_what_was_staged_at_an_agent_that_is_gone_is_made_durable_by_the_next(
         said = f"successfully saved checkpoint from iteration       {iteration}"
         assert result.log.count(said) == 1
     assert "was not saved" not in result.log
-    eventually("the end of the agent", lambda: not list((tmp_path / "run").iterdir()))
+    await_no_agent(tmp_path)

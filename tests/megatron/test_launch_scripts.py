@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from megatron.training.arguments import parse_args
 
+from tests.agent.trainer import eventually
 from tests.megatron.jobs import CPU_MEGATRON, REPO, TINY, end, free_port
 
 SCRIPTS = REPO / "scripts"
@@ -118,7 +119,10 @@ def assert_restarted_from_memory(
         assert before == again != []
         assert iterations[-1] == 5
     assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "5"
-    assert not [left for left in (tmp_path / "run").rglob("*") if not left.is_dir()]
+    run = tmp_path / "run"
+    eventually(
+        "the end of the agents", lambda: not [it for it in run.rglob("*") if not it.is_dir()]
+    )
 
 
 def test_a_killed_rank_costs_a_restart_from_memory_on_one_node(tmp_path: Path) -> None:

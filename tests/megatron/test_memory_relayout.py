@@ -9,7 +9,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.megatron.jobs import Result, differing, run_job, succeeded, tensors, truncated_copy
+from tests.megatron.jobs import (
+    Result,
+    await_no_agent,
+    differing,
+    run_job,
+    succeeded,
+    tensors,
+    truncated_copy,
+)
 from tests.megatron.test_resume import DISTRIBUTED, schedule
 
 TP2 = ["--num-layers", "4", "--bf16", "--swiglu", "--tensor-model-parallel-size", "2", *DISTRIBUTED]
@@ -31,7 +39,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     }
     for result in found.values():
         succeeded(result)
-    assert list((tmp_path / "run").iterdir()) == []
+    await_no_agent(tmp_path)
     assert differing(tensors(save, 6), tensors(tmp_path / "S", 6)) == []
     return found
 

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_flashckpt.layout.names import HISTORY
 from tests.agent.trainer import eventually
-from tests.megatron.jobs import Result, differing, run_job, succeeded, tensors
+from tests.megatron.jobs import Result, await_no_agent, differing, run_job, succeeded, tensors
 
 MODEL = [
     *("--num-layers", "2", "--bf16", "--use-distributed-optimizer"),
@@ -96,9 +96,7 @@ def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs:
         lines = (jobs.tmp_path / name / HISTORY).read_text().splitlines()
         assert [json.loads(line)["iteration"] for line in lines] == [4, 8]
     assert "memory_interval 2: as with --non-persistent-save-interval 2" in jobs.b.log
-    # The last agent leaves when its job has ended.
-    run = jobs.tmp_path / "run"
-    eventually("there is no agent, and nothing of one", lambda: list(run.iterdir()) == [])
+    await_no_agent(jobs.tmp_path)
 
 
 def test_a_save_to_memory_does_not_communicate(jobs: Jobs) -> None:
@@ -120,4 +118,4 @@ def test_a_job_that_megatron_ends_right_after_a_save_to_memory_has_it_in_storage
     tracker = save / "latest_checkpointed_iteration.txt"
     eventually("the checkpoint in storage", lambda: tracker.read_text() == "6")
     assert tensors(save, 6)
-    eventually("the end of the agent", lambda: not list((tmp_path / "run").iterdir()))
+    await_no_agent(tmp_path)

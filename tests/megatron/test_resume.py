@@ -17,6 +17,7 @@ from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifes
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import (
     Result,
+    await_no_agent,
     differing,
     run_job,
     succeeded,
@@ -169,4 +170,4 @@ def test_every_job_ends_without_an_agent_and_with_the_last_save_committed(jobs: 
         tracker = jobs.tmp_path / name / "latest_checkpointed_iteration.txt"
         assert tracker.read_text() == "6"
         assert log.count("successfully saved checkpoint from iteration       6") == 1
-    assert list((jobs.tmp_path / "run").iterdir()) == []
+    await_no_agent(jobs.tmp_path)
