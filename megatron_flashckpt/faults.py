@@ -56,13 +56,13 @@ POINTS = {
     "persist.header": ("agent.persist", "the header is written; nothing is durable for certain"),
     "file.synced": ("storage.posix", "the shard file's bytes are durable; its name may not be"),
     "persist.durable": ("agent.persist", "the shard is durable; there is no commit record"),
-    "persist.record": ("agent.persist", "the commit record is durable"),
+    "persist.record": ("agent.persist", "the commit record is there"),
     # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
-    "put.written": ("storage.posix", "the temporary file is durable; the name is not there"),
+    "put.written": ("storage.posix", "the temporary file is written; the name is not there"),
     "put.renamed": ("storage.posix", "the file has its name, which may not be durable"),
     # The agent, committing.
     "commit.ready": ("agent.commit", "every record is there; nothing is merged"),
-    "commit.common": ("agent.commit", "the common state is durable; there is no manifest"),
+    "commit.common": ("agent.commit", "the common state is there; there is no manifest"),
     "commit.manifest": ("agent.commit", "the manifest is durable; the tracker is where it was"),
     "commit.tracker": ("agent.commit", "the tracker names this checkpoint; nothing is tidied up"),
     "leftover.file": ("agent.leftovers", "one more file that is of no checkpoint is removed"),

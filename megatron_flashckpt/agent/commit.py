@@ -192,7 +192,9 @@ def commit(save: PendingSave) -> None:
         # What no load would take must not become a checkpoint, and the tracker must not name it.
         manifest.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
     with phase("manifest"):
-        storage.put(f"{save.directory}/{names.common_name(save.save_id)}", meta.common)
+        # Its name becomes durable with that of the manifest, and the tracker names neither before.
+        common = f"{save.directory}/{names.common_name(save.save_id)}"
+        storage.put(common, meta.common, durable="contents")
         reach("commit.common")
         storage.put(f"{save.directory}/{names.MANIFEST}", manifest.encode_manifest(merged))
     save.cost = merged.cost

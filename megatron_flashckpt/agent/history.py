@@ -47,7 +47,8 @@ def append(storage: Storage, save: PastSave, keep: int) -> None:
         return
     try:
         lines = [*_lines(storage), msgspec.json.encode(save)][-keep:]
-        storage.put(HISTORY, b"".join(line + b"\n" for line in lines))
+        text = b"".join(line + b"\n" for line in lines)
+        storage.put(HISTORY, text, durable="contents")  # power that is lost may take the last line
     except (FlashCkptError, OSError) as error:
         logger.warning("%s/%s is not up to date: %s", storage.place, HISTORY, error)
 

@@ -250,8 +250,10 @@ def write_shard(
         metrics=meta.metrics,
         cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
-    # Commit record last: its presence means that every byte above is durable.
+    # Commit record last: its presence means that every byte above is durable. It need not be: a
+    # manifest says all of it, and a save that has none when power is lost has failed.
     with phase("commit record"):
-        storage.put(f"{directory}/{record_name(meta.rank, save_id)}", encode_record(record))
+        name = f"{directory}/{record_name(meta.rank, save_id)}"
+        storage.put(name, encode_record(record), durable="nothing")
     reach("persist.record")
     return tuple(digests)

@@ -302,7 +302,7 @@ def check(manifest: Manifest, place: str) -> None:
 
 
 def _are_aligned(items: tuple[ManifestItem, ...]) -> bool:
-    """Return whether every tensor lies at a multiple of its element; the types are checked before."""
+    """Return whether every tensor of a known type lies at a multiple of its element."""
     position = 0
     for item in items:
         width = ITEMSIZE.get(item.dtype, 1)

@@ -17,6 +17,10 @@ from megatron_flashckpt.storage.reading import KeptFiles, Seen
 #: What a name stands for. `other`: a symbolic link (whatever it leads to), a pipe, a device.
 Kind = Literal["file", "directory", "other"]
 
+#: `name`: the bytes, under that name. `contents`: the bytes, and the name with the next one in the
+#: same directory. `nothing`: whoever looks finds all of it, but power that is lost may take it.
+Durable = Literal["name", "contents", "nothing"]
+
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 
@@ -51,8 +55,13 @@ class Storage(Protocol):
     def place(self) -> str:
         """The root, for messages."""
 
-    def put(self, name: str, data: bytes) -> None:
-        """Make `name` hold `data`: atomically, durably, replacing what was there."""
+    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+        """Make `name` hold `data`: atomically, replacing what was there.
+
+        Args:
+            durable: what no loss of power takes away when this returns. A process that is killed
+                takes nothing.
+        """
 
     def create(self, name: str, nbytes: int) -> Writer:
         """Start writing a file of `nbytes`; whatever had that name is replaced."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.storage.base import Kind, temporary_name
+from megatron_flashckpt.storage.base import Durable, Kind, temporary_name
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, REFUSALS, DirectIo, is_aligned
 from megatron_flashckpt.storage.reading import KeptFiles, Seen, read_parts
 
@@ -182,7 +182,7 @@ class PosixStorage:
                 )
         return path
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
         path = self._own(name)
         temporary = path.with_name(temporary_name(path.name))
         with _explained(path, "write"):
@@ -191,14 +191,16 @@ class PosixStorage:
                 with open(temporary, "xb") as file:
                     file.write(data)
                     file.flush()
-                    os.fsync(file.fileno())
+                    if durable != "nothing":
+                        os.fsync(file.fileno())
                 reach("put.written")
                 os.replace(temporary, path)
                 reach("put.renamed")
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
-            _sync_directory(path.parent)
+            if durable == "name":
+                _sync_directory(path.parent)
 
     def create(self, name: str, nbytes: int) -> PosixWriter:
         return PosixWriter(self._own(name), nbytes, self._direct_io)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import xxhash
 
-from megatron_flashckpt.agent.commit import PendingSave, commit, outcome_of
-from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.agent.commit import commit, outcome_of
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.manifest import merge
-from megatron_flashckpt.layout.plan import Layout, PlanCache
 from megatron_flashckpt.layout.records import (
     CommitRecord,
     Coordinates,
@@ -22,10 +19,10 @@ from megatron_flashckpt.layout.records import (
     encode_items,
     encode_record,
 )
-from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
+from tests.agent.persisting import persisted
 from tests.agent.test_failures import assert_intact, files_of_ours
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import (
@@ -35,7 +32,6 @@ from tests.agent.trainer import (
     held_back,
     is_alive,
     new_save_id,
-    pieces_of,
 )
 
 
@@ -402,47 +398,20 @@ class _Failing(PosixStorage):
         self.refused = refused
         self.steps: list[str] = []
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
         last = name.rpartition("/")[2]
         self.steps.append(last)
         if last == self.refused:
             raise StorageError(28, f"{name}: cannot write (No space left on device)")
-        super().put(name, data)
+        super().put(name, data, durable)
 
     def delete(self, name: str) -> None:
         self.steps.append(f"delete {name.rpartition('/')[2]}")
         super().delete(name)
 
 
-@pytest.fixture
-def persisted(tmp_path: Path) -> Callable[[_Failing, str], PendingSave]:
-    """Persists rank 0 of iteration 5 in this process; what is left to do is to commit it."""
-    layout: Layout = PlanCache().layout(pieces_of(0, 1, "decoder.weight", 50))
-
-    def persist(storage: _Failing, save_id: str) -> PendingSave:
-        meta = SlotMeta(
-            root=storage.place,
-            rank=0,
-            world_size=1,
-            coordinates=Coordinates(),
-            template_fingerprint=layout.template_fingerprint,
-            template=layout.template,
-            placement=layout.placement,
-            common=save_id.encode(),
-            description={},
-        )
-        slab = Slab.create(1, 0, layout.nbytes, "0")
-        header = SlotHeader(SlotState.STAGED, 5, save_id, 0, layout.nbytes)
-        slab.slots[0].set_header(header)
-        persist_slot(storage, slab.slots[0], header, meta)
-        slab.close()
-        return PendingSave(storage, 5, save_id, 0.0, {0: meta}, {0})
-
-    return persist
-
-
 def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying(
-    root: Path, persisted: Callable[[_Failing, str], PendingSave]
+    root: Path,
 ) -> None:
     storage = _Failing(root, "nothing")
     save = persisted(storage, "a" * 12)
@@ -458,9 +427,7 @@ def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying
 
 
 @pytest.mark.parametrize("refused", [names.common_name("a" * 12), names.MANIFEST, names.TRACKER])
-def test_a_commit_that_fails_halfway_never_moves_the_tracker(
-    root: Path, persisted: Callable[[_Failing, str], PendingSave], refused: str
-) -> None:
+def test_a_commit_that_fails_halfway_never_moves_the_tracker(root: Path, refused: str) -> None:
     storage = _Failing(root, refused)
     finished, error = outcome_of(persisted(storage, "a" * 12), 60.0)
     assert finished
@@ -470,17 +437,13 @@ def test_a_commit_that_fails_halfway_never_moves_the_tracker(
     assert (root / names.iteration_dir(5) / names.MANIFEST).exists() == (refused == names.TRACKER)
 
 
-def test_the_manifest_names_the_digest_of_the_common_state(
-    root: Path, persisted: Callable[[_Failing, str], PendingSave]
-) -> None:
+def test_the_manifest_names_the_digest_of_the_common_state(root: Path) -> None:
     commit(persisted(_Failing(root, "nothing"), "a" * 12))
     common = (root / names.iteration_dir(5) / names.common_name("a" * 12)).read_bytes()
     assert stored(root, 5).manifest.common_digest == xxhash.xxh3_64_hexdigest(common)
 
 
-def test_a_commit_that_fails_at_the_manifest_leaves_the_former_attempt_loadable(
-    root: Path, persisted: Callable[[_Failing, str], PendingSave]
-) -> None:
+def test_a_commit_that_fails_at_the_manifest_leaves_the_former_attempt_loadable(root: Path) -> None:
     commit(persisted(_Failing(root, "nothing"), "a" * 12))
     with pytest.raises(StorageError):
         commit(persisted(_Failing(root, names.MANIFEST), "b" * 12))

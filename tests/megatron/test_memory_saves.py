@@ -77,6 +77,7 @@ def test_with_the_agent_gone_too_the_job_resumes_from_storage(jobs: Jobs) -> Non
 
 
 def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs: Jobs) -> None:
+    await_no_agent(jobs.tmp_path)
     for name, result in (("A", jobs.a), ("B", jobs.b)):
         kept = re.findall(r"iteration (\d+) kept in host memory, not in storage", result.log)
         due = {2, 6}  # a durable save is due at 4 and 8
@@ -96,7 +97,6 @@ def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs:
         lines = (jobs.tmp_path / name / HISTORY).read_text().splitlines()
         assert [json.loads(line)["iteration"] for line in lines] == [4, 8]
     assert "memory_interval 2: as with --non-persistent-save-interval 2" in jobs.b.log
-    await_no_agent(jobs.tmp_path)
 
 
 def test_a_save_to_memory_does_not_communicate(jobs: Jobs) -> None:

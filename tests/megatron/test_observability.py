@@ -10,7 +10,7 @@ import pytest
 from megatron_flashckpt.agent import history
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.megatron.jobs import Result, run_job, succeeded
+from tests.megatron.jobs import Result, await_no_agent, run_job, succeeded
 
 SCALARS = {
     f"checkpoint/{name}"
@@ -31,7 +31,9 @@ def job(where: Path) -> Result:
         *("--non-persistent-save-interval", "3"),
     ]
     env = {"SCALARS": "1", "FLASHCKPT_TRACE__DIRECTORY": "traces"}
-    return succeeded(run_job(where, "observed", arguments, ranks=2, env=env))
+    done = succeeded(run_job(where, "observed", arguments, ranks=2, env=env))
+    await_no_agent(where)  # which completes its trace
+    return done
 
 
 def test_what_saves_took_is_in_tensorboard_at_their_iterations(job: Result, where: Path) -> None:

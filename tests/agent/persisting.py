@@ -1,0 +1,34 @@
+"""A shard that is durable, with its commit record: all but the commit, in the test's process."""
+
+from __future__ import annotations
+
+from megatron_flashckpt.agent.commit import PendingSave
+from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.layout.plan import PlanCache
+from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.trainer import pieces_of
+
+
+def persisted(storage: PosixStorage, save_id: str) -> PendingSave:
+    """Persist the only rank of iteration 5; what is left to do is to commit it."""
+    layout = PlanCache().layout(pieces_of(0, 1, "decoder.weight", 50))
+    meta = SlotMeta(
+        root=storage.place,
+        rank=0,
+        world_size=1,
+        coordinates=Coordinates(),
+        template_fingerprint=layout.template_fingerprint,
+        template=layout.template,
+        placement=layout.placement,
+        common=save_id.encode(),
+        description={},
+    )
+    slab = Slab.create(1, 0, layout.nbytes, "0")
+    header = SlotHeader(SlotState.STAGED, 5, save_id, 0, layout.nbytes)
+    slab.slots[0].set_header(header)
+    persist_slot(storage, slab.slots[0], header, meta)
+    slab.close()
+    return PendingSave(storage, 5, save_id, 0.0, {0: meta}, {0})

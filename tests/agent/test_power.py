@@ -1,0 +1,127 @@
+"""What a loss of power may take: nothing of a checkpoint that the tracker names.
+
+No machine here can be switched off. What the kernel was asked to make durable is noted instead, and
+looked at in the moments that count. (A process that is killed takes nothing: see `tests/crash`.)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.persisting import persisted
+
+SAVE = "a" * 12
+DIRECTORY = names.iteration_dir(5)
+
+
+class Disk:
+    """What is certain to be there after a loss of power: bytes by inode, names with their inode."""
+
+    def __init__(self) -> None:
+        self.contents: set[int] = set()
+        self.names: set[tuple[str, int]] = set()
+        self.syncs = 0
+
+    def note(self, fd: int) -> None:
+        self.syncs += 1
+        where = os.readlink(f"/proc/self/fd/{fd}")
+        if os.path.isdir(where):
+            self.names |= {(entry.path, entry.inode()) for entry in os.scandir(where)}
+        else:
+            self.contents.add(os.fstat(fd).st_ino)
+
+    def keeps(self, path: Path) -> bool:
+        inode = path.stat().st_ino
+        return inode in self.contents and (str(path), inode) in self.names
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    noted = Disk()
+
+    def noting(call: Callable[[int], None]) -> Callable[[int], None]:
+        def wrapper(fd: int) -> None:
+            call(fd)
+            noted.note(fd)
+
+        return wrapper
+
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, noting(getattr(os, name)))
+    return noted
+
+
+@pytest.fixture
+def renamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
+    """By the last part of a name: what is called right before something is given that name."""
+    calls: dict[str, Callable[[], None]] = {}
+    replace = os.replace
+
+    def wrapper(source: Path, target: Path) -> None:
+        calls.pop(target.name, lambda: None)()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", wrapper)
+    return calls
+
+
+def test_all_that_a_load_reads_is_durable_before_the_tracker_names_it(
+    root: Path, disk: Disk, renamed: dict[str, Callable[[], None]]
+) -> None:
+    record = names.record_name(0, SAVE)
+    needed = [names.shard_name(0, SAVE), names.common_name(SAVE), names.MANIFEST]
+
+    def shard_is_durable() -> None:
+        assert disk.keeps(root / DIRECTORY / needed[0])
+
+    def all_is_durable() -> None:
+        assert [name for name in needed if not disk.keeps(root / DIRECTORY / name)] == []
+
+    renamed |= {record: shard_is_durable, names.TRACKER: all_is_durable}
+    commit(persisted(PosixStorage(root), SAVE))
+    assert renamed == {}, "both were looked at"
+    assert disk.keeps(root / names.TRACKER)
+    print(f"{disk.syncs} syncs of a save of one rank")
+
+
+def test_a_manifest_never_has_its_name_before_what_it_vouches_for_has_its_bytes(
+    root: Path, disk: Disk, renamed: dict[str, Callable[[], None]]
+) -> None:
+    def look() -> None:
+        for name in (names.shard_name(0, SAVE), names.common_name(SAVE)):
+            assert (root / DIRECTORY / name).stat().st_ino in disk.contents
+
+    renamed[names.MANIFEST] = look
+    commit(persisted(PosixStorage(root), SAVE))
+    assert renamed == {}
+
+
+@pytest.mark.parametrize(
+    ("durable", "contents", "name"),
+    [("name", True, True), ("contents", True, False), ("nothing", False, False)],
+)
+def test_put_makes_durable_what_it_is_asked_to(
+    root: Path, disk: Disk, durable: str, contents: bool, name: bool
+) -> None:
+    root.mkdir()
+    PosixStorage(root).put("a/b", b"held", durable)
+    path = root / "a/b"
+    assert path.read_bytes() == b"held"
+    assert (path.stat().st_ino in disk.contents) is contents
+    assert ((str(path), path.stat().st_ino) in disk.names) is name
+
+
+def test_the_next_name_in_a_directory_settles_the_names_before_it(root: Path, disk: Disk) -> None:
+    storage = PosixStorage(root)
+    storage.put("a/first", b"1", "contents")
+    assert not disk.keeps(root / "a/first")
+    storage.put("a/second", b"2")
+    assert disk.keeps(root / "a/first")
+    assert disk.keeps(root / "a/second")
