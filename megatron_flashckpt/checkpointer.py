@@ -23,7 +23,7 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, ConfigError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters, order
+from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.expectation import Expected
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
@@ -226,7 +226,7 @@ class Checkpointer:
             geometry = self.model_state.geometry(chunks)
             pieces = self.model_state.owned(geometry, chunks, optimizer)
             pieces.append(side_state.frame(rank_state(geometry), self.rank, self.world_size))
-            return [pieces[i] for i in order([local.piece for local in pieces])]
+            return [pieces[i] for i in self._plans.order([local.piece for local in pieces])]
 
     def _place(
         self, request: SaveRequest, ordered: list[LocalPiece], save_id: str

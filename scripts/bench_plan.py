@@ -14,7 +14,7 @@ from workload import KINDS, layers_of, shapes
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.manifest import decode_manifest, encode_manifest
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import PlanCache, Source, order
+from megatron_flashckpt.layout.plan import PlanCache, Source
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.memory.collector import held_off
 
@@ -42,7 +42,7 @@ def _bench_layout(out: Console, rounds: int) -> None:
     ]
 
     def plan(plans: PlanCache) -> None:
-        plans.layout([pieces[position] for position in order(pieces)])
+        plans.layout([pieces[position] for position in plans.order(pieces)])
 
     first_s, later_s = [], []
     with held_off():

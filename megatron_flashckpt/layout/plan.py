@@ -238,8 +238,15 @@ class PlanCache:
     ) -> None:
         self.counters = PlanCounters()
         self._kept: list[tuple[list[Piece], Layout]] = []
+        self._ordered: tuple[list[Piece], list[int]] = ([], [])
         self._fetch = fetch
         self._publish = publish
+
+    def order(self, pieces: list[Piece]) -> list[int]:
+        """Return `order(pieces)`, at once if they are those of the last call."""
+        if self._ordered[0] != pieces:
+            self._ordered = (list(pieces), order(pieces))
+        return self._ordered[1]
 
     def layout(self, pieces: list[Piece]) -> Layout:
         """Return the layout of `pieces`, which must be in layout order (see `order`)."""

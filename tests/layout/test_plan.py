@@ -58,6 +58,18 @@ def test_order_is_a_stable_permutation_with_what_keeps_the_rest_aligned_first(un
     assert ranked == sorted(ranked)
 
 
+@given(st.lists(st.lists(pieces(), max_size=4), max_size=4))
+def test_the_order_that_is_kept_is_that_of_the_pieces_at_hand(calls):
+    plans = PlanCache()
+    for unordered in [*calls, *calls[::-1]]:
+        assert plans.order(list(unordered)) == order(unordered)
+    if calls:
+        changing = list(calls[0])
+        plans.order(changing)
+        changing.append(Piece("new", "weight", "F64", (8,), (0,), (8,), 0, 8))
+        assert plans.order(changing) == order(changing), "a list that has grown since"
+
+
 @given(piece_lists)
 def test_tensors_lie_end_to_end_each_aligned_to_its_element_and_as_well_as_its_bytes(ordered):
     template = build_template(ordered, placed(ordered)[0])
