@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from bench_growth import bench_growth
+from bench_idle import bench_idle
 from bench_load import bench_load
 from bench_model import bench_model
 from bench_persist import bench_persist
@@ -50,6 +51,10 @@ def main() -> None:
     share.add_argument("--replicas", type=int, default=4)
     scale = commands.add_parser("scale", help="the commit, and a plan, for ever more ranks")
     scale.add_argument("--most", type=int, default=65_536, help="ranks")
+    idle = commands.add_parser("idle", help="copies into memory that lay idle, as slots do")
+    idle.add_argument("--seconds", type=float, default=80.0, help="how long it lies idle")
+    idle.add_argument("--rounds", type=int, default=3)
+    idle.add_argument("--mib", type=int, default=256)
     model = commands.add_parser("model", help="what flashckpt plan predicts, and what comes of it")
     model.add_argument("--rounds", type=int, default=5)
     model.add_argument("--mib", type=int, default=512, help="state of one rank")
@@ -72,6 +77,9 @@ def main() -> None:
     out = Console(soft_wrap=True, highlight=False, width=width)
     if args.command == "plan":
         bench_plan(out, args.rounds)
+        return
+    if args.command == "idle":
+        bench_idle(out, args.mib, args.seconds, args.rounds)
         return
     if args.command == "save":
         run(out, args)

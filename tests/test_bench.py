@@ -166,3 +166,18 @@ def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
     jobs.clear()
     bench.more_first_saves(out, systems, bench.QUICK_SIZE, tmp_path)
     assert jobs == []
+
+
+def test_idle_compares_memory_that_lay_idle_with_memory_in_use(script) -> None:
+    told = io.StringIO()
+    script("bench_idle").bench_idle(Console(file=told, width=140), 2, 0.01, 2)
+    rows = [line.rsplit(maxsplit=2) for line in told.getvalue().splitlines()[2:]]
+    assert [row[0].strip() for row in rows] == [
+        "in use",
+        "a slot, idle for 0.01 s",
+        "memory of the process, idle for 0.01 s",
+        "a slot, again",
+        "memory of the process, again",
+    ]
+    assert rows[0][2] == "1.00"
+    assert all(float(share) > 0 for *_, share in rows)
