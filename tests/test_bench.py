@@ -174,10 +174,12 @@ def test_idle_compares_memory_that_lay_idle_with_memory_in_use(script) -> None:
     rows = [line.rsplit(maxsplit=2) for line in told.getvalue().splitlines()[2:]]
     assert [row[0].strip() for row in rows] == [
         "in use",
-        "a slot, idle for 0.01 s",
         "memory of the process, idle for 0.01 s",
-        "a slot, again",
+        "a slot of small pages, idle for 0.01 s",
+        "a slot, idle for 0.01 s",
         "memory of the process, again",
+        "a slot of small pages, again",
+        "a slot, again",
     ]
     assert rows[0][2] == "1.00"
     assert all(float(share) > 0 for *_, share in rows)
