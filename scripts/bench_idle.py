@@ -28,7 +28,7 @@ def bench_idle(out: Console, mib: int, idle_s: float, rounds: int) -> None:
     nbytes = mib * 2**20
     torch.set_num_threads(1)
     source, used = as_bytes(mapping(nbytes)), as_bytes(mapping(nbytes))
-    # What is copied into first after a pause also waits for the processor: not the slot that counts.
+    # The first copy after a pause waits for the processor, too: it is not that into a slot.
     idle = {"memory of the process": as_bytes(mapping(nbytes))}
     slabs = []
     for name, huge_pages in (("a slot of small pages", False), ("a slot", True)):
