@@ -218,8 +218,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Nodes of a parity group, at least; one of them may be lost at a time."""
 
     read_threads: int | None = None
-    """Chunks (4 MiB each) read and verified at the same time by one rank. `None`: one for every two
-    cores that the node has for each of its ranks, 1 to 4."""
+    """Chunks (4 MiB each) read and verified at the same time by one rank. `None`: as many as
+    the node has cores for each of its ranks, 1 to 4."""
 
     read_memory_mib: int = 256
     """Host memory that a load may use on one rank beside what it fills, MiB."""

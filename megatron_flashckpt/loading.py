@@ -207,9 +207,9 @@ def _threads(config: Config) -> int:
     """Return how many chunks this rank reads at the same time."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks)
-    # Two threads of one core, or two of them that both copy from a memory which one keeps busy,
-    # took a third more CPU time than one, and no less time.
-    wanted = config.read_threads or min(cores // 2, _MOST_THREADS)
+    # One rank on two cores loads with two threads in 0.72 to 0.95 of the time that one takes, for a
+    # quarter more CPU time, which nobody else wants meanwhile. Two threads of one core gain nothing.
+    wanted = config.read_threads or min(cores, _MOST_THREADS)
     return max(1, min(wanted, config.read_memory_mib * 2**20 // 2 // CHUNK_NBYTES))
 
 

@@ -121,6 +121,7 @@ def print_report(out: Console, results: dict[str, Any]) -> None:
     memcpy = [s for found in results["systems"].values() for s in found.get("memcpy_s", [])]
     said = {
         "memcpy": median(memcpy),
+        "tensor by tensor": median(limits.get("memcpy_by_tensor_s")),
         "raw write, O_DIRECT": median(limits.get("raw_direct_s")),
         "raw write, buffered + fdatasync": median(limits.get("raw_buffered_s")),
         "read cold": median(limits.get("read_cold_s")),

@@ -83,7 +83,7 @@ class State:
         self.rank = rank
         layers = layers_of(pieces)
         self.shapes = shapes(layers, hidden_of(nbytes, layers))
-        places = {}
+        self._places = places = {}
         end = 0
         for kind, dtype in KINDS.items():
             for name, shape in self.shapes.items():
@@ -98,6 +98,13 @@ class State:
             for name, (dtype, at, numel, shape) in places.items()
         }
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def like(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return tensors that lie in `memory`, flat bytes, as those of the state lie in its own."""
+        return [
+            memory[at : at + numel * dtype.itemsize].view(dtype).view(shape)
+            for dtype, at, numel, shape in self._places.values()
+        ]
 
     def of(self, kind: str) -> dict[str, torch.Tensor]:
         """Return the tensors of one kind by parameter."""
