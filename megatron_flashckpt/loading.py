@@ -207,8 +207,8 @@ def _threads(config: Config) -> int:
     """Return how many chunks this rank reads at the same time."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks)
-    # One rank on two cores loads with two threads in 0.72 to 0.95 of the time that one takes, for a
-    # quarter more CPU time, which nobody else wants meanwhile. Two threads of one core gain nothing.
+    # One rank on two cores loads with two threads in 0.72 to 0.95 of the time of one, for a quarter
+    # more CPU time, which nobody else wants meanwhile. Two threads of one core gain nothing.
     wanted = config.read_threads or min(cores, _MOST_THREADS)
     return max(1, min(wanted, config.read_memory_mib * 2**20 // 2 // CHUNK_NBYTES))
 
