@@ -8,19 +8,17 @@ wait for that manifest.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import time
 
-import msgspec
 import xxhash
 
 from megatron_flashckpt.agent.history import PastSave
 from megatron_flashckpt.agent.leftovers import Leftovers, beside
+from megatron_flashckpt.agent.record_files import read_records
 from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.errors import (
-    CorruptCheckpointError,
     FlashCkptError,
     FormatVersionError,
     StorageError,
@@ -29,17 +27,13 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
-from megatron_flashckpt.layout.records import KNOWN_ITEMS, CommitRecord, decode_record
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-_READERS = 16
 _SHOWN = 8
-#: More than such files have: what claims more is not read.
-_MAX_RECORD_NBYTES = 2**28
 _NOTE_NBYTES = 2**16
 _TRACKER_NBYTES = 4096
 
@@ -170,17 +164,8 @@ def commit(save: PendingSave) -> None:
         StorageError: the tracker still names the previous checkpoint.
     """
     storage, meta = save.storage, save.metas[0]
-
-    first_of: dict[str, int] = {}
-
-    def read(rank: int) -> CommitRecord:
-        record = read_record(storage, save.iteration, save.save_id, rank)
-        if first_of.setdefault(record.template_fingerprint, rank) == rank:
-            return record
-        return msgspec.structs.replace(record, template=KNOWN_ITEMS)
-
-    with phase("read records"), concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-        records = list(pool.map(read, range(meta.world_size)))
+    with phase("read records"):
+        records = read_records(storage, save.iteration, save.save_id, meta.world_size)
     with phase("merge"):
         merged = manifest.merge(
             records,
@@ -236,24 +221,6 @@ def _is_overtaken(save: PendingSave) -> bool:
         return False
     found = _committed(save.storage, tracked)
     return found is not None and found.save_id in save.later
-
-
-def read_record(storage: Storage, iteration: int, save_id: str, rank: int) -> CommitRecord:
-    """Return the commit record of one rank.
-
-    Raises:
-        CorruptCheckpointError: it is none, or that of another save, rank or file.
-    """
-    name = f"{names.iteration_dir(iteration)}/{names.record_name(rank, save_id)}"
-    record = decode_record(read_whole(storage, name, _MAX_RECORD_NBYTES), f"{storage.place}/{name}")
-    said = (record.iteration, record.save_id, record.rank, record.file)
-    meant = (iteration, save_id, rank, names.shard_name(rank, save_id))
-    if said != meant:
-        raise CorruptCheckpointError(
-            f"{storage.place}/{name}: is the record of (iteration, save, rank, file) {said}, "
-            f"expected {meant}; the next save writes new ones"
-        )
-    return record
 
 
 def tracked_iteration(storage: Storage) -> int | None:

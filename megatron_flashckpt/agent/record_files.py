@@ -1,0 +1,64 @@
+"""The commit records of a save, as the agent that commits reads them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+
+import msgspec
+
+from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.layout.records import KNOWN_ITEMS, CommitRecord, decode_record
+from megatron_flashckpt.storage.base import Storage, read_whole
+
+#: More than such files have: what claims more is not read.
+_MAX_RECORD_NBYTES = 2**28
+_READERS = 16
+#: Storage that takes longer for a record, on the average, is asked for several at a time. Where it
+#: answers at once that made it slower, since every call hands the interpreter lock around: on a
+#: local disk one thread read 16,384 records in 0.8 s, sixteen of them in 3.2 s.
+_AT_ONCE_S = 3e-4
+#: What the first ones may take beyond that.
+_START_S = 0.01
+
+
+def read_records(
+    storage: Storage, iteration: int, save_id: str, world_size: int
+) -> list[CommitRecord]:
+    """Return the records of all ranks, in order; the first of each template has its items.
+
+    Raises:
+        CorruptCheckpointError: one is no record, or that of another save, rank or file.
+    """
+    first_of: dict[str, int] = {}
+
+    def read(rank: int) -> CommitRecord:
+        record = _read(storage, iteration, save_id, rank)
+        if first_of.setdefault(record.template_fingerprint, rank) == rank:
+            return record
+        return msgspec.structs.replace(record, template=KNOWN_ITEMS)
+
+    records: list[CommitRecord] = []
+    started = time.monotonic()
+    while len(records) < world_size:
+        if time.monotonic() - started > _START_S + _AT_ONCE_S * len(records):
+            break
+        records.append(read(len(records)))
+    if len(records) < world_size:
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+            records += pool.map(read, range(len(records), world_size))
+    return records
+
+
+def _read(storage: Storage, iteration: int, save_id: str, rank: int) -> CommitRecord:
+    name = f"{names.iteration_dir(iteration)}/{names.record_name(rank, save_id)}"
+    record = decode_record(read_whole(storage, name, _MAX_RECORD_NBYTES), f"{storage.place}/{name}")
+    said = (record.iteration, record.save_id, record.rank, record.file)
+    meant = (iteration, save_id, rank, names.shard_name(rank, save_id))
+    if said != meant:
+        raise CorruptCheckpointError(
+            f"{storage.place}/{name}: is the record of (iteration, save, rank, file) {said}, "
+            f"expected {meant}; the next save writes new ones"
+        )
+    return record
