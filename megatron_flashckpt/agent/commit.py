@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 
 import xxhash
@@ -34,6 +35,8 @@ from megatron_flashckpt.tracing import phase
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
+#: How often a node that waits for two files looks at all that there are.
+_LIST_EVERY_S = 30.0
 _NOTE_NBYTES = 2**16
 _TRACKER_NBYTES = 4096
 
@@ -59,6 +62,8 @@ class PendingSave:
     """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
     missing: list[str] = dataclasses.field(default_factory=list)
     """Commit records that were not there when last looked for, on the node that commits."""
+    listed_at: float = -math.inf
+    """When its directory was listed last; `time.monotonic`."""
     called_slow: bool = False
     """Its trainers were told that it takes long."""
     inherited: bool = False
@@ -99,9 +104,11 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, save.error
         if save.past is not None:
             return True, save.past.error
-        present = set(save.storage.list(save.directory))
+        present = _look(save)
         failure = _failure_elsewhere(save, present)
         if failure is not None:
+            if 0 in save.metas and names.failure_name(0, save.save_id) not in present:
+                leave_note(save.storage, save.iteration, save.save_id, 0, failure)
             return True, failure
         expired = time.monotonic() - save.staged_at > timeout_s
         if save.persisted < set(save.metas):
@@ -302,6 +309,22 @@ def _committed(storage: Storage, iteration: int) -> manifest.CommitFacts | None:
         if is_damage(error):
             return None
         raise
+
+
+def _look(save: PendingSave) -> set[str]:
+    """Return the files that there are in the directory of `save`, as far as this node needs them.
+
+    The node of rank 0 waits for the records of all ranks, and lists the directory. The others ask
+    for the manifest, and for the note that node leaves in rank 0's name, whoever has failed: if two
+    thousand nodes listed thirty thousand files every second, metadata servers would do nothing
+    else. Now and then they list them all the same: the node of rank 0 may know nothing of the save.
+    """
+    now = time.monotonic()
+    if 0 in save.metas or now - save.listed_at > _LIST_EVERY_S:
+        save.listed_at = now
+        return set(save.storage.list(save.directory))
+    awaited = (names.MANIFEST, names.failure_name(0, save.save_id))
+    return {name for name in awaited if save.storage.kind(f"{save.directory}/{name}") is not None}
 
 
 def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
