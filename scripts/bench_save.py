@@ -122,7 +122,8 @@ def measure(out: Console, names: list[str], size: Size, root: Path) -> dict[str,
     for name, found in loaded["systems"].items():
         saved["systems"][name]["errors"] += found.pop("errors")
         saved["systems"][name] |= found
-    saved["limits"] |= loaded["limits"]
+    for limit, seconds in loaded["limits"].items():
+        saved["limits"].setdefault(limit, []).extend(seconds)
     more_first_saves(out, saved["systems"], size, root)
     return {
         "machine": machine(root),

@@ -57,9 +57,13 @@ def test_ours_and_torch_save_are_measured_without_an_error(quick: tuple[str, dic
     assert ours["busy"]["said"] == ["saved"] * 3
     assert ours["busy"]["latest"] == 3
     assert {"training_lost_s", "memory_s", "agent_nbytes", "agent_start_s"} <= ours.keys()
-    assert {"raw_direct_s", "raw_buffered_s", "read_cold_s", "read_warm_s"} <= (
-        figures["limits"].keys()
-    )
+    assert {
+        "raw_direct_s",
+        "raw_buffered_s",
+        "read_cold_s",
+        "read_warm_s",
+        "memcpy_by_tensor_s",
+    } <= figures["limits"].keys()
 
 
 def test_a_system_that_is_not_installed_is_named_with_what_to_install(
@@ -116,6 +120,15 @@ def test_a_first_save_is_compared_with_later_ones_of_its_own_job(script) -> None
     assert row["blocked_s"] == pytest.approx(0.005), "later saves are those of the main job"
     (target,) = [it for it in script("bench_save_targets").TARGETS if "first save" in it.what]
     assert target.reached({}, row) == pytest.approx(2.0)
+
+
+def test_what_is_held_against_one_memcpy_is_compared_with_copies_of_tensors_too(script) -> None:
+    results = figures({"flashckpt-blocking": saves(90, 60, 50, 70)})
+    results["limits"]["memcpy_by_tensor_s"] = [0.06, 0.03, 0.04]
+    targets = script("bench_save_targets").TARGETS
+    (blocking,) = [it for it in targets if "staging: blocking" in it.what]
+    assert blocking.beside(results, {}) == "1.50 x a copy tensor by tensor"
+    assert blocking.beside(figures({}), {}) == ""
 
 
 def test_a_job_in_which_a_system_failed_does_not_count(script) -> None:
