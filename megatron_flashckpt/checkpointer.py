@@ -101,7 +101,7 @@ class Checkpointer:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.model_state = ModelState(config.replicated, config.weights)
         self.link = NodeLink(self.root, self.rank, config)
-        self.hook = StepHook(self.link.stager.wait_copied)
+        self.hook = StepHook(self.link.stager.before_change)
         self._run_id: str | None = None
         self._saves = itertools.count()
         self._plans = PlanCache(self.link.fetch_template, self.link.publish_template)

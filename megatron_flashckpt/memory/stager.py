@@ -2,7 +2,8 @@
 
 On a GPU the copies run on a side stream into pinned memory; on a CPU a thread does them. Either
 way `wait_copied` returns when the source tensors may change again, and `wait` when the slot has
-been handed over, too. Tensors that the next forward may change must be copied before `save`
+been handed over, too. In front of an optimizer's step `before_change` has the GPU wait, where it
+can, and the thread go on. Tensors that the next forward may change must be copied before `save`
 returns: `Copy.early`. How far the copies have come is reported, so that what is there can be used.
 """
 
@@ -57,8 +58,16 @@ class _Job:
     report: Report | None
     recorder: Recorder
     """Of the save that it is part of."""
+    ready: torch.cuda.Event | None = None
+    """On a GPU: comes when all that was asked of it before the save is done."""
+    on_gpu: bool = False
+    """Whether the GPU makes all late copies."""
+    all_copied: torch.cuda.Event | None = None
+    """On a GPU, once `begun`: comes when the last copy is made."""
     error: BaseException | None = None
     """Of an early copy."""
+    begun: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """Every copy is made, or the GPU has been asked for it, or that has failed."""
     copied: threading.Event = dataclasses.field(default_factory=threading.Event)
     """Or the copying has failed."""
     handed_over: threading.Event = dataclasses.field(default_factory=threading.Event)
@@ -125,9 +134,14 @@ class Stager:
         late = [copy for copy in copies if not copy.early]
         job = _Job(late, finish, report, recorder() or Recorder())
         try:
+            if self._stream is not None:
+                # Here, not by the copy thread: that one has another current stream, and on this one
+                # the next forward may have begun by then.
+                job.ready = torch.cuda.current_stream().record_event()
+                job.on_gpu = all(copy.source.is_cuda for copy in late)
             with phase(EARLY):
                 # Nobody is told of these: what training waits for has the cores for itself.
-                self._copy([copy for copy in copies if copy.early])
+                self._copy([copy for copy in copies if copy.early], job.ready)
             reach("stage.half")
             if self._stream is not None:
                 torch.cuda.current_stream().wait_stream(self._stream)
@@ -141,6 +155,27 @@ class Stager:
     def wait_copied(self) -> None:
         """Return when no copy is under way: the sources may change."""
         self._wait(lambda job: job.copied)
+
+    def before_change(self) -> None:
+        """Return when what the current stream is asked for next may change the sources.
+
+        On a GPU that is when it has been asked for all copies, and this stream waits for them: the
+        thread goes on to ask for the step. Sources in host memory, which an offloaded optimizer
+        steps there, and streams that are being captured, which can wait for nothing outside of
+        their graph, are waited for here.
+        """
+        job = self._current
+        if (
+            job is None
+            or not job.on_gpu
+            or job.copied.is_set()
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            self.wait_copied()
+            return
+        self._wait(lambda job: job.begun)
+        if job.all_copied is not None:
+            torch.cuda.current_stream().wait_event(job.all_copied)
 
     def wait(self) -> None:
         """Return when no copy is under way, and what was copied has been handed over."""
@@ -173,11 +208,10 @@ class Stager:
             try:
                 if error is None:
                     with job.recorder.phase("late copies"):
-                        self._copy(job.copies, job.report)
-                        if self._stream is not None:
-                            self._stream.synchronize()
+                        self._copy_late(job)
             except BaseException as failure:
                 error = failure
+            job.begun.set()
             job.copies.clear()  # or what they are copies of could not be freed until the next save
             job.copied.set()
             try:
@@ -190,16 +224,37 @@ class Stager:
                 # Only now: the next save must find this slot handed over, or it could be given it.
                 job.handed_over.set()
 
-    def _copy(self, copies: list[Copy], report: Report | None = None) -> None:
-        """Copy; on a GPU, have it begun, and wait as long as there is something to report."""
-        if not copies:
+    def _copy_late(self, job: _Job) -> None:
+        parts = self._copy(job.copies, job.ready, job.report)
+        if self._stream is None:
             return
+        job.all_copied = self._stream.record_event()
+        job.begun.set()
+        for event, offset in parts:
+            event.synchronize()
+            assert job.report is not None
+            job.report(offset)
+        self._stream.synchronize()
+
+    def _copy(
+        self,
+        copies: list[Copy],
+        ready: torch.cuda.Event | None,
+        report: Report | None = None,
+    ) -> list[tuple[torch.cuda.Event, int]]:
+        """Copy; on a GPU, have it begun after `ready`, and return what may be reported, and when.
+
+        On a CPU it is reported while it is copied.
+        """
+        begun: list[tuple[torch.cuda.Event, int]] = []
+        if not copies:
+            return begun
         least, most = _PART_NBYTES if report is not None else (sys.maxsize, sys.maxsize)
         part = min(most, max(least, (copies[-1].offset - copies[0].offset) // 8))
-        begun: list[tuple[torch.cuda.Event, int]] = []
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream())
+                assert ready is not None
+                self._stream.wait_event(ready)
                 stack.enter_context(torch.cuda.stream(self._stream))
             # One call for many: the interpreter lock is released for its whole length.
             for offset, target, sources in self._neighbours(copies, part):
@@ -218,10 +273,7 @@ class Stager:
                     torch._foreach_copy_(
                         target.split_with_sizes(numels), sources, non_blocking=self._pinned
                     )
-        if report is not None:
-            for event, offset in begun:
-                event.synchronize()
-                report(offset)
+        return begun
 
     def _neighbours(
         self, copies: list[Copy], part: int

@@ -24,10 +24,10 @@ class HeldStager(Stager):
         self.gate = threading.Event()
         super().__init__()
 
-    def _copy(self, copies: list[Copy], report: Any = None) -> None:
+    def _copy(self, *args: Any) -> Any:
         if threading.current_thread() is self._thread:
             assert self.gate.wait(PATIENCE_S)
-        super()._copy(copies, report)
+        return super()._copy(*args)
 
 
 class Finish:

@@ -172,7 +172,7 @@ def test_the_slot_holds_the_weights_from_before_the_step() -> None:
     stager.use(slab, cuda_device=None)
     weight = parameter()
     optimizer = torch.optim.Adam([weight], lr=0.1)
-    StepHook(stager.wait_copied).install(None, [optimizer])
+    StepHook(stager.before_change).install(None, [optimizer])
     before = weight.detach().clone()
     offset = slab.slots[0].data_offset
     stager.stage([Copy(weight.detach(), offset, False)], lambda *_: None)
