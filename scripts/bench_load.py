@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from synthetic import SAVE_ID, Model, World
 
-from megatron_flashckpt.agent.commit import PendingSave, commit
+from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import write_shard
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.plan import PlanCache

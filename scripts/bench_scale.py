@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from synthetic import LLAMA_405B, SAVE_ID, World
 
-from megatron_flashckpt.agent.commit import PendingSave, outcome_of
+from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.plan import PlanCache, Source

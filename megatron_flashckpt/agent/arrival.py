@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from megatron_flashckpt.agent.commit import PendingSave
+from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta

@@ -8,15 +8,13 @@ wait for that manifest.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import math
 import time
 
 import xxhash
 
-from megatron_flashckpt.agent.history import PastSave
 from megatron_flashckpt.agent.leftovers import Leftovers, beside
+from megatron_flashckpt.agent.pending import PendingSave, gave_up
 from megatron_flashckpt.agent.record_files import read_records
 from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.errors import (
@@ -27,65 +25,15 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest, names
-from megatron_flashckpt.layout.cost import RankCost, SaveCost
-from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 8
 #: How often a node that waits for two files looks at all that there are.
 _LIST_EVERY_S = 30.0
 _NOTE_NBYTES = 2**16
 _TRACKER_NBYTES = 4096
-
-
-@dataclasses.dataclass
-class PendingSave:
-    """A save that this node has a part in and whose outcome is open."""
-
-    storage: Storage
-    iteration: int
-    save_id: str
-    staged_at: float
-    metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
-    persisted: set[int] = dataclasses.field(default_factory=set)
-    costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
-    """What it took until it was staged, by rank of this node."""
-    cost: SaveCost | None = None
-    """What it took in all, once it is committed."""
-    error: str | None = None
-    superseded_by: int | None = None
-    """Iteration of a save that was staged later and committed earlier."""
-    outlived: bool = False
-    """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
-    missing: list[str] = dataclasses.field(default_factory=list)
-    """Commit records that were not there when last looked for, on the node that commits."""
-    listed_at: float = -math.inf
-    """When its directory was listed last; `time.monotonic`."""
-    called_slow: bool = False
-    """Its trainers were told that it takes long."""
-    inherited: bool = False
-    """Taken over from another agent: staged before all that this one was given by a doorbell."""
-    later: set[str] = dataclasses.field(default_factory=set)
-    """Saves that the same trainer staged later, where this one was taken over from another agent,
-    which may have committed them before it went."""
-
-    past: PastSave | None = None
-    """How it went, if that was known before this agent got to it. See `history.told_of`."""
-
-    staged_as: str = ""
-    """The id that its slots have: another one if it failed before, and is written after all."""
-
-    @property
-    def directory(self) -> str:
-        return names.iteration_dir(self.iteration)
-
-    @property
-    def order(self) -> tuple[bool, float]:
-        """Smaller if it was staged earlier."""
-        return not self.inherited, self.iteration if self.inherited else self.staged_at
 
 
 def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
@@ -134,33 +82,6 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         logger.exception("iteration %d", save.iteration)
         return True, f"{save.storage.place}/{save.directory}: {type(error).__name__}: {error}"
     return False, None
-
-
-def awaited_by(save: PendingSave) -> str:
-    """Return what `save` waits for, as far as is known without asking storage."""
-    writing = sorted(set(save.metas) - save.persisted)
-    if writing:
-        return (
-            f"the shards of {len(writing)} ranks ({', '.join(map(str, writing[:_SHOWN]))}) are "
-            f"still being written: {save.storage.place} is slow, or hangs"
-        )
-    if 0 not in save.metas:
-        return f"{names.MANIFEST} from the node of rank 0 is not there"
-    if not save.missing:
-        return f"{save.storage.place} does not answer"
-    return (
-        f"{len(save.missing)} of {save.metas[0].world_size} commit records are not there "
-        f"({', '.join(save.missing[:_SHOWN])})"
-    )
-
-
-def gave_up(save: PendingSave, timeout_s: float) -> str:
-    """Return why a save failed that nothing came of in time."""
-    return (
-        f"{save.storage.place}/{save.directory}: gave up after {timeout_s:.0f} s: "
-        f"{awaited_by(save)}; look at that storage and at the agent logs of the nodes of these "
-        "ranks, or raise 'agent.commit_timeout_s'"
-    )
 
 
 def commit(save: PendingSave) -> None:

@@ -7,10 +7,11 @@ import threading
 import time
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit import PendingSave, awaited_by, forget, gave_up, outcome_of
+from megatron_flashckpt.agent.commit import forget, outcome_of
 from megatron_flashckpt.agent.history import PastSave, append
 from megatron_flashckpt.agent.leftovers import Sweeper
 from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.pending import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage

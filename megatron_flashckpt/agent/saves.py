@@ -11,11 +11,12 @@ import msgspec
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.arrival import Arrival, Turns, WithdrawnError
-from megatron_flashckpt.agent.commit import PendingSave, forget, is_persisted, leave_note
+from megatron_flashckpt.agent.commit import forget, is_persisted, leave_note
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.flow import give_way
 from megatron_flashckpt.agent.history import told_of
 from megatron_flashckpt.agent.node import Node
+from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
 from megatron_flashckpt.agent.slots import WITHDRAWAL_S, RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.errors import AgentError

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from megatron_flashckpt.agent.commit import PendingSave, commit
+from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import write_shard
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.destination import (

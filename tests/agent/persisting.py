@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megatron_flashckpt.agent.commit import PendingSave
+from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.layout.plan import PlanCache
 from megatron_flashckpt.layout.records import Coordinates

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import xxhash
 
-from megatron_flashckpt.agent.commit import PendingSave, commit
+from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.coverage import read_plan

@@ -1,0 +1,88 @@
+"""A save that an agent has a part in and whose outcome is open, and what it waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megatron_flashckpt.agent.history import PastSave
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.layout.cost import RankCost, SaveCost
+from megatron_flashckpt.memory.slot import SlotMeta
+from megatron_flashckpt.storage.base import Storage
+
+_SHOWN = 8
+
+
+@dataclasses.dataclass
+class PendingSave:
+    """A save that this node has a part in and whose outcome is open."""
+
+    storage: Storage
+    iteration: int
+    save_id: str
+    staged_at: float
+    metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
+    persisted: set[int] = dataclasses.field(default_factory=set)
+    costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
+    """What it took until it was staged, by rank of this node."""
+    cost: SaveCost | None = None
+    """What it took in all, once it is committed."""
+    error: str | None = None
+    superseded_by: int | None = None
+    """Iteration of a save that was staged later and committed earlier."""
+    outlived: bool = False
+    """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
+    missing: list[str] = dataclasses.field(default_factory=list)
+    """Commit records that were not there when last looked for, on the node that commits."""
+    listed_at: float = -math.inf
+    """When its directory was listed last; `time.monotonic`."""
+    called_slow: bool = False
+    """Its trainers were told that it takes long."""
+    inherited: bool = False
+    """Taken over from another agent: staged before all that this one was given by a doorbell."""
+    later: set[str] = dataclasses.field(default_factory=set)
+    """Saves that the same trainer staged later, where this one was taken over from another agent,
+    which may have committed them before it went."""
+
+    past: PastSave | None = None
+    """How it went, if that was known before this agent got to it. See `history.told_of`."""
+
+    staged_as: str = ""
+    """The id that its slots have: another one if it failed before, and is written after all."""
+
+    @property
+    def directory(self) -> str:
+        return names.iteration_dir(self.iteration)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Smaller if it was staged earlier."""
+        return not self.inherited, self.iteration if self.inherited else self.staged_at
+
+
+def awaited_by(save: PendingSave) -> str:
+    """Return what `save` waits for, as far as is known without asking storage."""
+    writing = sorted(set(save.metas) - save.persisted)
+    if writing:
+        return (
+            f"the shards of {len(writing)} ranks ({', '.join(map(str, writing[:_SHOWN]))}) are "
+            f"still being written: {save.storage.place} is slow, or hangs"
+        )
+    if 0 not in save.metas:
+        return f"{names.MANIFEST} from the node of rank 0 is not there"
+    if not save.missing:
+        return f"{save.storage.place} does not answer"
+    return (
+        f"{len(save.missing)} of {save.metas[0].world_size} commit records are not there "
+        f"({', '.join(save.missing[:_SHOWN])})"
+    )
+
+
+def gave_up(save: PendingSave, timeout_s: float) -> str:
+    """Return why a save failed that nothing came of in time."""
+    return (
+        f"{save.storage.place}/{save.directory}: gave up after {timeout_s:.0f} s: "
+        f"{awaited_by(save)}; look at that storage and at the agent logs of the nodes of these "
+        "ranks, or raise 'agent.commit_timeout_s'"
+    )
