@@ -141,6 +141,8 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     """
     call = LoadCall.of(args, kwargs)
     margs = checkpointing().get_args()
+    # A job that goes back may have saved a moment ago: only the optimizer's step waits by itself.
+    session.wait_copied()
     if _left_to_megatron(margs):
         left: tuple[int, Any] = original("checkpointing", "load_checkpoint")(*args, **kwargs)
         return left

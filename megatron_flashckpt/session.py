@@ -76,6 +76,11 @@ class Session:
         """Remember what to say when `save` is committed."""
         self._open[os.path.abspath(root)].announced[save.iteration] = save
 
+    def wait_copied(self) -> None:
+        """Return when nothing is being copied: the state of the model may change."""
+        for each in self._open.values():
+            each.checkpointer.link.stager.wait_copied()
+
     def finalize(self, *, blocking: bool) -> None:
         """Report what became of the saves; with `blocking`, of all of them.
 

@@ -2,8 +2,9 @@
 
 Run by `tests/megatron/jobs.py`. Starting Megatron costs most of a test's time, so one job takes
 many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`; `args`
-are set on Megatron's arguments before the call, `config` are settings of ours. What each call did
-on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
+are set on Megatron's arguments before the call, `config` are settings of ours; a save with
+`then_load` copies slowly, and that directory is loaded as soon as it returns. What each call did on
+each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.stager import Stager
 from megatron_flashckpt.session import session
 
 RANK = int(os.environ["RANK"])
@@ -53,6 +56,14 @@ ring = AgentClient.staged
 
 def break_doorbell(*args: Any) -> None:
     raise ValueError("an error that nobody foresaw")
+
+
+copy_late = Stager._copy_late
+
+
+def copy_slowly(self: Stager, job: Any) -> None:
+    time.sleep(0.5)
+    copy_late(self, job)
 
 
 def weights_digest(model: list[torch.nn.Module]) -> str:
@@ -99,6 +110,11 @@ def main() -> None:
         session.config = msgspec.convert(settings, Config)
         Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
         AgentClient.staged = break_doorbell if case.get("no_doorbell_on") == RANK else ring
+        Stager._copy_late = copy_slowly if "then_load" in case else copy_late
+        if "then_load" in case:  # not what any other case has loaded
+            for chunk in model:
+                for parameter in chunk.parameters():
+                    parameter.data.add_(1)
         before = weights_digest(model)
         result, error = None, None
         try:
@@ -107,6 +123,9 @@ def main() -> None:
                 result = load_checkpoint(model, optimizer, scheduler, strict=strict)[0]
             else:
                 save_checkpoint(case["iteration"], model, optimizer, scheduler, 0)
+                if "then_load" in case:
+                    args.load = case["then_load"]
+                    load_checkpoint(model, optimizer, scheduler)
                 outcomes = session.checkpointer(args.save).wait()
                 result = [outcome.error for outcome in outcomes]
         except Exception as failure:
@@ -115,6 +134,7 @@ def main() -> None:
             event=case["name"],
             result=result,
             error=error,
+            weights=[before, weights_digest(model)],
             weights_changed=weights_digest(model) != before,
             state=state_digest(model, optimizer),
         )

@@ -171,6 +171,18 @@ class Ran:
                 "no_doorbell_on": 1,
             },
             {
+                "name": "load_right_after_a_save",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(tmp_path / "overlapped")},
+                "then_load": str(good),
+            },
+            {
+                "name": "what_was_saved_then",
+                "call": "load",
+                "args": {"load": str(tmp_path / "overlapped"), "finetune": True},
+            },
+            {
                 "name": "save_makes_the_directory",
                 "call": "save",
                 "iteration": 5,
@@ -252,6 +264,15 @@ def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: Ran) -> 
         assert "cannot reserve 9 GiB of host memory" in message
     assert not (ran.tmp_path / "nomem/iter_0000005/manifest.json").exists()
     assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
+
+
+def test_a_load_does_not_overwrite_what_a_save_is_still_copying(ran: Ran) -> None:
+    saves, loads = ran.of("load_right_after_a_save"), ran.of("what_was_saved_then")
+    for save, load in zip(saves, loads, strict=True):
+        assert (save["result"], save["error"], load["error"]) == ([None], None, None)
+        before, after = save["weights"]
+        assert before != after, "the load has changed them"
+        assert load["weights"] == [after, before]
 
 
 def test_an_unforeseen_error_in_the_copy_thread_fails_the_save_on_all_ranks(ran: Ran) -> None:
