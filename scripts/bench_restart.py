@@ -44,7 +44,8 @@ def bench_restart(
         f"{system}, {ranks} ranks, same layout; medians of {rounds} loads; limit: a plain read or "
         "copy of the same bytes right before; first: the first load of its kind; CPU: of one rank, "
         "ms; share: limit / load (least - most); copied: by the kernel, waiting for disks "
-        "included; digested: each on its slowest rank, ms; rest: of the load, but for the two"
+        "included; digested: each on its slowest rank, all its threads together, ms; rest: of the "
+        "load, but for the two"
     )
     out.print(table)
 
@@ -62,5 +63,7 @@ def _cells(found: dict[str, Any], how: str) -> list[str]:
         f"{_MS * took[0]:.0f}",
         f"{_MS * median(found[f'{how}_cpu_s']):.0f}",
         f"{load_share(found, how):.2f} ({min(shares):.2f} - {max(shares):.2f})",
-        *(f"{_MS * median(seconds):.0f}" for seconds in (*parts, rest)),
+        *(f"{_MS * median(seconds):.0f}" for seconds in parts),
+        # Several threads work at the same time: what they took together is no part of the whole.
+        f"{_MS * median(rest):.0f}" if median(rest) > 0 else "-",
     ]

@@ -245,7 +245,7 @@ def _look(save: PendingSave) -> set[str]:
         save.listed_at = now
         return set(save.storage.list(save.directory))
     awaited = (names.MANIFEST, names.failure_name(0, save.save_id))
-    return {name for name in awaited if save.storage.kind(f"{save.directory}/{name}") is not None}
+    return save.storage.present(save.directory, awaited)
 
 
 def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
@@ -88,6 +88,12 @@ class Storage(Protocol):
 
     def list(self, directory: str) -> list[str]:
         """Return the names directly in `directory`; empty if it does not exist."""
+
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        """Return which of `names` are in `directory` now, as other nodes have left it.
+
+        Without a look at what else is there: of thousands of files, by thousands of nodes.
+        """
 
     def delete(self, name: str) -> None:
         """Remove a file; not an error if it is not there."""

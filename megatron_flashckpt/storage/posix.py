@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
@@ -241,6 +241,21 @@ class PosixStorage:
             except FileNotFoundError:
                 return []
 
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        path = self._path(directory)
+        names = [self._path(f"{directory}/{name}").name for name in names]
+        with _explained(path, "look at"):
+            try:
+                # Opening it has NFS ask its server whether the directory has changed; what was not
+                # there a moment ago would be taken to be missing for up to a minute otherwise.
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return set()
+            try:
+                return {name for name in names if _is_in(fd, name)}
+            finally:
+                os.close(fd)
+
     def delete(self, name: str) -> None:
         path = self._own(name)
         with _explained(path, "delete"):
@@ -283,6 +298,14 @@ def _open_nofollow(path: str, flags: int) -> int:
         os.close(fd)
         raise OSError(errno.ESPIPE, "is not a file")
     return fd
+
+
+def _is_in(directory_fd: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _sync_directory(path: Path) -> None:

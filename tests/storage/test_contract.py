@@ -236,6 +236,19 @@ def test_the_kind_of_a_name(backend):
     assert kinds == ["directory", "file", None, None]
 
 
+def test_names_that_are_there_now(backend):
+    asked = ["a", "b", "c"]
+    assert backend.storage.present("iter_1", asked) == set()
+    backend.plant("iter_1/a", b"")
+    backend.plant("iter_1/c/inside", b"")
+    backend.plant("b", b"")
+    assert backend.storage.present("iter_1", asked) == {"a", "c"}
+    backend.plant("iter_1/b", b"")
+    backend.storage.delete("iter_1/a")
+    assert backend.storage.present("iter_1", asked) == {"b", "c"}
+    assert backend.storage.present("iter_1", []) == set()
+
+
 def test_a_moved_file_is_under_its_new_name_only(backend):
     backend.plant("iter_1/manifest", DATA)
     backend.plant("gone", b"what had that name")
@@ -329,12 +342,17 @@ def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
         lambda storage, name: storage.kind(name),
+        lambda storage, name: storage.present(name, ["b"]),
+        lambda storage, name: storage.present("a", [name]),
         lambda storage, name: storage.move("a/b", name),
         lambda storage, name: storage.move(name, "x"),
         lambda storage, name: storage.delete_directory(name),
         lambda storage, name: storage.list(name or ".."),  # the root itself may be listed
     ],
-    ids=("put create read read_into size delete kind move-to move delete_directory list").split(),
+    ids=(
+        "put create read read_into size delete kind present-in present move-to move "
+        "delete_directory list"
+    ).split(),
 )
 def test_a_name_that_is_not_inside_the_root_is_refused(backend, tmp_path, operation, name):
     name = f"{tmp_path}/x" if name == ABSOLUTE else name
