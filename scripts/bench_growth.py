@@ -96,15 +96,20 @@ def _points(
     with tempfile.TemporaryDirectory(dir=where, prefix="fc") as root:
         result = Path(root) / "grow.json"
         more = ("--sizes", json.dumps([[int(s.mib * 2**20), s.pieces] for s in wanted]))
-        deadline = time.monotonic() + _USUAL.timeout_s
         with ranks("grow", ["flashckpt"], wanted[0], Path(root), result, *more) as job:
             for size in wanted:
+                # Storage may be slow: of each GiB.
+                patience_s = _USUAL.timeout_s * max(1.0, size.mib * number / 1024)
+                deadline = time.monotonic() + patience_s
                 line = _line(result, wanted.index(size), job, deadline)
                 if line is None:
+                    if job.poll() is None:
+                        raise SystemExit(
+                            f"{number} ranks, {size.mib} MiB in {size.pieces} tensors each: not "
+                            f"measured within {patience_s:.0f} s"
+                        )
                     break
                 yield size, {"size": dataclasses.asdict(size), **json.loads(line)}
-            if job.poll() is None and time.monotonic() > deadline:
-                raise SystemExit(f"{number} ranks: not measured within {_USUAL.timeout_s:.0f} s")
             job.wait(_USUAL.timeout_s)
 
 
