@@ -160,9 +160,10 @@ class Stager:
         """Return when what the current stream is asked for next may change the sources.
 
         On a GPU that is when it has been asked for all copies, and this stream waits for them: the
-        thread goes on to ask for the step. Sources in host memory, which an offloaded optimizer
-        steps there, and streams that are being captured, which can wait for nothing outside of
-        their graph, are waited for here.
+        thread goes on to ask for the step. Other streams that Megatron steps or gathers parameters
+        on wait for the current one themselves (read in core 0.17.1). Sources in host memory, which
+        an offloaded optimizer steps there, and streams that are being captured, which can wait for
+        nothing outside of their graph, are waited for here.
         """
         job = self._current
         if (
