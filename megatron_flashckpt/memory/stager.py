@@ -213,6 +213,10 @@ class Stager:
             except BaseException as failure:
                 error = failure
             job.begun.set()
+            if error is not None and self._stream is not None:
+                # Some copies may have been asked for: nothing of theirs may go under them.
+                with contextlib.suppress(RuntimeError):  # the save has failed already
+                    self._stream.synchronize()
             job.copies.clear()  # or what they are copies of could not be freed until the next save
             job.copied.set()
             try:

@@ -179,7 +179,7 @@ def test_what_the_device_cannot_be_made_to_wait_for_the_thread_waits_for(
     assert "main waits for 2" not in device.log
 
 
-def test_a_copy_that_cannot_be_asked_for_holds_no_step_up(
+def test_a_copy_that_cannot_be_asked_for_holds_no_step_up_but_all_that_the_others_use(
     device: Device, slab: Slab, stager: Stager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -189,6 +189,12 @@ def test_a_copy_that_cannot_be_asked_for_holds_no_step_up(
     finish = Finish()
     stager.stage(copies(slab, [on_gpu(torch.ones(10))]), finish)
     stager.before_change()
-    stager.wait()
+    waiting = threading.Thread(target=stager.wait)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "what was asked for before may still be copied"
+    assert finish.calls == []
+    device.done.set()
+    waiting.join(PATIENCE_S)
     ((_, error),) = finish.calls
     assert str(error) == "no such device"
