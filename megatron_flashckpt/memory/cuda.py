@@ -1,0 +1,75 @@
+"""What every thread of ours does before it calls CUDA.
+
+Two things are set per thread and start wrong in a new one: the current device, which is 0, and
+whether the thread's calls may disturb a graph capture of another thread, which they may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+#: `cudaStreamCaptureModeRelaxed` of the CUDA runtime.
+_RELAXED = 2
+
+
+def current_device() -> int | None:
+    """Return the CUDA device of the calling thread; None if tensors cannot be on one.
+
+    Called on the training thread, because only that thread has set its device.
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
+        return None
+    device = torch.cuda.current_device()
+    # CPU ranks run Megatron with stand-ins of torch.cuda, which put such a tensor on the host.
+    return device if torch.empty(0, device=f"cuda:{device}").is_cuda else None
+
+
+def enter_thread(device: int | None) -> None:
+    """Prepare the calling thread for CUDA calls on `device`; does nothing for None.
+
+    Raises:
+        RuntimeError: CUDA refuses the device, as it does everything after an illegal access.
+    """
+    if device is None:
+        return
+    torch.cuda.set_device(device)
+    _leave_captures_alone()
+
+
+def _leave_captures_alone() -> None:
+    """Keep this thread's calls from invalidating graph captures of other threads.
+
+    While a thread captures in global mode, a wait for an event or a page-locking in any other
+    thread fails and invalidates the capture, unless that other thread is in relaxed mode. PyTorch
+    does the same for NCCL's watchdog (pytorch/pytorch#148594).
+    """
+    exchange = getattr(runtime_library(), "cudaThreadExchangeStreamCaptureMode", None)
+    if exchange is None:
+        logger.debug("the CUDA runtime was not found: graph captures may fail during saves")
+        return
+    status = exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+    if status:
+        logger.debug("cudaThreadExchangeStreamCaptureMode: status %d", status)
+
+
+def runtime_library() -> Any:
+    """Return the CUDA runtime that torch has loaded, for ctypes; None if it is not found."""
+    return _find_library(Path("/proc/self/maps"), ctypes.CDLL)
+
+
+def _find_library(maps: Path, load: Callable[[str], Any]) -> Any:
+    # A second copy of the library would have thread settings of its own, so only the one that
+    # is mapped will do.
+    for line in maps.read_text().splitlines():
+        path = line[line.find("/") :] if "/" in line else ""
+        if "libcudart.so" in path:
+            return load(path)
+    return None

@@ -1,0 +1,106 @@
+"""Put a simulated node behind `torch.cuda`, for as long as a test lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_flashckpt.memory import cuda
+from tests.simulated_gpu.node import Event, Node, Stream, accelerator_error
+from tests.simulated_gpu.runtime import Runtime
+from tests.simulated_gpu.tensor import DeviceTensor
+
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
+
+
+@contextlib.contextmanager
+def simulated_gpus(devices: int = 8, **settings: Any) -> Iterator[Node]:
+    """Have `torch.cuda` and tensors on "cuda" mean a simulated node inside the context.
+
+    Args:
+        devices: number of devices of the node.
+        settings: of `Node`.
+    """
+    node = Node(devices, **settings)
+    node.runtime = Runtime(node)
+    DeviceTensor.node = node
+    with contextlib.ExitStack() as stack:
+        for name, value in _torch_cuda(node).items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for name in _FACTORIES:
+            factory = _factory(node, getattr(torch, name))
+            stack.enter_context(mock.patch.object(torch, name, factory))
+        stack.enter_context(mock.patch.object(torch.Tensor, "cuda", functools.partialmethod(_cuda)))
+        library = mock.patch.object(cuda, "runtime_library", return_value=node.runtime)
+        stack.enter_context(library)
+        stack.callback(node.close)
+        yield node
+
+
+def _torch_cuda(node: Node) -> dict[str, Any]:
+    def index_of(device: Any) -> int:
+        if device is None:
+            return node.here.device
+        if isinstance(device, int):
+            return device
+        found = torch.device(device).index
+        return node.here.device if found is None else found
+
+    def make_stream(device: Any = None, priority: int = 0) -> Stream:
+        node.call("Stream")
+        return node.devices[index_of(device)].pooled_stream(priority)
+
+    def memory_info(device: Any = None) -> tuple[int, int]:
+        allocator = node.devices[index_of(device)].allocator
+        return allocator.nbytes - allocator.allocated, allocator.nbytes
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: len(node.devices),
+        "current_device": lambda: node.here.device,
+        "set_device": lambda device: node.set_device(index_of(device)),
+        "Stream": make_stream,
+        "Event": functools.partial(Event, node),
+        "current_stream": lambda device=None: node.current_stream(index_of(device)),
+        "default_stream": lambda device=None: node.devices[index_of(device)].default_stream,
+        "stream": node.stream,
+        "synchronize": lambda device=None: node.synchronize(index_of(device)),
+        "cudart": lambda: node.runtime,
+        "is_current_stream_capturing": lambda: node.current_stream().capture is not None,
+        "mem_get_info": memory_info,
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda device: SimpleNamespace(
+            pci_domain_id=0, pci_bus_id=index_of(device), pci_device_id=0
+        ),
+    }
+
+
+def _factory(node: Node, real: Any) -> Any:
+    @functools.wraps(real)
+    def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
+        if device is not None and torch.device(device).type == "cuda":
+            index = torch.device(device).index
+            values = real(*args, **kwargs)
+            return DeviceTensor.put(values, node.here.device if index is None else index)
+        made = real(*args, device=device, **kwargs)
+        if pin_memory and made.nbytes:
+            status = node.runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0)
+            if status:
+                raise accelerator_error("out of memory")
+            node.runtime.kept.append(made)
+        return made
+
+    return make
+
+
+def _cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
+    node = DeviceTensor.node
+    index = node.here.device if device is None else torch.device("cuda", device).index
+    return DeviceTensor.allocate(tensor.shape, tensor.dtype, index).copy_(tensor, non_blocking)

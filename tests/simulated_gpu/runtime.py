@@ -1,0 +1,87 @@
+"""The part of the CUDA runtime below torch that we call: page-locking and the capture mode.
+
+Rules (CUDA Runtime API, `cudaHostRegister`, `cudaThreadExchangeStreamCaptureMode`,
+`cudaGetLastError`): a range is registered once and unregistered by its begin; a call that fails
+returns its status, and leaves it behind in the calling thread, where torch's next kernel launch
+finds it. Memory that belongs to two registrations is no one range: the simulation refuses a copy
+that crosses a border, which hardware may allow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import torch
+
+from tests.simulated_gpu.node import Node, accelerator_error
+
+SUCCESS = 0
+OUT_OF_MEMORY = 2
+ALREADY_REGISTERED = 712
+NOT_REGISTERED = 713
+
+_MODES = ("global", "thread_local", "relaxed")
+
+
+class Runtime:
+    """Stands for `torch.cuda.cudart()`, and for the library that ctypes finds."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.locked: dict[int, int] = {}
+        """By address: bytes that are page-locked."""
+        self.registered_by: list[tuple[int, str, int]] = []
+        """Bytes, thread and its device of every registration that succeeded."""
+        self.kept: list[torch.Tensor] = []
+        """Page-locked tensors: torch's host allocator gives no memory back."""
+        self.most_nbytes: int | None = None
+        """A registration of more bytes fails."""
+        self.failing_call: int | None = None
+        """Number of the registration that fails, counted from 0."""
+        self._registrations = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self._node.call("cudaHostRegister", unsafe=True)
+        number, self._registrations = self._registrations, self._registrations + 1
+        if number == self.failing_call or nbytes > (self.most_nbytes or nbytes):
+            return self._failed(OUT_OF_MEMORY, "out of memory")
+        if any(address < at + size and at < address + nbytes for at, size in self.locked.items()):
+            return self._failed(ALREADY_REGISTERED, "part or all is already mapped")
+        self.locked[address] = nbytes
+        thread = threading.current_thread().name
+        self.registered_by.append((nbytes, thread, self._node.here.device))
+        return SUCCESS
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self._node.call("cudaHostUnregister", unsafe=True)
+        if self.locked.pop(address, None) is None:
+            return self._failed(NOT_REGISTERED, "pointer does not correspond to a registration")
+        return SUCCESS
+
+    def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        self._node.call("cudaThreadExchangeStreamCaptureMode")
+        given: ctypes.c_int = mode._obj
+        former = self._node.here.capture_mode
+        self._node.here.capture_mode = _MODES[given.value]
+        given.value = _MODES.index(former)
+        return SUCCESS
+
+    def _failed(self, status: int, reason: str) -> int:
+        self._node.here.latched = reason
+        return status
+
+    def is_locked(self, tensor: torch.Tensor) -> bool:
+        """Return whether all of a host tensor is page-locked, by one registration.
+
+        Raises:
+            AcceleratorError: a part of it is, or it crosses the border of two registrations.
+        """
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        for at, size in self.locked.items():
+            if at <= begin and end <= at + size:
+                return True
+            if begin < at + size and at < end:
+                raise accelerator_error("invalid argument")
+        return False
