@@ -364,5 +364,5 @@ _SECTIONS = {name.rsplit(".", 1)[0] for name in _FIELDS if "." in name}
 def _unknown_message(where: str, names: list[str]) -> str:
     return (
         f"{where}: unknown setting{'s' if len(names) > 1 else ''} {', '.join(sorted(names))}; "
-        f"known ones: {', '.join(_FIELDS)}"
+        f"correct or remove {'them' if len(names) > 1 else 'it'}; known ones: {', '.join(_FIELDS)}"
     )

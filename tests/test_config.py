@@ -124,7 +124,9 @@ def test_unknown_settings_in_a_file_are_all_named(write):
     with pytest.raises(ConfigError) as caught:
         load_config(path, {})
     message = str(caught.value)
-    assert message.startswith(f"{path}: unknown settings 1, agent.grace, slot, zebra; known ones:")
+    assert message.startswith(
+        f"{path}: unknown settings 1, agent.grace, slot, zebra; correct or remove them; known ones:"
+    )
     for name in fields_of(Config):
         assert name in message.partition("known ones:")[2]
 
@@ -145,7 +147,10 @@ def test_unknown_variables_are_all_named():
 
 
 def test_a_single_unknown_setting_reads_in_the_singular(write):
-    with pytest.raises(ConfigError, match=": unknown setting slot; known ones: runtime_dir, slots"):
+    with pytest.raises(
+        ConfigError,
+        match=": unknown setting slot; correct or remove it; known ones: runtime_dir, slots",
+    ):
         load_config(write("slot: 3"), {})
 
 
