@@ -342,13 +342,7 @@ class Checkpointer:
                 self._outstanding.broke(save_id, SaveFailedError(said))
                 raise
 
-        def report(offset: int) -> None:
-            # The agent begins with 6.
-            client.copied(slot.index, offset - data_offset)
-            reach("stage.part")
-
-        ahead = self.config.persist == "while_staging" and not request.memory_only
-        self.link.stager.stage(copies, hand_over, report if ahead else None)
+        self.link.stager.stage(copies, hand_over)
 
     # ------------------------------------------------------------------ after a save
 

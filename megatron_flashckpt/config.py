@@ -169,11 +169,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next
     optimizer step waits for it. `blocking`: `save` returns when all is copied."""
 
-    persist: Literal["while_staging", "when_staged"] = "while_staging"
-    """With `staging: deferred`: a shard is written `while_staging` goes on, as far as it is copied,
-    and is durable sooner by most of the time of its copies; or `when_staged` as a whole, so that no
-    core is taken from the copies. With `staging: blocking` it is always the latter."""
-
     pinned: bool = True
     """Pin the slots, so that a GPU copies into them at full speed while training goes on. False:
     where locking so much memory is refused or takes long (`ulimit -l`, IOMMU)."""

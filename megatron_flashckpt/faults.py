@@ -29,7 +29,6 @@ POINTS = {
     "save.granted": ("checkpointer", "the agent gave a slot, which is EMPTY"),
     "save.staging": ("checkpointer", "the slot is STAGING and says what it will hold; no bytes"),
     "stage.half": ("memory.stager", "what the next forward may change is copied, the rest is not"),
-    "stage.part": ("checkpointer", "the agent was told how far the copies are; more are to come"),
     "stage.copied": ("checkpointer", "all bytes are copied; the slot is still STAGING"),
     "stage.staged": ("checkpointer", "the slot is STAGED; the doorbell was not rung"),
     "stage.rung": ("checkpointer", "the agent has answered the doorbell"),
@@ -47,7 +46,6 @@ POINTS = {
         "a trainer's slab is the agent's too; not answered yet",
     ),
     "agent.granted": ("agent.conversation", "a slot is emptied for a trainer; not answered yet"),
-    "agent.begun": ("agent.saves", "a slot that its trainer still copies waits to be persisted"),
     "agent.enqueued": ("agent.saves", "a staged slot waits to be persisted; not answered yet"),
     # The agent, persisting one shard.
     "persist.created": ("agent.persist", "the shard file has its name and its space; no bytes"),

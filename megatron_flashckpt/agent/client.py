@@ -138,22 +138,6 @@ class AgentClient:
             )
         return granted.slot
 
-    def copied(self, slot: int, nbytes: int) -> None:
-        """Say that the first `nbytes` of a slot's data are there.
-
-        Never waits: where that would be needed, nothing is said, and the next word says it too.
-        """
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            if self._ended is None:
-                self._sock.settimeout(0.0)
-                p.send(self._sock, p.Copied(slot, nbytes))
-        except OSError:
-            pass  # the agent does not listen, or is gone: the doorbell will find out
-        finally:
-            self._lock.release()
-
     def staged(self, slot: int, cost: RankCost | None = None, spans: tuple[Span, ...] = ()) -> None:
         """Ring the doorbell: the slot is complete, and this is what that took."""
         self._ask(p.Staged(slot, cost, spans), p.Done)

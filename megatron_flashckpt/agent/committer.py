@@ -177,10 +177,7 @@ class Committer:
 
     def is_pending(self, iteration: int) -> bool:
         with self._node.changed:
-            slots = [rank.slots for rank in self._node.ranks.values()]
-            return any(save.iteration == iteration for save in self.pending.values()) or any(
-                theirs.fills(iteration) for theirs in slots if theirs is not None
-            )
+            return any(save.iteration == iteration for save in self.pending.values())
 
     def tell(self, rank: Trainer, outcome: p.Outcome) -> None:
         """Have the rank's trainer told at its next poll, if it is the one that staged the save."""

@@ -14,7 +14,7 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.saves import Saves
-from megatron_flashckpt.agent.slots import WITHDRAWAL_S, RankSlots
+from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.templates import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.faults import reach
@@ -61,9 +61,6 @@ class Conversations:
                     if fd is not None:
                         os.close(fd)
                     raise
-                if isinstance(request, p.Copied):
-                    self._note(number, request, fd)
-                    continue
                 try:
                     answer = self._answer(number, request, fd)
                 except FlashCkptError as error:
@@ -77,16 +74,6 @@ class Conversations:
         finally:
             connection.close()
             self._farewell(number, connection)
-
-    def _note(self, number: int, word: p.Copied, fd: int | None) -> None:
-        """Take note of what needs no answer; whatever is wrong with it, the doorbell will tell."""
-        if fd is not None:
-            os.close(fd)
-        try:
-            with self._node.changed:
-                self._saves.copied(number, word)
-        except FlashCkptError as error:
-            logger.warning("rank %d: not written before it is staged: %s", number, error)
 
     def _greet(self, connection: socket.socket) -> int | None:
         body, fd = p.receive(connection)
@@ -217,7 +204,6 @@ class Conversations:
             save = self._committer.pending.get(taken[-1])
             if save is not None:
                 save.later |= slots.saves_after(index)
-        slots.withdraw()
         return tuple(taken)
 
     def _open_peers(self, request: p.OpenPeers) -> p.PeersOpened:
@@ -238,12 +224,6 @@ class Conversations:
     def _acquire(self, rank: Trainer, wait_s: float) -> p.Granted:
         if rank.slots is None:
             raise AgentError("a slot was asked for before a slab was attached")
-        # Whoever asks for a slot copies into none: what was begun is not going to be completed.
-        slots = rank.slots
-        slots.withdraw()
-        self._node.changed.wait_for(lambda: not slots.is_withdrawing, WITHDRAWAL_S)
-        if rank.slots is None:
-            return p.Granted(-1)
         deadline = time.monotonic() + wait_s
         while len(rank.awaited) >= _UNCOMMITTED or (index := rank.slots.acquire()) < 0:
             hung_s = rank.slots.busy_for()

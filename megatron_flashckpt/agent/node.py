@@ -90,7 +90,6 @@ class Node:
 
     def replace_slots(self, rank: Trainer, slots: RankSlots) -> None:
         if rank.slots is not None:
-            rank.slots.withdraw()
             rank.retired.append(rank.slots)
         rank.slots = slots
         self.committed = max(self.committed, slots.committed)
@@ -109,12 +108,6 @@ class Node:
                 slots, rank.slots = rank.slots, None
                 if slots is not None:
                     slots.slab.close()
-
-    @property
-    def is_withdrawing(self) -> bool:
-        """Whether something that nobody will hand over is about to be no longer written."""
-        slots = [rank.slots for rank in self.ranks.values()]
-        return any(theirs.is_withdrawing for theirs in slots if theirs is not None)
 
     def is_stuck(self) -> bool:
         """Return whether a shard of a save that was given up is still being written."""

@@ -2,7 +2,7 @@
 
 A frame is a 4-byte little-endian length and a msgpack-encoded message on a Unix stream socket; a
 slab's file descriptor rides on the first byte of its frame (SCM_RIGHTS). The trainer asks, the
-agent answers: one reply per request, in order; only `Copied` gets none. No pickle.
+agent answers: one reply per request, in order. No pickle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_FRAME_NBYTES = 256 * 1024 * 1024
 
 _LENGTH = struct.Struct("<I")
@@ -113,17 +113,6 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
     """-1: all are busy."""
     hung_s: float = 0.0
     """Not 0: there is nothing to wait for; a slot has been written to storage for that long."""
-
-
-class Copied(msgspec.Struct, frozen=True, tag=True):
-    """So many bytes of a slot, from the start of its data, are there: write them. No reply.
-
-    A message and no mark in the shared memory, because the kernel's queue orders what was copied
-    before what the agent then reads, on every kind of processor.
-    """
-
-    slot: int
-    nbytes: int
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
@@ -272,7 +261,6 @@ Request = (
     | TakeSlab
     | Adopt
     | Acquire
-    | Copied
     | Staged
     | Abandon
     | GetTemplate

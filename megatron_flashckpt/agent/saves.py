@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import logging
 import time
 
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.arrival import Arrival, Turns, WithdrawnError
 from megatron_flashckpt.agent.commit import forget, is_persisted, leave_note
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.flow import give_way
@@ -18,18 +16,14 @@ from megatron_flashckpt.agent.history import told_of
 from megatron_flashckpt.agent.node import Node
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
-from megatron_flashckpt.agent.slots import WITHDRAWAL_S, RankSlots, SlotInfo, only_in_memory
+from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.names import iteration_dir, next_attempt
+from megatron_flashckpt.layout.names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
-from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
-
-#: Of a node; threads are made when they are needed.
-_MOST_SLOTS = 1024
 
 
 class Saves:
@@ -43,24 +37,19 @@ class Saves:
             nice = node.options.writer_nice
             return concurrent.futures.ThreadPoolExecutor(threads, name, give_way, (nice,))
 
-        self._turns = Turns(node.options.persist_threads)
-        # One for each slot: those that write take turns, and others wait for their trainer.
-        self._pool = pool(_MOST_SLOTS, "persist")
-        # Of its own: what takes a second must not wait for what takes minutes.
+        self._pool = pool(node.options.persist_threads, "persist")
+        # Digests and notes take a second and must not wait for shards, which take minutes.
         self._digest_pool = pool(1, "digest")
+        self._note_pool = pool(1, "note")
         #: What was written, or was to be, when nobody was there any more.
         self._written_last: set[str] = set()
 
     def close(self) -> None:
         """End the threads, unless storage keeps them."""
-        with self._node.changed:
-            for rank in self._node.ranks.values():
-                if rank.slots is not None:
-                    rank.slots.withdraw()
-            self._node.changed.wait_for(lambda: not self._node.is_withdrawing, WITHDRAWAL_S)
         self._digest_pool.shutdown()
         if not self._committer.pending and not self._node.is_stuck():
             self._pool.shutdown()
+            self._note_pool.shutdown()
 
     def take_over(self, number: int, index: int, doorbell: p.Staged | None = None) -> str:
         """Do with a complete slot what it is meant for; return the save that is in it.
@@ -75,11 +64,6 @@ class Saves:
         header = slot.header
         if header.state not in (SlotState.STAGED, SlotState.KEPT):
             raise AgentError(f"slot {index} of rank {number} is {header.state.name}, not STAGED")
-        arrival = info.arrival
-        if arrival is not None:
-            said = msgspec.structs.replace(arrival.header, state=SlotState.STAGED)
-            if header != said or arrival.is_withdrawn:
-                raise AgentError(f"slot {index} of rank {number} is {header}, and was to be {said}")
         save = None
         if header.state == SlotState.STAGED:
             save = self._join(number, slot, info, header.save_id)
@@ -94,47 +78,15 @@ class Saves:
             reach("agent.enqueued")
             if save is None:
                 self._digest_pool.submit(self._vouch, number, slots, slot, header, time.monotonic())
-            elif arrival is not None:
-                arrival.hand_over(save)
             else:
-                self._begin(number, slots, slot, header, save)
+                self._pool.submit(self._persist, number, slots, slot, save)
             if self._node.peers is not None:
                 self._node.peers.staged(number, slots, index)
         self._node.changed.notify_all()
         return header.save_id
 
-    def copied(self, number: int, word: p.Copied) -> None:
-        """Write what has been copied of a slot; begin with it, if this is the first word of it."""
-        slots = self._node.ranks[number].slots
-        if slots is None or not 0 <= word.slot < len(slots.infos):
-            return
-        slot, info = slots.slab.slots[word.slot], slots.infos[word.slot]
-        header = slot.header  # once: its trainer may be changing it at this moment
-        if info.arrival is None and not info.claimed and header.state == SlotState.STAGING:
-            info.arrival = self._begin(number, slots, slot, header, None)
-            info.persisting, info.persisting_since = True, time.monotonic()
-            reach("agent.begun")
-        if info.arrival is not None:
-            info.arrival.reach(word.nbytes)
-
-    def _begin(
-        self,
-        number: int,
-        slots: RankSlots,
-        slot: Slot,
-        header: SlotHeader,
-        save: PendingSave | None,
-    ) -> Arrival:
-        """Begin to persist a slot, whose `save` may not be known yet."""
-        meta = slot.meta if save is None else save.metas[number]
-        arrival = Arrival(header, meta, self._turns)
-        if save is not None:
-            arrival.hand_over(save)
-        self._pool.submit(self._persist, number, slots, slot, arrival)
-        return arrival
-
     def _join(self, number: int, slot: Slot, info: SlotInfo, save_id: str) -> PendingSave:
-        header, meta = slot.header, slot.meta if info.arrival is None else info.arrival.meta
+        header, meta = slot.header, slot.meta
         return self._committer.join(number, header, meta, save_id, inherited=info.inherited)
 
     def _vouch(
@@ -158,9 +110,6 @@ class Saves:
 
     def abandon(self, number: int, request: p.Abandon) -> None:
         reason = f"rank {number}: {request.reason}"
-        slots = self._node.ranks[number].slots
-        if slots is not None:
-            slots.withdraw(request.save_id)
         save = self._committer.pending.get(request.save_id)
         if save is not None:
             save.error = save.error or reason
@@ -172,65 +121,50 @@ class Saves:
         self._leave_note(request.iteration, next_attempt(request.save_id), number, reason)
 
     def _leave_note(self, iteration: int, save_id: str, number: int, reason: str) -> None:
-        self._pool.submit(leave_note, self._node.storage, iteration, save_id, number, reason)
+        self._note_pool.submit(leave_note, self._node.storage, iteration, save_id, number, reason)
 
-    def _persist(self, number: int, slots: RankSlots, slot: Slot, arrival: Arrival) -> None:
+    def _persist(self, number: int, slots: RankSlots, slot: Slot, save: PendingSave) -> None:
         error: str | None = None
         digests: tuple[str, ...] | None = None
+        # The slot keeps the id that it was staged with; the shard is written under the save's id.
+        header = msgspec.structs.replace(slot.header, save_id=save.save_id)
         info = slots.infos[slot.index]
         started = time.monotonic()
-        with contextlib.suppress(WithdrawnError), arrival.turn():
-            started = time.monotonic()
-            try:
-                digests = self._made_durable(number, slot, info, arrival)
-            except WithdrawnError:
-                raise
-            except Exception as failure:  # whatever it is, the trainers must learn of it
-                error = str(failure)
-                logger.exception(
-                    "rank %d: iteration %d was not persisted", number, arrival.header.iteration
-                )
-                arrival.wait_handed_over()
-        seconds = time.monotonic() - started - arrival.waited_s
-        save = arrival.save
-        if save is None:
-            self._remove_directory(arrival)
+        try:
+            digests = self._made_durable(number, slot, header, info, save)
+        except Exception as failure:  # whatever it is, the trainers must learn of it
+            error = str(failure)
+            logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
+        seconds = time.monotonic() - started
         with self._node.changed:
-            info.persisting, info.digests, info.arrival = False, digests, None
-            if save is not None:
-                self._note(number, save, arrival.header, error, seconds)
+            info.persisting, info.digests = False, digests
+            self._report(number, save, header, error, seconds)
             self._node.drop_retired(self._node.ranks[number])
-            given_up = save is not None and self._committer.pending.get(save.save_id) is not save
+            given_up = self._committer.pending.get(save.save_id) is not save
             self._node.changed.notify_all()
-        if save is not None and given_up:
+        if given_up:
             # The save failed elsewhere while this shard was being written.
             forget(save)
 
     def _made_durable(
-        self, number: int, slot: Slot, info: SlotInfo, arrival: Arrival
+        self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
     ) -> tuple[str, ...]:
         """Return the digests of a shard when it is durable; an earlier agent may have done that."""
-        save, header = arrival.save, arrival.header
-        if info.inherited and save is not None:
+        if info.inherited:
             if is_persisted(save, number):
                 return info.digests or stored_digests(save.storage, header, number)
             save.past = told_of(save.storage, save.save_id)
             if save.past is not None:
                 return info.digests or digest_slot(slot, header)
-        storage = PosixStorage(arrival.meta.root, self._node.direct_io)
-        traced = self._node.traces.recording(header.iteration, header.save_id, number)
+        meta, cost = save.metas[number], save.costs.get(number)
+        traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
-            return persist_slot(storage, slot, header, arrival.meta, arrival, self._node.flow)
+            return persist_slot(save.storage, slot, header, meta, cost, self._node.flow)
 
-    def _note(
-        self,
-        number: int,
-        save: PendingSave,
-        header: SlotHeader,
-        error: str | None,
-        seconds: float,
+    def _report(
+        self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float
     ) -> None:
-        """Let the committer know how the writing of a shard has ended. The lock is held."""
+        """Tell the committer how the write of a shard ended. The caller holds the lock."""
         save.persisted.add(number)
         if error is not None:
             save.error = save.error or error
@@ -243,12 +177,6 @@ class Saves:
             seconds,
             header.data_nbytes / 1e9 / max(seconds, 1e-9),
         )
-
-    def _remove_directory(self, arrival: Arrival) -> None:
-        """Remove the directory of a shard that was withdrawn, unless it holds something."""
-        storage = PosixStorage(arrival.meta.root, self._node.direct_io)
-        with contextlib.suppress(OSError):
-            storage.delete_directory(iteration_dir(arrival.header.iteration))
 
     def persist_rest(self) -> bool:
         """Write what is in memory only and would be lost; return whether there is any.
@@ -283,5 +211,4 @@ class Saves:
         info = slots.infos[slot.index]
         save = self._join(number, slot, info, next_attempt(slot.header.save_id))
         info.persisting, info.persisting_since = True, time.monotonic()
-        header = msgspec.structs.replace(slot.header, save_id=save.save_id)
-        self._begin(number, slots, slot, header, save)
+        self._pool.submit(self._persist, number, slots, slot, save)

@@ -70,7 +70,7 @@ class Agent:
                 return True
             if self._talks.connections or (self._committer.pending and not self._talks.parting):
                 self._talks.last_seen = time.monotonic()
-            if self._talks.connections or self._committer.pending or self._node.is_withdrawing:
+            if self._talks.connections or self._committer.pending:
                 return False
             patience = self._node.options.grace_s if self._node.ranks else _UNCLAIMED_S
             if (

@@ -10,13 +10,9 @@ import itertools
 import time
 from collections.abc import Sequence
 
-from megatron_flashckpt.agent.arrival import Arrival
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotState
-
-#: Longest wait for a writer to notice that its slot was withdrawn: storage may hang.
-WITHDRAWAL_S = 2.0
 
 
 @dataclasses.dataclass
@@ -32,8 +28,6 @@ class SlotInfo:
     """Handed over: its trainer has rung the doorbell, or the slot was taken over without that."""
     inherited: bool = False
     """Another agent had it first, and may have come to any point of making it durable."""
-    arrival: Arrival | None = None
-    """Of its bytes, while it is written that was not complete when that began."""
     digests: tuple[str, ...] | None = None
     recovered: bool = False
     """Its bytes came from other nodes."""
@@ -153,34 +147,6 @@ class RankSlots:
         for slot in self.slab.slots:
             if slot.header.state == SlotState.STAGING:
                 slot.set_header(EMPTY_HEADER)
-
-    def withdraw(self, save_id: str | None = None) -> None:
-        """Give up what is being written and was not handed over: its trainer does not copy it.
-
-        Args:
-            save_id: only what is part of this save.
-        """
-        for info in self.infos:
-            arrival = info.arrival
-            if arrival is None or info.claimed or arrival.is_withdrawn:
-                continue
-            if save_id in (None, arrival.header.save_id):
-                info.persisting_since = time.monotonic()
-                arrival.withdraw()
-
-    @property
-    def is_withdrawing(self) -> bool:
-        """Whether something that is not handed over is read all the same, for a moment yet."""
-        since = time.monotonic() - WITHDRAWAL_S
-        return any(
-            info.persisting and not info.claimed and info.persisting_since > since
-            for info in self.infos
-        )
-
-    def fills(self, iteration: int) -> bool:
-        """Return whether a slot of `iteration` is written that may not be complete yet."""
-        arrivals = [info.arrival for info in self.infos if info.arrival is not None]
-        return any(arrival.header.iteration == iteration for arrival in arrivals)
 
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Empty all slots that hold another save of `iteration` or a later one."""

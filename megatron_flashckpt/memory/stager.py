@@ -4,7 +4,7 @@ On a GPU the copies run on a side stream into pinned memory; on a CPU a thread d
 way `wait_copied` returns when the source tensors may change again, and `wait` when the slot has
 been handed over, too. In front of an optimizer's step `before_change` has the GPU wait, where it
 can, and the thread go on. Tensors that the next forward may change must be copied before `save`
-returns: `Copy.early`. How far the copies have come is reported, so that what is there can be used.
+returns: `Copy.early`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import logging
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,12 +31,6 @@ logger = logging.getLogger(__name__)
 #: and more that took 1.05 times one plain copy of all, 1.2 when concatenated; of 256 KiB 1.2 and
 #: 1.0, of 4 KiB 4.6 and 1.6.
 _LARGE = 256 * 1024
-#: What is copied between two reports: an eighth, but not less or more than this. Between them the
-#: interpreter lock has to be had again, and the agent is told.
-_PART_NBYTES = (4 * 2**20, 32 * 2**20)
-
-#: Told below which offset in the slab all is copied.
-Report = Callable[[int], None]
 
 
 class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -55,7 +48,6 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 class _Job:
     copies: list[Copy]
     finish: Callable[[float, BaseException | None], None]
-    report: Report | None
     recorder: Recorder
     """Of the save that it is part of."""
     ready: torch.cuda.Event | None = None
@@ -116,23 +108,16 @@ class Stager:
                 )
 
     def stage(
-        self,
-        copies: list[Copy],
-        finish: Callable[[float, BaseException | None], None],
-        report: Report | None = None,
+        self, copies: list[Copy], finish: Callable[[float, BaseException | None], None]
     ) -> None:
         """Start copying; returns when every early copy is made.
 
         `finish(seconds, error)` is called once, from the copy thread, when all is in the slot or
         a copy has failed.
-
-        Args:
-            copies: in the order of their offsets, if there is somebody to `report` to.
-            report: called by the copy thread from time to time, but not when all is copied.
         """
         self.wait()
         late = [copy for copy in copies if not copy.early]
-        job = _Job(late, finish, report, recorder() or Recorder())
+        job = _Job(late, finish, recorder() or Recorder())
         try:
             if self._stream is not None:
                 # Here, not by the copy thread: that one has another current stream, and on this one
@@ -140,7 +125,6 @@ class Stager:
                 job.ready = torch.cuda.current_stream().record_event()
                 job.on_gpu = all(copy.source.is_cuda for copy in late)
             with phase(EARLY):
-                # Nobody is told of these: what training waits for has the cores for itself.
                 self._copy([copy for copy in copies if copy.early], job.ready)
             reach("stage.half")
             if self._stream is not None:
@@ -230,47 +214,24 @@ class Stager:
                 job.handed_over.set()
 
     def _copy_late(self, job: _Job) -> None:
-        parts = self._copy(job.copies, job.ready, job.report)
+        self._copy(job.copies, job.ready)
         if self._stream is None:
             return
         job.all_copied = self._stream.record_event()
         job.begun.set()
-        for event, offset in parts:
-            event.synchronize()
-            assert job.report is not None
-            job.report(offset)
         self._stream.synchronize()
 
-    def _copy(
-        self,
-        copies: list[Copy],
-        ready: torch.cuda.Event | None,
-        report: Report | None = None,
-    ) -> list[tuple[torch.cuda.Event, int]]:
-        """Copy; on a GPU, have it begun after `ready`, and return what may be reported, and when.
-
-        On a CPU it is reported while it is copied.
-        """
-        begun: list[tuple[torch.cuda.Event, int]] = []
+    def _copy(self, copies: list[Copy], ready: torch.cuda.Event | None) -> None:
+        """Make the copies; on a GPU, ask for them: they begin after `ready`."""
         if not copies:
-            return begun
-        least, most = _PART_NBYTES if report is not None else (sys.maxsize, sys.maxsize)
-        part = min(most, max(least, (copies[-1].offset - copies[0].offset) // 8))
+            return
         with contextlib.ExitStack() as stack:
             if self._stream is not None:
                 assert ready is not None
                 self._stream.wait_event(ready)
                 stack.enter_context(torch.cuda.stream(self._stream))
             # One call for many: the interpreter lock is released for its whole length.
-            for offset, target, sources in self._neighbours(copies, part):
-                # Early copies are made, and late ones come by their offsets. Not a word before the
-                # first: `save` has hardly returned, and on other ranks it may not have.
-                if report is None or offset == copies[0].offset:
-                    pass
-                elif self._stream is not None:
-                    begun.append((self._stream.record_event(), offset))
-                else:
-                    report(offset)
+            for target, sources in self._neighbours(copies):
                 if self._stream is None and target.nbytes < _LARGE * len(sources):
                     torch.cat(sources, out=target)
                 else:
@@ -278,16 +239,14 @@ class Stager:
                     torch._foreach_copy_(
                         target.split_with_sizes(numels), sources, non_blocking=self._pinned
                     )
-        return begun
 
     def _neighbours(
-        self, copies: list[Copy], part: int
-    ) -> Iterator[tuple[int, torch.Tensor, tuple[torch.Tensor, ...]]]:
+        self, copies: list[Copy]
+    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
         """Yield where in the slab what comes next goes, and the sources: of one type, side by side.
 
         Nearly all pieces of a kind are: what differs in type or is copied at another time parts
-        them, and so do parts of so many bytes. 20,000 pieces one by one took twice as long as their
-        bytes.
+        them. 20,000 pieces one by one took twice as long as their bytes.
         """
         first = 0
         while first < len(copies):
@@ -296,12 +255,12 @@ class Stager:
             sources = []
             for copy in itertools.islice(copies, first, None):
                 source = copy.source
-                if copy.offset != end or source.dtype != dtype or end - start >= part:
+                if copy.offset != end or source.dtype != dtype:
                     break
                 sources.append(source)
                 end += source.nbytes
             first += len(sources)
-            yield start, self._bytes[start:end].view(dtype), tuple(sources)
+            yield self._bytes[start:end].view(dtype), tuple(sources)
 
     def _unpin(self) -> None:
         if self._pinned:

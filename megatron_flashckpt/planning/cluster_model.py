@@ -223,8 +223,7 @@ def plan(sizes: Sizes, cluster: Cluster) -> Plan:
     blocked_s = cluster.blocked_s + max(0.0, stage_s - _BEFORE_STEP * cluster.iteration_s)
     commit_s = cluster.commit_s_per_rank * sizes.ranks
     mtbf_s = 3600 * cluster.gpu_mtbf_h / sizes.ranks
-    # Shards are written while they are copied.
-    ours = _strategy(blocked_s, max(stage_s, persist_s) + commit_s, mtbf_s, cluster)
+    ours = _strategy(blocked_s, stage_s + persist_s + commit_s, mtbf_s, cluster)
     memory_iterations = _memory_interval(blocked_s, stage_s, mtbf_s, ours, cluster)
     return Plan(
         sizes=sizes,

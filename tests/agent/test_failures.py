@@ -257,6 +257,20 @@ def test_a_rank_that_cannot_stage_calls_the_save_off_for_the_others(
     assert_intact(root, 2, [*here, there])
 
 
+def test_a_note_for_other_nodes_does_not_wait_for_a_shard(node: Node, root: Path) -> None:
+    config = node.config(persist_threads=1)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    slow, failed = new_save_id(), new_save_id()
+    with held_back(root / names.iteration_dir(4) / names.shard_name(0, slow)) as let_go:
+        for trainer in trainers:
+            trainer.stage(4, slow)
+        trainers[1].client.abandon(6, failed, "no memory for it")
+        note = root / names.iteration_dir(6) / names.failure_name(1, failed)
+        eventually(f"{note}", note.exists)
+        let_go()
+        assert [trainer.outcome().error for trainer in trainers] == [None, None]
+
+
 def _is_persisted(trainer: FakeTrainer) -> bool:
     return any(offer.digests is not None for offer in trainer.take())
 

@@ -12,7 +12,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.conftest import Node
-from tests.agent.test_while_staging import Job
+from tests.agent.test_checkpointer import Job
 from tests.agent.trainer import eventually
 
 

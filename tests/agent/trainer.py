@@ -242,16 +242,14 @@ class TrainerProcess:
         iterations: list[int],
         save_id: str,
         stop: str,
-        numel: int = 1000,
     ) -> None:
         """Start it.
 
         Args:
             iterations: saved one after the other; `stop` concerns the last.
             save_id: of the last; the others get ids of their own.
-            stop: `staging` (header written, half of the bytes copied and reported), `staged`
-                (doorbell rung), or `committed`.
-            numel: of its largest pieces.
+            stop: `staging` (header written, half of the bytes copied), `staged` (doorbell rung), or
+                `committed`.
         """
         self.process = subprocess.Popen(
             [
@@ -259,7 +257,7 @@ class TrainerProcess:
                 *("--root", str(root), "--runtime-dir", str(runtime_dir)),
                 *("--rank", str(rank), "--world-size", str(world_size)),
                 *("--iterations", ",".join(map(str, iterations))),
-                *("--save-id", save_id, "--stop", stop, "--numel", str(numel)),
+                *("--save-id", save_id, "--stop", stop),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -353,15 +351,10 @@ def _main() -> None:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--iterations", required=True)
     parser.add_argument("--save-id", required=True)
-    parser.add_argument("--numel", type=int, required=True)
     parser.add_argument("--stop", choices=("staging", "staged", "committed"), required=True)
     arguments = parser.parse_args()
     trainer = FakeTrainer(
-        arguments.root,
-        config_of(arguments.runtime_dir),
-        arguments.rank,
-        arguments.world_size,
-        numel=arguments.numel,
+        arguments.root, config_of(arguments.runtime_dir), arguments.rank, arguments.world_size
     )
     *earlier, last = map(int, arguments.iterations.split(","))
     for iteration in earlier:
@@ -373,7 +366,6 @@ def _main() -> None:
         with slot.data() as data:
             half = len(data) // 2
             data[:half] = content(trainer.rank, last, len(data))[:half]
-        trainer.client.copied(slot.index, half)
     elif arguments.stop == "staged":
         trainer.stage(last, arguments.save_id)
     else:

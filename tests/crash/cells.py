@@ -12,16 +12,14 @@ from collections.abc import Iterator
 
 from tests.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
 
-#: Points of trainers, likewise; of a save two parts are reported, and the last is not.
-_SAVING = {
-    "save.granted": (1, 3),
-    "save.staging": (1, 3),
-    "stage.half": (1, 3),
-    "stage.part": (1, 2, 6),
-    "stage.copied": (1, 3),
-    "stage.staged": (1, 3),
-    "stage.rung": (1, 3),
-}
+_SAVING = (
+    "save.granted",
+    "save.staging",
+    "stage.half",
+    "stage.copied",
+    "stage.staged",
+    "stage.rung",
+)
 _LOADING = (
     "load.taken",
     "load.planned",
@@ -53,8 +51,6 @@ _AGENT = {
     "commit.done": (1, 3),
     "save.marked": (1, 3),
 }
-#: Not for a job that does not wait: its polls keep trainers from saying how far their copies are.
-_WAITING = {"agent.begun": (1, 4)}
 _RETAINING = {
     "retain.chosen": (1,),
     "retain.hidden": (1,),
@@ -81,7 +77,7 @@ def sample() -> list[Cell]:
         _cell(Crash("agent", "commit.manifest", 3, NODE)),
         _cell(Crash("agent", "retain.file", 1, NODE), retain_interval=_RETAIN_INTERVAL),
         _cell(Crash("agent", "forget.file", 1, TRAINERS), broken=_BROKEN),
-        _cell(Crash("rank1", "stage.part", 6, TRAINERS)),
+        _cell(Crash("rank1", "stage.half", 3, TRAINERS)),
         _cell(Crash("rank0", "stage.staged", 3, AGENT)),
         _cell(Crash("rank1", "stage.rung", 4, TRAINERS), Crash("rank0", "load.half", 1, AGENT)),
         _cell(Crash("rank0", "stage.copied", 3, NODE), Crash("rank1", "load.filled", 1, TRAINERS)),
@@ -97,7 +93,6 @@ def _cell(*crashes: Crash, **more: int) -> Cell:
 def _of_the_agent() -> Iterator[Cell]:
     for points, more in (
         (_AGENT, {}),
-        (_WAITING, {}),
         (_RETAINING, {"retain_interval": _RETAIN_INTERVAL}),
         (_FAILING, {"broken": _BROKEN}),
     ):
@@ -110,8 +105,8 @@ def _of_the_agent() -> Iterator[Cell]:
 def _of_trainers() -> Iterator[Cell]:
     for rank in ("rank0", "rank1"):
         for killed in KILLED:
-            for point, counts in _SAVING.items():
-                for count in counts:
+            for point in _SAVING:
+                for count in (1, 3):
                     yield _cell(Crash(rank, point, count, killed))
             yield _cell(Crash(rank, "save.told", 2, killed))  # DURABLE
             yield _cell(Crash(rank, "save.told", _BROKEN + 1, killed), broken=_BROKEN)  # FAILED
@@ -141,7 +136,7 @@ def _random(seed: int) -> Cell:
             point, counts = draw.choice(list(_AGENT.items()))
             crash = Crash("agent", point, draw.choice(counts), killed)
         else:
-            point = draw.choice(list(_SAVING))
+            point = draw.choice(_SAVING)
             crash = Crash(f"rank{draw.randrange(2)}", point, draw.randint(1, 4), killed)
         crashes.append(crash)
         agent_is_new = killed == NODE

@@ -152,19 +152,6 @@ def test_what_the_next_forward_may_change_is_copied_before_anything_else_of_its_
     assert device.log[4:] == ["side waits for 1", "copy 1", "side records 2", "main waits for 2"]
 
 
-def test_how_far_copies_have_come_is_told_when_the_device_has_made_them(
-    device: Device, slab: Slab, stager: Stager
-) -> None:
-    told: list[int] = []
-    tensors = [on_gpu(torch.zeros(2 << 20)) for _ in range(4)]  # 8 MiB each: parts of their own
-    stager.stage(copies(slab, tensors), Finish(), told.append)
-    stager.before_change()
-    assert told == []
-    device.done.set()
-    stager.wait()
-    assert told == [slab.slots[0].data_offset + number * (8 << 20) for number in (1, 2, 3)]
-
-
 @pytest.mark.parametrize("why", ["a source in host memory", "the stream is being captured"])
 def test_what_the_device_cannot_be_made_to_wait_for_the_thread_waits_for(
     device: Device, slab: Slab, stager: Stager, why: str

@@ -254,51 +254,6 @@ def test_many_pieces_each_land_at_their_offset(slab: Slab, stager: HeldStager) -
     assert bytes_at(slab, offset, position - offset) == b"".join(map(raw, sources))
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-def test_below_what_is_reported_all_is_copied_and_nobody_is_told_while_training_waits(
-    blocking: bool,
-) -> None:
-    slab = Slab.create(1, 0, 24 << 20, "0")
-    offset = slab.slots[0].data_offset
-    stager = Stager()
-    stager.use(slab, cuda_device=None)
-    sources = [torch.full((3 << 18,), n + 1.0) for n in range(7)]  # 3 MiB each
-    copies = [
-        Copy(source, offset + (n * 3 << 20), blocking or n in (1, 6))
-        for n, source in enumerate(sources)
-    ]
-    whole = b"".join(map(raw, sources))
-    told: list[int] = []
-
-    def report(end: int) -> None:
-        told.append(end - offset)
-        found = bytes_at(slab, offset, len(whole))
-        assert found[: told[-1]] == whole[: told[-1]]
-        assert found != whole
-
-    finish = Finish()
-    stager.stage(copies, finish, report)
-    stager.wait()
-    assert [error for _, error in finish.calls] == [None]
-    assert bytes_at(slab, offset, len(whole)) == whole
-    assert told == sorted(told)
-    # Parts of 4 MiB at least, unless something lies between.
-    assert told == [n * 3 << 20 for n in ([] if blocking else [2, 4])]
-    stager.close()
-    slab.close()
-
-
-def test_nothing_is_reported_after_a_copy_has_failed(slab: Slab, stager: HeldStager) -> None:
-    stager.gate.set()
-    offset = slab.slots[0].data_offset
-    told: list[int] = []
-    beyond = Copy(torch.ones(1000), slab.geometry.nbytes - 40, False)
-    after = Copy(torch.ones(4), slab.geometry.nbytes + 8192, False)
-    stager.stage([Copy(torch.ones(4), offset, False), beyond, after], Finish(), told.append)
-    stager.wait()
-    assert told == [beyond.offset]
-
-
 def test_a_save_without_late_copies_and_one_without_any_are_finished_too(
     slab: Slab, stager: HeldStager
 ) -> None:
