@@ -52,6 +52,7 @@ def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
     whole = nbytes * results["size"]["ranks"]
     raw_s = raw_write_s(results)
     durable = median(found.get("durable_s"))
+    memcpy_s = median(found.get("memcpy_s"))
     first, first_over_later = first_saves(found)
     cpu = median(found.get("cpu_s"))
 
@@ -65,6 +66,9 @@ def summary(results: dict[str, Any], name: str) -> dict[str, float | None]:
         "owed_s": median(found.get("owed_s")),
         "durable_s": durable,
         "durable_over_raw": durable / raw_s if durable and raw_s else None,
+        "durable_over_copy_and_raw": (
+            durable / (memcpy_s + raw_s) if durable and memcpy_s and raw_s else None
+        ),
         "training_lost_s": median(found.get("training_lost_s")),
         "training_blocked_s": median(found.get("training_blocked_s")),
         "training_slowed_s": median(found.get("training_slowed_s")),

@@ -122,6 +122,18 @@ def test_a_first_save_is_compared_with_later_ones_of_its_own_job(script) -> None
     assert target.reached({}, row) == pytest.approx(2.0)
 
 
+def test_a_save_may_take_the_time_of_a_memcpy_and_a_raw_write_to_be_durable(script) -> None:
+    ours = {"errors": [], "durable_s": [0.4, 0.3, 0.5], "memcpy_s": [0.03, 0.05, 0.09]}
+    results = figures({"flashckpt": ours})
+    report = script("bench_save_report")
+    (target,) = [it for it in script("bench_save_targets").TARGETS if "durable, " in it.what]
+    assert target.reached(results, report.summary(results, "flashckpt")) is None
+    results["limits"] = {"raw_direct_s": [0.2, 0.9, 0.1], "raw_buffered_s": [0.7]}
+    reached = target.reached(results, report.summary(results, "flashckpt"))
+    assert reached == pytest.approx(0.4 / (0.05 + 0.2))
+    assert not target.met(reached)
+
+
 def test_what_is_held_against_one_memcpy_is_compared_with_copies_of_tensors_too(script) -> None:
     results = figures({"flashckpt-blocking": saves(90, 60, 50, 70)})
     results["limits"]["memcpy_by_tensor_s"] = [0.06, 0.03, 0.04]
