@@ -16,12 +16,19 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from megatron_flashckpt import run_id
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentError, ConfigError, FlashCkptError, SaveFailedError
+from megatron_flashckpt.errors import (
+    AgentError,
+    ConfigError,
+    FlashCkptError,
+    SaveFailedError,
+    UnsupportedError,
+)
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
@@ -107,6 +114,7 @@ class Checkpointer:
         self._plans = PlanCache(self.link.fetch_template, self.link.publish_template)
         self._outstanding = Outstanding(self.root, self.rank, self.link)
         self._last: tuple[int, int, bool] | None = None
+        self._copies_hang = False
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -189,17 +197,18 @@ class Checkpointer:
         self.link.stager.wait()
         self._outstanding.settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
-        # 1. Tensors are enumerated afresh; only layouts are cached.
-        with phase("enumerate"):
-            ordered = self._ordered(request.chunks, request.optimizer, request.rank_state)
         if self._run_id is None:
             self._run_id = run_id.from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
         self._outstanding.expect(save_id, memory_only=request.memory_only)
         slot: Slot | None = None
         try:
+            # 1. Tensors are enumerated afresh; only layouts are cached.
+            ordered = self._enumerated(request)
             # 2. The plan. 3. A free slot.
             layout, slot = self._place(request, ordered, save_id)
+        except UnsupportedError:
+            raise
         except FlashCkptError as error:
             self._outstanding.fail(request.iteration, save_id, str(error))
         self._last = mark
@@ -217,6 +226,19 @@ class Checkpointer:
         if self.config.staging == "blocking":
             self.link.stager.wait_copied()
         return SaveReport(request.iteration, trace.age_s, layout.nbytes)
+
+    def _enumerated(self, request: SaveRequest) -> list[LocalPiece]:
+        """Return all that this rank saves, in layout order.
+
+        Raises:
+            UnsupportedError: the job holds state that cannot be saved.
+            SaveFailedError: CUDA has no memory for a temporary copy, or fails altogether.
+        """
+        try:
+            with phase("enumerate"):
+                return self._ordered(request.chunks, request.optimizer, request.rank_state)
+        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
+            raise SaveFailedError(f"rank {self.rank}: not staged: {error}") from error
 
     def _ordered(
         self, chunks: list[Any], optimizer: Any, rank_state: RankState
@@ -300,7 +322,8 @@ class Checkpointer:
         trace: Recorder,
     ) -> None:
         client = self.link.client()
-        save_id = slot.header.save_id
+        staging = slot.header
+        save_id = staging.save_id
         data_offset = slot.data_offset
         # What training waits for anyhow is copied here: no other thread has to wake up for it.
         blocking = self.config.staging == "blocking"
@@ -316,6 +339,8 @@ class Checkpointer:
                 if error is not None:
                     raise SaveFailedError(f"copying to host memory failed: {error}") from error
                 reach("stage.copied")
+                if slot.header != staging:  # the agent has discarded it when this process hung up
+                    raise SaveFailedError("its slot was discarded while it was copied")
                 slot.set_state(SlotState.KEPT if request.memory_only else SlotState.STAGED)
                 reach("stage.staged")
                 cost = trace.staged_now(blocking=blocking)
@@ -360,7 +385,7 @@ class Checkpointer:
         """
         timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
-        self.link.stager.wait()
+        self._copies_hang = not self.link.stager.wait(timeout_s)
         outcomes = self.poll()
         while self._outstanding:
             left = deadline - time.monotonic()
@@ -383,4 +408,11 @@ class Checkpointer:
 
         Call `wait` before, or pending outcomes are lost (the saves are not).
         """
-        self.link.close(leave=leave)
+        if self._copies_hang:
+            self.abandon()
+        else:
+            self.link.close(leave=leave)
+
+    def abandon(self) -> None:
+        """Hang up after a crash of training, within seconds even if the GPU hangs."""
+        self.link.abandon()

@@ -7,12 +7,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 
-import torch
-
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outcome, PeersOpened
+from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentError, FlashCkptError
+from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
+from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlabGeometry, align
 from megatron_flashckpt.memory.stager import Stager
@@ -53,6 +53,8 @@ class NodeLink:
         self._lost_one = False
         #: Saves that were staged in the slab when an agent got it, which tells their outcome.
         self._taken: tuple[str, ...] = ()
+        #: CUDA device of the training thread, which every other thread has to be told.
+        self._device: int | None = None
         self.stager = Stager()
 
     def prepare(self, nbytes: int | None, plan_nbytes: int = 0) -> None:
@@ -61,6 +63,11 @@ class NodeLink:
         Args:
             plan_nbytes: about what the plan of a save takes beside the data.
         """
+        try:
+            self._note_device()
+        except SaveFailedError as error:
+            logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)
+            return
         if self._unmapped and self._slab is not None:
             self._unmapped = False
             self._begin(self._populate, self._slab, self._preparing)
@@ -80,16 +87,49 @@ class NodeLink:
         if not slab.fits(plan_nbytes, nbytes, self._config.slots):
             self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
 
+    def wait_for_device_work(self) -> None:
+        """Return when no thread but the copy thread calls CUDA any more, until a slab is replaced.
+
+        Jobs with CUDA graphs wait for that before the first step, which captures graphs.
+        """
+        self._prepared()
+        self.stager.wait_pinned()
+
+    def _note_device(self) -> None:
+        """Note the training thread's CUDA device. Called on that thread only.
+
+        Raises:
+            SaveFailedError: CUDA does not say which it is.
+        """
+        try:
+            self._device = cuda.current_device()
+        except RuntimeError as error:
+            raise SaveFailedError(
+                f"rank {self._rank}: CUDA is broken ({error}); restart the job"
+            ) from error
+
     def _begin(self, work: Callable[..., None], *args: object) -> None:
-        self._preparing = threading.Thread(
-            target=work, args=args, name="flashckpt-prepare", daemon=True
-        )
+        def run() -> None:
+            try:
+                cuda.enter_thread(self._device)
+            except RuntimeError as error:
+                logger.warning("rank %d: not prepared for the first save: %s", self._rank, error)
+            else:
+                work(*args)
+
+        self._preparing = threading.Thread(target=run, name="flashckpt-prepare", daemon=True)
         self._preparing.start()
 
     def _populate(self, slab: Slab, earlier: threading.Thread | None) -> None:
         if earlier is not None:
             earlier.join()
         slab.populate()
+        self._pin()
+
+    def _pin(self) -> None:
+        """Begin to page-lock the slab, which is no matter of the load of a restart."""
+        if self._config.pinned:
+            self.stager.pin(agent_directory(self._root, self._config.runtime_dir))
 
     def _prepare(
         self, nbytes: int | None, plan_nbytes: int, earlier: threading.Thread | None
@@ -172,8 +212,14 @@ class NodeLink:
         self.client().recover(saves, huge_pages=self._config.huge_pages)
 
     def ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
-        """Return the attached slab, a larger one if the present one is too small."""
+        """Return the attached slab, a larger one if the present one is too small.
+
+        Raises:
+            SaveFailedError: CUDA is broken, or gives no stream to copy on.
+            StorageError: there is no memory for the slab.
+        """
         self._prepared()
+        self._note_device()
         return self._ensure(data_nbytes, meta_nbytes)
 
     def _ensure(self, data_nbytes: int, meta_nbytes: int) -> Slab:
@@ -191,8 +237,11 @@ class NodeLink:
             slab.populate()
             self._use(slab)
             self._attached = False
+        elif self.stager.device != self._device:
+            self._use(slab)
         if not self._attached:
             self._attach(slab)
+        self._pin()
         return slab
 
     def _attach(self, slab: Slab) -> None:
@@ -206,6 +255,7 @@ class NodeLink:
         """
         slab, offers = self.client().take()
         if slab is not None:
+            self._note_device()
             self._use(slab)
             # The load reads one slot, once; all pages are mapped when it is over (`prepare`).
             self._unmapped = True
@@ -232,10 +282,13 @@ class NodeLink:
                 return
 
     def _use(self, slab: Slab) -> None:
-        on_gpu = torch.cuda.is_available() and torch.zeros(0, device="cuda").is_cuda
-        device = torch.cuda.current_device() if on_gpu else None
-        self.stager.use(slab, cuda_device=device, pin=self._config.pinned)
-        if self._slab is not None:
+        try:
+            self.stager.use(slab, device=self._device)
+        except SaveFailedError:
+            if slab is not self._slab:
+                slab.close()
+            raise
+        if self._slab is not None and slab is not self._slab:
             self._slab.close()
         self._slab, self._unmapped = slab, False
 
@@ -315,6 +368,11 @@ class NodeLink:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+    def abandon(self) -> None:
+        """Hang up after a crash; wait for nothing that may never come, as from a GPU that hangs."""
+        self.stager.abandon()
+        self._drop()
 
     def close(self, *, leave: bool) -> None:
         """End the copy thread and hang up; with `leave` the agent frees this rank's memory."""

@@ -145,15 +145,25 @@ class Session:
     def at_exit(self) -> None:
         """Drain: a job that ends right after its last save leaves that save committed.
 
-        After an unhandled exception nothing is awaited (other ranks may be dead, and a restart is
-        waiting for this process to end): the agent finishes alone and keeps the slots.
+        After an unhandled exception no save is awaited, because other ranks may be dead, this
+        rank's GPU may hang, and a restart waits for this process to end. The agent finishes alone
+        and keeps the slots.
         """
         crashed = getattr(sys, "last_value", None) is not None
         try:
             self.finalize(blocking=not crashed)
         except SaveFailedError as error:
             logger.error("%s", error)
-        self.close(leave=not crashed)
+        if crashed:
+            self.abandon()
+        else:
+            self.close(leave=True)
+
+    def abandon(self) -> None:
+        """Hang up after a crash; the agent keeps the host memory for a restart."""
+        for each in self._open.values():
+            each.checkpointer.abandon()
+        self._open.clear()
 
 
 def _make() -> Session:

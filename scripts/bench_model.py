@@ -55,7 +55,7 @@ def bench_model(out: Console, root: Path, mib: int, rounds: int) -> None:
     )
     storage, stager, slab = PosixStorage(root), Stager(), Slab.create(2, 4096, layout.nbytes, "0")
     slab.populate()
-    stager.use(slab, cuda_device=None)
+    stager.use(slab, device=None)
     slot, target = slab.slots[0], torch.zeros(numel)
     found: dict[str, list[float]] = {name: [] for name in ("copy", "write", "stage", "persist")}
     for _ in range(rounds):

@@ -47,19 +47,20 @@ class Job:
             for n in range(len(self.tensors))
         ]
 
+    def request(self, iteration: int, **more: Any) -> SaveRequest:
+        return SaveRequest(
+            iteration=iteration,
+            chunks=[],
+            optimizer=None,
+            rank_state=lambda geometry: {"seed": 1},
+            common_state=lambda: {"iteration": iteration},
+            description={},
+            **more,
+        )
+
     def save(self, iteration: int, **more: Any) -> str | None:
         """Save, wait, and return the error if there was one."""
-        self.checkpointer.save(
-            SaveRequest(
-                iteration=iteration,
-                chunks=[],
-                optimizer=None,
-                rank_state=lambda geometry: {"seed": 1},
-                common_state=lambda: {"iteration": iteration},
-                description={},
-                **more,
-            )
-        )
+        self.checkpointer.save(self.request(iteration, **more))
         self.checkpointer.link.stager.wait()
         (outcome,) = eventually("its outcome", lambda: self.checkpointer.poll(0.1))
         return outcome.error

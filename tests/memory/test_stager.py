@@ -24,10 +24,9 @@ class HeldStager(Stager):
         self.gate = threading.Event()
         super().__init__()
 
-    def _copy(self, *args: Any) -> Any:
-        if threading.current_thread() is self._thread:
-            assert self.gate.wait(PATIENCE_S)
-        return super()._copy(*args)
+    def _copy_late(self, job: Any) -> None:
+        assert self.gate.wait(PATIENCE_S)
+        super()._copy_late(job)
 
 
 class Finish:
@@ -52,7 +51,7 @@ def slab() -> Iterator[Slab]:
 @pytest.fixture
 def stager(slab: Slab) -> Iterator[HeldStager]:
     made = HeldStager()
-    made.use(slab, cuda_device=None)
+    made.use(slab, device=None)
     yield made
     made.gate.set()
     made.close()
@@ -317,19 +316,19 @@ def test_another_slab_is_used_from_the_next_stage_on(slab: Slab, stager: HeldSta
     other = Slab.create(1, 0, 1 << 16, "1")
     offset = slab.slots[0].data_offset
     stager.stage([Copy(torch.ones(4), offset, False)], Finish())
-    stager.use(other, cuda_device=None)  # waits for what is under way
+    stager.use(other, device=None)  # waits for what is under way
     assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
     stager.stage([Copy(torch.full((4,), 3.0), offset, False)], Finish())
     stager.wait()
     assert bytes_at(other, offset, 16) == raw(torch.full((4,), 3.0))
     assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
-    stager.use(slab, cuda_device=None)
+    stager.use(slab, device=None)
     other.close()
 
 
 def test_close_ends_what_is_under_way_and_joins_the_thread(slab: Slab) -> None:
     stager = HeldStager()
-    stager.use(slab, cuda_device=None)
+    stager.use(slab, device=None)
     offset = slab.slots[0].data_offset
     finish = Finish()
     stager.stage([Copy(torch.ones(4), offset, False)], finish)
@@ -345,7 +344,7 @@ def test_close_ends_what_is_under_way_and_joins_the_thread(slab: Slab) -> None:
 def test_close_lets_go_of_the_slab() -> None:
     slab = Slab.create(1, 0, 4096, "let-go")
     stager = Stager()
-    stager.use(slab, cuda_device=None)
+    stager.use(slab, device=None)
     stager.close()
     slab.close()
     assert times_mapped("let-go") == 0
@@ -355,7 +354,7 @@ def test_a_slab_that_is_closed_under_the_stager_stays_mapped_until_it_lets_go() 
     slab = Slab.create(1, 0, 4096, "held")
     offset = slab.slots[0].data_offset
     stager = Stager()
-    stager.use(slab, cuda_device=None)
+    stager.use(slab, device=None)
     slab.close()
     finish = Finish()
     stager.stage([Copy(torch.ones(4), offset, False)], finish)
@@ -364,51 +363,3 @@ def test_a_slab_that_is_closed_under_the_stager_stays_mapped_until_it_lets_go() 
     assert times_mapped("held") == 1
     stager.close()
     assert times_mapped("held") == 0
-
-
-class DoubleOfCudart:
-    """Stands for the CUDA runtime: no machine of these tests has one."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.pinned[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
-
-
-@pytest.mark.parametrize("pin", [True, False])
-def test_exactly_the_slab_is_pinned_until_the_stager_lets_go_unless_that_is_turned_off(
-    pin: bool, slab: Slab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cudart = DoubleOfCudart()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    stager = Stager()
-    stager.use(slab, cuda_device=0, pin=pin)
-    assert list(cudart.pinned.values()) == ([slab.geometry.nbytes] if pin else [])
-    other = Slab.create(1, 0, 1 << 21, "other")
-    stager.use(other, cuda_device=0, pin=pin)
-    assert list(cudart.pinned.values()) == ([other.geometry.nbytes] if pin else [])
-    stager.close()
-    assert not cudart.pinned
-    other.close()
-
-
-def test_slots_that_cannot_be_pinned_are_used_and_the_remedy_is_said(
-    slab: Slab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    cudart = DoubleOfCudart()
-    monkeypatch.setattr(cudart, "cudaHostRegister", lambda *_: 2)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
-    stager = Stager()
-    stager.use(slab, cuda_device=0)
-    stager.close()
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert f"{slab.geometry.nbytes} bytes" in said
-    assert "pinned: false" in said

@@ -169,7 +169,7 @@ def test_the_slot_holds_the_weights_from_before_the_step() -> None:
     """The stager and the hook together, with a copy that is still under way at the step."""
     slab = Slab.create(1, 0, 4096, "0")
     stager = HeldStager()
-    stager.use(slab, cuda_device=None)
+    stager.use(slab, device=None)
     weight = parameter()
     optimizer = torch.optim.Adam([weight], lr=0.1)
     StepHook(stager.before_change).install(None, [optimizer])

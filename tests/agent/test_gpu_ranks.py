@@ -1,0 +1,227 @@
+"""`Checkpointer` with a real agent, on several local ranks of a simulated node of GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.verification import verify
+from tests.agent.conftest import Node
+from tests.agent.test_checkpointer import Job
+from tests.agent.test_persist import stored
+from tests.agent.trainer import eventually
+from tests.simulated_gpu import Node as GpuNode
+from tests.simulated_gpu import simulated_gpus
+
+
+@pytest.fixture
+def gpus() -> Iterator[GpuNode]:
+    with simulated_gpus(8, memory_nbytes=256 << 20) as made:
+        yield made
+
+
+class GpuJob(Job):
+    """One rank whose tensors are on the device of its local rank."""
+
+    def __init__(self, local_rank: int, *args: Any) -> None:
+        torch.cuda.set_device(local_rank)  # as Megatron does, on the training thread
+        super().__init__(*args)
+        self.tensors = [tensor.cuda() for tensor in self.tensors]
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [tensor.cpu() for tensor in self.tensors]
+
+    def assert_stored(self, root: Path, iteration: int) -> None:
+        assert verify(stored(root, iteration)) == []
+        (shard,) = (root / names.iteration_dir(iteration)).glob("rank_*")
+        data = shard.read_bytes()
+        for values in self.values:
+            assert values.numpy().tobytes() in data
+
+    def step(self) -> None:
+        self.checkpointer.hook._wait()
+        for tensor in self.tensors:
+            tensor.add_(1.0)
+
+
+@pytest.fixture
+def make(root: Path, node: Node, monkeypatch: pytest.MonkeyPatch, gpus: GpuNode) -> Iterator[Any]:
+    made: list[GpuJob] = []
+
+    def job(local_rank: int, **settings: Any) -> GpuJob:
+        config = msgspec.structs.replace(node.config(), **settings)
+        made.append(GpuJob(local_rank, root, config, monkeypatch))
+        return made[-1]
+
+    yield job
+    gpus.refusals.clear()
+    for each in made:
+        each.checkpointer.close(leave=False)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("local_rank", [0, 5])
+def test_every_local_rank_stores_its_own_bytes(
+    make: Any, root: Path, gpus: GpuNode, local_rank: int, pinned: bool
+) -> None:
+    """Memory is prepared by a thread whose current device would be 0."""
+    job = make(local_rank, pinned=pinned)
+    job.checkpointer.link.prepare(25_000_000)
+    for iteration in (1, 2, 3):
+        job.step()
+        assert job.save(iteration) is None
+        job.assert_stored(root, iteration)
+    assert job.checkpointer.link.stager.device == local_rank
+    registered = {device for _, _, device in gpus.runtime.registered_by}
+    assert registered == ({local_rank} if pinned else set())
+
+
+@pytest.mark.parametrize("local_rank", [0, 5])
+def test_a_slot_holds_its_bytes_when_it_is_marked_staged(
+    make: Any, gpus: GpuNode, local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.d2h_bytes_per_s = 200e6
+    job = make(local_rank)
+    job.checkpointer.link.prepare(25_000_000)
+    seen: list[bool] = []
+    link = job.checkpointer.link
+    values = job.values
+    client = link.client()
+    staged = client.staged
+
+    def ring(index: int, *args: Any) -> None:
+        slot = link._slab.slots[index]
+        with slot.data() as data:
+            contents = bytes(data)
+        seen.append(all(value.numpy().tobytes() in contents for value in values))
+        staged(index, *args)
+
+    monkeypatch.setattr(client, "staged", ring)
+    assert job.save(1) is None
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("local_rank", [0, 5])
+def test_a_restarted_rank_saves_into_the_memory_that_it_left(
+    make: Any, root: Path, gpus: GpuNode, local_rank: int
+) -> None:
+    first = make(local_rank)
+    first.checkpointer.link.prepare(25_000_000)
+    assert first.save(1) is None
+    first.checkpointer.close(leave=False)
+    gpus.runtime.locked.clear()  # the kernel unlocks what a process leaves
+    gpus.runtime.registered_by.clear()
+    again = make(local_rank)
+    slab, (offer, *_) = again.checkpointer.link.take_slab()
+    assert offer.iteration == 1
+    assert gpus.runtime.registered_by == [], "a load does not wait for page-locking"
+    again.checkpointer.link.prepare(None)
+    eventually("all prepared", lambda: not again.checkpointer.link.is_preparing)
+    again.checkpointer.link.wait_for_device_work()
+    assert gpus.runtime.registered_by == [(slab.geometry.nbytes, "flashckpt-pin", local_rank)]
+    again.step()
+    assert again.save(2) is None
+    again.assert_stored(root, 2)
+
+
+@pytest.mark.parametrize("local_rank", [0, 5])
+def test_a_rank_whose_slab_grows_stores_its_own_bytes(
+    make: Any, root: Path, gpus: GpuNode, local_rank: int
+) -> None:
+    job = make(local_rank)
+    job.checkpointer.link.prepare(1_000_000)
+    assert job.save(1) is None
+    job.assert_stored(root, 1)
+    job.checkpointer.link.wait_for_device_work()
+    (locked,) = gpus.runtime.locked.values()
+    assert locked == job.checkpointer.link._slab.geometry.nbytes
+
+
+def test_a_device_that_was_set_after_the_memory_was_made_is_used(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    job = make(5)
+    torch.cuda.set_device(0)
+    job.checkpointer.link.prepare(25_000_000)
+    eventually("all prepared", lambda: not job.checkpointer.link.is_preparing)
+    torch.cuda.set_device(5)
+    assert job.save(1) is None
+    job.assert_stored(root, 1)
+
+
+def test_a_rank_with_tensors_of_another_device_fails_its_saves_by_name(
+    make: Any, gpus: GpuNode
+) -> None:
+    job = make(5)
+    torch.cuda.set_device(3)
+    error = job.save(1)
+    assert error is not None
+    assert "on cuda:5" in error
+    assert "torch.cuda.set_device(5)" in error
+
+
+@pytest.mark.parametrize("name", ["Stream", "set_device", "cudaHostRegister"])
+def test_training_continues_without_saves_when_cuda_refuses_what_they_need(
+    make: Any, root: Path, gpus: GpuNode, name: str
+) -> None:
+    job = make(5)
+
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: initialization error")
+
+    gpus.refusals[name] = refuse
+    job.checkpointer.link.prepare(25_000_000)
+    eventually("all prepared", lambda: not job.checkpointer.link.is_preparing)
+    error = job.save(1)
+    if name == "cudaHostRegister":
+        assert error is None
+    else:
+        assert "initialization error" in (error or "")
+    gpus.refusals.clear()
+    job.step()
+    assert job.save(2) is None
+    job.assert_stored(root, 2)
+
+
+def test_a_gpu_without_memory_for_a_temporary_copy_fails_the_save_only(
+    make: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(5)
+
+    def no_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 bytes.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.checkpointer.model_state, "owned", no_memory)
+        assert "rank 0: not staged: CUDA out of memory" in (job.save(1) or "")
+    assert job.save(2) is None
+    job.assert_stored(root, 2)
+
+
+def test_a_crashed_rank_with_a_gpu_that_hangs_ends_and_leaves_the_older_save(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    job = make(5)
+    job.checkpointer.link.prepare(25_000_000)
+    assert job.save(1) is None
+    gpus.devices[5].running.clear()
+    job.checkpointer.save(job.request(2))
+    started = time.monotonic()
+    job.checkpointer.abandon()
+    assert time.monotonic() - started < 5.0
+    gpus.devices[5].running.set()
+    again = make(5)
+    slab, offers = again.checkpointer.link.take_slab()
+    assert [offer.iteration for offer in offers] == [1]
+    states = sorted(slot.header.state for slot in slab.slots)
+    assert states[-1] == SlotState.DURABLE
+    assert SlotState.STAGED not in states
