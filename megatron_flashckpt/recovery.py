@@ -202,6 +202,8 @@ class Candidates:
             self._memory = [found for found in self._memory if damage and found is not current]
             if damage and not self._fall_back and self._iteration_of(self.current) != iteration:
                 raise error
+            if not damage and self.current is None:
+                raise error
         elif current is not None:
             if not (damage and self._fall_back):
                 raise error

@@ -25,10 +25,10 @@ from megatron_flashckpt.storage.posix import PosixStorage
 DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")
 
 
-def held(iteration: int) -> InMemory:
-    """Return a checkpoint in memory; agents know that 6 was committed."""
+def held(iteration: int, committed: int = 6) -> InMemory:
+    """Return a checkpoint in memory; agents know that `committed` was committed."""
     slab: Any = None
-    return InMemory(slab, Offer(0, iteration, f"{iteration:08x}", False, None), 6)
+    return InMemory(slab, Offer(0, iteration, f"{iteration:08x}", False, None), committed)
 
 
 @pytest.fixture
@@ -118,6 +118,16 @@ def test_what_is_no_damage_never_falls_back(storage: PosixStorage, error: FlashC
     assert caught.value is error
     # But storage is asked for what memory cannot give, whatever the reason.
     assert tried(storage, [held(6), held(4)], {"memory 6": error}) == ["memory 6", "6"]
+
+
+def test_training_never_starts_from_scratch_because_memory_could_not_be_loaded(
+    tmp_path: Path,
+) -> None:
+    """Only damage may cost iterations; here storage has nothing, so all of them would be lost."""
+    error = FlashCkptError("rank 1: OutOfMemoryError: CUDA out of memory")
+    with pytest.raises(FlashCkptError) as caught:
+        tried(PosixStorage(tmp_path), [held(6, committed=-1)], {"memory 6": error})
+    assert caught.value is error
 
 
 def test_stop_loses_nothing(storage: PosixStorage) -> None:
