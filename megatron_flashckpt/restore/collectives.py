@@ -115,6 +115,8 @@ def together(work: Callable[[], _T], group: Group = None) -> _T:
         FlashCkptError: of one class on all ranks, so that all decide alike what to do about it. If
             several ranks failed that is the error of the lowest, unless another is no damage: what
             is wrong with the job comes first. A rank with an error of that class raises its own.
+            An error that is not a FlashCkptError becomes one, also on the rank that raised it: a
+            caller that catches FlashCkptError must catch it on all ranks or on none.
     """
     tried = attempt(work)
     # One number, as all is well nearly always.
@@ -177,7 +179,7 @@ def raise_agreed(everyone: list[Said | None], mine: Exception | None) -> None:
     agreed = min(failures, key=lambda said: said.damage)
     if mine is None:
         raise agreed.error()
-    if _said(mine)[:2] == agreed[:2]:
+    if isinstance(mine, FlashCkptError) and _said(mine)[:2] == agreed[:2]:
         raise mine
     raise agreed.error() from mine
 
