@@ -30,9 +30,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-#: Whatever fits into it travels in one collective; more takes a second one.
+#: An object that fits into the head travels in one collective; a larger one follows in parts.
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8
+#: Bytes of all ranks in one collective. With NCCL they lie in GPU memory, twice in a gather, where
+#: a restarted job may have little room: 1024 ranks with 10 MiB each would take 20 GiB at once.
+PART_NBYTES = 16 * 2**20
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
@@ -45,7 +48,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     if max(lengths) <= _HEAD_NBYTES - _LENGTH_NBYTES:
         bodies = [head[_LENGTH_NBYTES:] for head in heads]
     else:
-        bodies = _all_gathered(mine.ljust(max(lengths), b"\0"), group)
+        bodies = _gathered_by_parts(mine, lengths, group)
     return [pickle.loads(body[:n]) for body, n in zip(bodies, lengths, strict=True)]
 
 
@@ -60,8 +63,28 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     if length <= _HEAD_NBYTES - _LENGTH_NBYTES:
         body = head[_LENGTH_NBYTES:]
     else:
-        body = _broadcast(mine if is_source else bytes(length), source)
+        body = _broadcast_by_parts(mine if is_source else bytes(length), source)
     return value if is_source else pickle.loads(body[:length])
+
+
+def _gathered_by_parts(mine: bytes, lengths: list[int], group: Group) -> list[memoryview]:
+    """Return the bytes of every rank, which are `lengths` long. Collective."""
+    longest = max(lengths)
+    step = max(PART_NBYTES // len(lengths), 1)
+    bodies = [bytearray() for _ in lengths]
+    for start in range(0, longest, step):
+        part = mine[start : start + step].ljust(min(step, longest - start), b"\0")
+        for body, length, theirs in zip(bodies, lengths, _all_gathered(part, group), strict=True):
+            body += theirs[: max(length - start, 0)]
+    return [memoryview(body) for body in bodies]
+
+
+def _broadcast_by_parts(mine: bytes, source: int) -> memoryview:
+    """Return the bytes of rank `source`; `mine` is as long on every rank. Collective."""
+    body = bytearray()
+    for start in range(0, len(mine), PART_NBYTES):
+        body += _broadcast(mine[start : start + PART_NBYTES], source)
+    return memoryview(body)
 
 
 def _head(encoded: bytes) -> bytes:

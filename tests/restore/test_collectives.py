@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
+from megatron_flashckpt.restore import collectives
 from megatron_flashckpt.restore.collectives import (
     broadcast_object,
     from_first,
@@ -54,6 +55,31 @@ ERRORS: dict[str, dict[int, Exception]] = {
 }
 
 
+#: Bytes that a gather or a broadcast may hold in the memory of the process group's device.
+BOUND = 3 * 4096
+
+
+def largest_collective(call: Callable[[], Any]) -> int:
+    """Return the most bytes that one collective of `call()` held: what it sent and received."""
+    held = [0]
+    all_gather, broadcast = dist.all_gather, dist.broadcast
+
+    def noted_gather(received: list[torch.Tensor], sent: torch.Tensor, **kwargs: Any) -> None:
+        held.append(sum(tensor.nbytes for tensor in received))
+        all_gather(received, sent, **kwargs)
+
+    def noted_broadcast(sent: torch.Tensor, **kwargs: Any) -> None:
+        held.append(sent.nbytes)
+        broadcast(sent, **kwargs)
+
+    dist.all_gather, dist.broadcast = noted_gather, noted_broadcast
+    try:
+        call()
+    finally:
+        dist.all_gather, dist.broadcast = all_gather, broadcast
+    return max(held)
+
+
 def rank_main(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -69,6 +95,14 @@ def rank_main(rank: int, directory: str) -> None:
         gathered_lengths = [len(each) for each in gather_objects(b"x" * (length + rank))]
         sent = [len(broadcast_object(b"x" * (length + rank), source)) for source in range(RANKS)]
         found[str(length)] = [gathered_lengths, sent]
+    collectives.PART_NBYTES = BOUND
+    contents = [bytes([source]) * (100_000 * source) for source in range(RANKS)]
+    found["parts"] = [
+        gather_objects(contents[rank]) == contents,
+        broadcast_object(contents[rank], 2) == contents[2],
+        largest_collective(lambda: gather_objects(contents[rank])),
+        largest_collective(lambda: broadcast_object(contents[rank], 2)),
+    ]
     for name, failing in ERRORS.items():
         work = failing_on(failing, rank)
         found[name] = [raised(functools.partial(call, work)) for call in (together, gathered)]
@@ -92,6 +126,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_objects_of_any_length_arrive_from_every_rank(found: list[dict], length: int) -> None:
     lengths = [length + rank for rank in range(RANKS)]
     assert [each[str(length)] for each in found] == [[lengths, lengths]] * RANKS
+
+
+def test_large_objects_travel_in_parts_of_bounded_size(found: list[dict]) -> None:
+    assert [each["parts"] for each in found] == [[True, True, BOUND, BOUND]] * RANKS
 
 
 @pytest.mark.parametrize(
