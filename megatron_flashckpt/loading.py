@@ -240,7 +240,7 @@ def _load(
     plan = plan_load(request, wanted, found, rank, check)
     request.overwritten.update(plan.names)
     reach("load.planned")
-    plan.zero_padding()
+    together(plan.zero_padding)
     report = supply.fill(plan)
     reach("load.filled")
     return Loaded(origin, common, side, report)

@@ -114,10 +114,11 @@ def _broadcast(mine: bytes, source: int) -> memoryview:
 
 
 def _on_device(encoded: bytes, group: Group) -> torch.Tensor:
-    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(_device(group))
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device_of(group))
 
 
-def _device(group: Group) -> str:
+def device_of(group: Group) -> str:
+    """Return where tensors must lie for `group` to send and receive them: `cuda` or `cpu`."""
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
@@ -125,7 +126,7 @@ def reduce_int(value: int, how: Literal["sum", "max"], group: Group = None) -> i
     """Return the sum or the largest of the values of `group`, below 2**63. Collective."""
     if not dist.is_initialized():
         return value
-    reduced = torch.tensor([value], dtype=torch.int64, device=_device(group))
+    reduced = torch.tensor([value], dtype=torch.int64, device=device_of(group))
     op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
     dist.all_reduce(reduced, op, group)
     return int(reduced.item())

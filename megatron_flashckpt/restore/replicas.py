@@ -141,7 +141,9 @@ class _Rounds:
             return []
         fit = max(1, self._sharing.memory_nbytes // 3 // CHUNK_NBYTES)
         per_round = min(fit, longest, _CHUNKS_PER_ROUND)
-        buffer = torch.empty(per_round * CHUNK_NBYTES, dtype=torch.uint8)
+        buffer = together(
+            lambda: torch.empty(per_round * CHUNK_NBYTES, dtype=torch.uint8), self._sharing.group
+        )
         # Beside the buffer: what is sent and what is received in one turn.
         quota = (self._sharing.memory_nbytes - buffer.numel()) // 2 // self._size
         quota = max(min(quota, buffer.numel()), _LEAST_QUOTA) // ALIGNMENT * ALIGNMENT

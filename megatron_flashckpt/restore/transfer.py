@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.restore.collectives import Group
+from megatron_flashckpt.restore.collectives import Group, attempt, device_of, together
+from megatron_flashckpt.restore.gpu import host_buffer
 
 #: The widest element.
 ALIGNMENT = 8
 
 Span = tuple[int, int]
 """Offset in the sender's buffer, bytes."""
+
+Cut = tuple[int, int, int, int]
+"""Number of a span, start in it, start and end in the sender's buffer."""
+
+Take = Callable[[int, int, int, torch.Tensor], None]
+"""Called with peer, span, start in the span, and bytes that came."""
 
 
 class Stream:
@@ -27,8 +35,8 @@ class Stream:
         self._spans = spans
         self.nbytes = sum(_aligned(nbytes) for _, nbytes in spans)
 
-    def cut(self, low: int, high: int) -> list[tuple[int, int, int, int]]:
-        """Return `(span, start in it, start and end in the buffer)` for stream bytes `[low, high)`.
+    def cut(self, low: int, high: int) -> list[Cut]:
+        """Return the cuts that stream bytes `[low, high)` are.
 
         Args:
             low, high: multiples of `ALIGNMENT`.
@@ -48,6 +56,30 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+class _Buffers:
+    """What one rank sends and receives in a round, where the process group takes it.
+
+    They are made once, before the first round, so that no later round can run out of memory.
+    """
+
+    def __init__(self, send_nbytes: int, receive_nbytes: int, device: str) -> None:
+        on_gpu = device == "cuda"
+        self._staged = host_buffer(send_nbytes, pinned=on_gpu)
+        self.sent = self._staged
+        if on_gpu:
+            self.sent = torch.empty(send_nbytes, dtype=torch.uint8, device=device)
+        self.received = torch.empty(receive_nbytes, dtype=torch.uint8, device=device)
+
+    def fill(self, parts: list[torch.Tensor]) -> None:
+        """Lay `parts` end to end into `sent`."""
+        if not parts:
+            return
+        staged = self._staged[: sum(part.numel() for part in parts)]
+        torch.cat(parts, out=staged)
+        if self.sent is not self._staged:
+            self.sent[: staged.numel()].copy_(staged)
+
+
 def transfer(
     own: torch.Tensor,
     outgoing: list[Stream],
@@ -55,33 +87,67 @@ def transfer(
     *,
     turns: int,
     quota: int,
-    take: Callable[[int, int, int, torch.Tensor], None],
+    take: Take,
     group: Group = None,
 ) -> None:
     """Send `outgoing[peer]` to every peer and take what they send. Collective.
 
     Args:
-        own: this rank's buffer, flat uint8.
+        own: this rank's buffer, flat uint8, in host memory.
         incoming: the spans that each peer sends here, as it sees them.
         turns, quota: rounds, and bytes per pair of ranks and round (a multiple of `ALIGNMENT`);
             alike on all ranks.
         take: called with peer, span, start in the span, and the bytes (aligned, not kept).
+
+    Raises:
+        FlashCkptError: on all ranks of `group`, if a rank has no memory for its buffers, or if
+            `take` raised on any.
     """
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    buffers = together(
+        lambda: _Buffers(
+            _most_nbytes(outgoing, quota), _most_nbytes(incoming, quota), device_of(group)
+        ),
+        group,
+    )
+    failure: Exception | None = None
     for turn in range(turns):
         low, high = turn * quota, (turn + 1) * quota
         sends = [stream.cut(low, high) for stream in outgoing]
         receives = [stream.cut(low, high) for stream in incoming]
-        parts = [own[a:b] for spans in sends for *_, a, b in spans]
-        to_send = torch.cat(parts) if parts else own[:0].clone()
-        send_sizes = [sum(b - a for *_, a, b in spans) for spans in sends]
-        receive_sizes = [sum(b - a for *_, a, b in spans) for spans in receives]
-        received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=device)
-        dist.all_to_all_single(received, to_send.to(device), receive_sizes, send_sizes, group=group)
-        position = 0
-        for peer, spans in enumerate(receives):
-            for which, start, a, b in spans:
-                part = received[position : position + b - a]
-                # Only at an aligned place can bytes be viewed as elements.
-                take(peer, which, start, part.clone() if position % ALIGNMENT else part)
-                position += b - a
+        # A rank that has failed joins the remaining rounds all the same, with whatever its buffers
+        # hold: the others wait for it, and one agreement at the end is enough.
+        if failure is None:
+            parts = [own[a:b] for spans in sends for *_, a, b in spans]
+            failure = attempt(functools.partial(buffers.fill, parts)).error
+        send_sizes, receive_sizes = _sizes(sends), _sizes(receives)
+        received = buffers.received[: sum(receive_sizes)]
+        sent = buffers.sent[: sum(send_sizes)]
+        dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
+        if failure is None:
+            failure = attempt(functools.partial(_hand_out, receives, received, take)).error
+    together(functools.partial(_raise, failure), group)
+
+
+def _most_nbytes(streams: list[Stream], quota: int) -> int:
+    """Return what the first round takes of `streams`: no later one takes more."""
+    return sum(min(stream.nbytes, quota) for stream in streams)
+
+
+def _sizes(cuts: list[list[Cut]]) -> list[int]:
+    return [sum(b - a for *_, a, b in spans) for spans in cuts]
+
+
+def _hand_out(receives: list[list[Cut]], received: torch.Tensor, take: Take) -> None:
+    """Call `take` with every span of a round."""
+    position = 0
+    for peer, spans in enumerate(receives):
+        for which, start, a, b in spans:
+            part = received[position : position + b - a]
+            # Only at an aligned place can bytes be viewed as elements.
+            take(peer, which, start, part.clone() if position % ALIGNMENT else part)
+            position += b - a
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure

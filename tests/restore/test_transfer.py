@@ -1,0 +1,117 @@
+"""A rank that cannot send, receive or place its bytes fails all ranks by name; on gloo ranks."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from megatron_flashckpt.restore.transfer import Stream, transfer
+
+RANKS = 2
+NBYTES = 64
+#: Four rounds: an error in the second one is followed by collectives that all ranks must join.
+QUOTA = 16
+#: Far less than the process group's timeout, which a rank that is left alone waits for.
+DEADLINE_S = 15.0
+
+Take = Callable[[int, int, int, torch.Tensor], None]
+
+
+def exchanged(rank: int, take: Take) -> None:
+    """Send this rank's buffer to the other rank and `take` the other's. Collective."""
+    other = 1 - rank
+    streams = [Stream([(0, NBYTES)] if peer == other else []) for peer in range(RANKS)]
+    own = torch.arange(NBYTES, dtype=torch.uint8) + rank
+    transfer(own, streams, streams, turns=NBYTES // QUOTA, quota=QUOTA, take=take)
+
+
+def into(received: torch.Tensor) -> Take:
+    def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
+        received[start : start + part.numel()] = part
+
+    return take
+
+
+def take_fails_on_rank_1(rank: int) -> None:
+    received = torch.zeros(NBYTES, dtype=torch.uint8)
+    place = into(received)
+
+    def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
+        if rank == 1 and start == QUOTA:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        place(peer, which, start, part)
+
+    exchanged(rank, take)
+
+
+def buffers_fail_on_rank_1(rank: int) -> None:
+    real_empty = torch.empty
+
+    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if rank == 1 and args[0] == QUOTA:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real_empty(*args, **kwargs)
+
+    torch.empty = empty
+    try:
+        exchanged(rank, into(real_empty(NBYTES, dtype=torch.uint8)))
+    finally:
+        torch.empty = real_empty
+
+
+FAILURES = {"take": take_fails_on_rank_1, "buffers": buffers_fail_on_rank_1}
+
+
+def rank_main(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=2 * DEADLINE_S),
+    )
+    outcomes: dict[str, Any] = {}
+    for name, failing in FAILURES.items():
+        started = time.monotonic()
+        try:
+            failing(rank)
+        except Exception as error:
+            outcomes[name] = [type(error).__name__, str(error), time.monotonic() - started]
+    received = torch.zeros(NBYTES, dtype=torch.uint8)
+    exchanged(rank, into(received))
+    outcomes["afterwards"] = received.tolist()
+    Path(directory, f"{rank}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    directory = tmp_path_factory.mktemp("transfer")
+    torch.multiprocessing.spawn(rank_main, (str(directory),), RANKS)
+    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_all_ranks_raise_soon_and_name_the_rank_that_failed(
+    outcomes: list[dict[str, Any]], name: str
+) -> None:
+    said = "rank 1: OutOfMemoryError: CUDA out of memory"
+    assert [outcome[name][:2] for outcome in outcomes] == [["FlashCkptError", said]] * RANKS
+    assert all(outcome[name][2] < DEADLINE_S for outcome in outcomes)
+
+
+def test_the_ranks_can_go_on_after_they_raised(outcomes: list[dict[str, Any]]) -> None:
+    assert [outcome["afterwards"] for outcome in outcomes] == [
+        list(range(1, NBYTES + 1)),
+        list(range(NBYTES)),
+    ]
