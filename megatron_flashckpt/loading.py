@@ -109,13 +109,13 @@ def load_from_memory(
 
     def fill(plan: LoadPlan) -> ReadReport:
         started = time.perf_counter()
-        with ChunkReader(held, threads) as reader:
+        with ChunkReader(held, threads, plan.targets.gpu) as reader:
             received = exchange(reader, held.data, rank, plan.reads, plan.pieces, plan.targets)
         seconds = time.perf_counter() - started
         return ReadReport(0, received, seconds, 2 * ROUND_NBYTES + reader.nbytes)
 
     def alone(plan: LoadPlan) -> None:
-        read_all(held, plan.reads, plan.pieces, plan.targets, threads)
+        read_all(held, plan.reads, plan.pieces, plan.targets, threads, plan.targets.gpu)
 
     common = from_first(lambda: held.meta.common)
     is_same = found.is_same([it.stands for it in everyone], parallel.model_cut())
@@ -183,7 +183,7 @@ def load_from_storage(
     supply = _Supply(
         common,
         lambda plan: together(lambda: _read(stored, plan, config)),
-        lambda plan: read_all(stored, plan.reads, plan.pieces, plan.targets, 1),
+        lambda plan: read_all(stored, plan.reads, plan.pieces, plan.targets, 1, plan.targets.gpu),
     )
     origin = Origin(iteration, stored.manifest.save_id, "storage")
     try:
@@ -196,7 +196,7 @@ def load_from_storage(
 
 def _read(stored: StoredCheckpoint, plan: LoadPlan, config: Config) -> ReadReport:
     memory = config.read_memory_mib * 2**20
-    with ChunkReader(stored, _threads(config)) as reader:
+    with ChunkReader(stored, _threads(config), plan.targets.gpu) as reader:
         group = parallel.data_parallel_group()
         sharing = Sharing(group, config.share_reads, memory - reader.nbytes)
         chunks = chunk_reads(plan.reads, plan.pieces)

@@ -1,12 +1,52 @@
-"""Host memory that a GPU copies at full speed."""
+"""The GPU that a load fills: its stream for the load's threads, and page-locked host memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Iterable
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One rank's GPU, with the stream on which the training thread uses it.
+
+    Every thread of a load copies on that stream. So no copy runs before what the training thread
+    asked for earlier (an optimizer that makes its states), or after what it asks for later.
+    """
+
+    stream: torch.cuda.Stream
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> Gpu | None:
+        """Return the GPU on which `tensors` lie, None if all lie in host memory.
+
+        Called by the training thread: its current stream is the one to use.
+        """
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        return None if device is None else cls(torch.cuda.current_stream(device))
+
+    def enter_thread(self) -> None:
+        """Make the device and the stream current in the calling thread.
+
+        The current device of a new thread is 0, on every rank. A thread that did not change it
+        would make a context on GPU 0, which takes half a GiB of that GPU's memory per rank.
+        """
+        torch.cuda.set_device(self.stream.device)
+        torch.cuda.set_stream(self.stream)
+
+    def synchronize(self) -> None:
+        """Return when the GPU has made all copies that the calling thread has asked for."""
+        torch.cuda.current_stream(self.stream.device).synchronize()
+
+    def host_memory(self, nbytes: int) -> memoryview:
+        """Return uninitialized host memory, page-locked if CUDA allows it."""
+        memory: memoryview = host_buffer(nbytes, pinned=True).numpy().data
+        return memory
 
 
 def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
@@ -28,3 +68,9 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
                 error,
             )
     return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def synchronize() -> None:
+    """Return when the GPU has finished all work of this process; at once if there is no GPU."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()

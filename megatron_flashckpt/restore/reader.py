@@ -14,7 +14,7 @@ import queue
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.reshard import Run, overlap
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+
+if TYPE_CHECKING:
+    from megatron_flashckpt.restore.gpu import Gpu
 
 #: Smaller stretches go through the buffer: a call per piece would cost more than their copy.
 _PLACED_NBYTES = 16 * 1024
@@ -50,7 +53,10 @@ class Sink(Protocol):
         """
 
     def put(self, parts: list[Part]) -> None:
-        """Take what one chunk has of several reads, at least of one."""
+        """Take what one chunk has of several reads, at least of one.
+
+        The sources may be overwritten once it returns.
+        """
 
 
 class ChunkSource(Protocol):
@@ -150,17 +156,25 @@ class ChunkReader:
     """Reads chunks of one checkpoint with `threads` threads. A context manager.
 
     A single one is the caller's: no other has to wake up, or to wait for the interpreter's lock.
+
+    Args:
+        gpu: the GPU that the sink copies to, if it does. Buffers are page-locked then, and every
+            thread has the GPU's device and stream.
     """
 
-    def __init__(self, source: ChunkSource, threads: int) -> None:
+    def __init__(self, source: ChunkSource, threads: int, gpu: Gpu | None = None) -> None:
         self.source = source
         self.read_nbytes = 0
         #: Memory that the buffers take, if all that is read goes through them.
         self.nbytes = threads * CHUNK_NBYTES
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads) if threads > 1 else None
+        self._pool = None
+        if threads > 1:
+            enter = None if gpu is None else gpu.enter_thread
+            self._pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=enter)
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        make = _host_memory if gpu is None else gpu.host_memory
         for _ in range(threads):
-            self._buffers.put(np.empty(CHUNK_NBYTES, np.uint8).data)
+            self._buffers.put(make(CHUNK_NBYTES))
         self._lock = threading.Lock()
 
     def __enter__(self) -> ChunkReader:
@@ -222,14 +236,23 @@ class ChunkReader:
             self._buffers.put(buffer)
 
 
+def _host_memory(nbytes: int) -> memoryview:
+    return np.empty(nbytes, np.uint8).data
+
+
 def read_all(
-    source: ChunkSource, plan: ReadPlan, wanted: list[Piece], sink: Sink, threads: int
+    source: ChunkSource,
+    plan: ReadPlan,
+    wanted: list[Piece],
+    sink: Sink,
+    threads: int,
+    gpu: Gpu | None = None,
 ) -> int:
-    """Carry out `plan`, this rank alone; return the bytes read.
+    """Carry out `plan`, this rank alone; return the bytes read. `gpu`: see `ChunkReader`.
 
     Raises:
         CorruptCheckpointError: names place, chunk and both digests.
     """
-    with ChunkReader(source, threads) as reader:
+    with ChunkReader(source, threads, gpu) as reader:
         reader.read(chunk_reads(plan, wanted), sink)
         return reader.read_nbytes

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.restore.collectives import Group, gather_objects, together
+from megatron_flashckpt.restore.gpu import host_buffer
 from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
@@ -141,8 +142,9 @@ class _Rounds:
             return []
         fit = max(1, self._sharing.memory_nbytes // 3 // CHUNK_NBYTES)
         per_round = min(fit, longest, _CHUNKS_PER_ROUND)
+        on_gpu = self._targets.gpu is not None
         buffer = together(
-            lambda: torch.empty(per_round * CHUNK_NBYTES, dtype=torch.uint8), self._sharing.group
+            lambda: host_buffer(per_round * CHUNK_NBYTES, pinned=on_gpu), self._sharing.group
         )
         # Beside the buffer: what is sent and what is received in one turn.
         quota = (self._sharing.memory_nbytes - buffer.numel()) // 2 // self._size

@@ -8,6 +8,7 @@ from megatron_flashckpt.layout.coverage import Read
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.reshard import Run, regions
+from megatron_flashckpt.restore.gpu import Gpu
 from megatron_flashckpt.restore.reader import Part
 
 #: Elements are moved as integers of their size: bits, whatever they mean.
@@ -26,7 +27,7 @@ def is_rounded(piece: Piece, tensor: torch.Tensor) -> bool:
 class Targets:
     """The flat tensors that wanted pieces stand for, filled from runs of any other cut.
 
-    Several threads may put different elements.
+    Several threads may put different elements. Made by the training thread.
 
     Args:
         pieces: what is wanted.
@@ -37,6 +38,8 @@ class Targets:
     def __init__(self, pieces: list[Piece], tensors: list[torch.Tensor]) -> None:
         self._pieces = pieces
         self._tensors = tensors
+        self.gpu = Gpu.of(tensors)
+        """The GPU that the load fills; None if all tensors lie in host memory."""
 
     def place(self, read: Read, offset: int, nbytes: int) -> memoryview | None:
         """Return the memory that is to hold `nbytes` bytes of `read.stored` from byte `offset` of
@@ -68,20 +71,29 @@ class Targets:
         """Put parts of a chunk where they are wanted.
 
         In the layout that was saved most are as they are wanted: one call copies all of these, a
-        quarter of what a call each takes.
+        quarter of what a call each takes. A GPU is asked for all copies of a chunk, then waited for
+        once: the caller reads the next chunk into the same buffer.
         """
+        try:
+            self._ask(parts, non_blocking=self.gpu is not None)
+        finally:
+            if self.gpu is not None:
+                self.gpu.synchronize()
+
+    def _ask(self, parts: list[Part], *, non_blocking: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for part in parts:
             read, offset, source = part
             target = self._alike(read, offset, source.nbytes)
             if target is None:
-                self.put_tensor(read, offset, torch.frombuffer(source, dtype=torch.uint8))
+                content = torch.frombuffer(source, dtype=torch.uint8)
+                self.put_tensor(read, offset, content, non_blocking=non_blocking)
             else:
                 targets.append(target)
                 sources.append(torch.frombuffer(source, dtype=target.dtype))
         if targets:
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
     def _alike(self, read: Read, offset: int, nbytes: int) -> torch.Tensor | None:
         """Return the elements that `nbytes` bytes of `read` from `offset` on are, in one stretch.
@@ -97,8 +109,14 @@ class Targets:
         count = nbytes // target.itemsize
         return target if count == target.numel() else target[begin : begin + count]
 
-    def put_tensor(self, read: Read, offset: int, source: torch.Tensor) -> None:
-        """Put the bytes `source` (flat, uint8), which start and end at whole elements."""
+    def put_tensor(
+        self, read: Read, offset: int, source: torch.Tensor, *, non_blocking: bool = False
+    ) -> None:
+        """Put the bytes `source` (flat, uint8), which start and end at whole elements.
+
+        Args:
+            non_blocking: return before a GPU has copied from `source` in host memory.
+        """
         target, stored = self._carried(read.wanted)
         elements = source.view(stored)
         first = read.stored.start + offset // stored.itemsize
@@ -106,7 +124,8 @@ class Targets:
         wanted = Run.of(self._pieces[read.wanted])
         for shape, here, steps, there, target_steps in regions(run, wanted):
             torch.as_strided(target, shape, target_steps, target.storage_offset() + there).copy_(
-                torch.as_strided(elements, shape, steps, elements.storage_offset() + here)
+                torch.as_strided(elements, shape, steps, elements.storage_offset() + here),
+                non_blocking=non_blocking,
             )
 
     def _carried(self, wanted: int) -> tuple[torch.Tensor, torch.dtype]:
