@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.restore.collectives import Group, gather_objects, together
-from megatron_flashckpt.restore.gpu import host_buffer
+from megatron_flashckpt.restore.gpu import host_buffer, synchronize
 from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
@@ -89,6 +89,7 @@ def read_with_replicas(
         together(lambda: reader.read(alone, targets), sharing.group)
         rest = _Rounds(reader, mine, needs, readers, targets, sharing, report).run()
         together(lambda: reader.read([mine[key] for key in rest], targets), sharing.group)
+    synchronize()
     report.read_nbytes = reader.read_nbytes
     report.seconds = time.perf_counter() - started
     return report
@@ -175,6 +176,7 @@ class _Rounds:
 
         work = [self._mine[chunk] for chunk in chunks]
         together(lambda: self._reader.read(work, self._targets, keep), self._sharing.group)
+        synchronize()  # or the next measurement would hold the GPU's part of this one
         return time.perf_counter() - started
 
     def _send(self, lists: list[list[_Chunk]], buffer: torch.Tensor, quota: int) -> float:
@@ -197,6 +199,7 @@ class _Rounds:
             take=take,
             group=self._sharing.group,
         )
+        synchronize()
         return time.perf_counter() - started
 
     def _stream(self, chunks: list[_Chunk], receiver: int, sender: int | None = None) -> Stream:

@@ -8,12 +8,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.restore import replicas
+from megatron_flashckpt.restore.targets import Targets
 from tests.megatron.jobs import end
 from tests.restore.made import Made, expected, make
 
@@ -145,3 +149,32 @@ def test_a_damaged_chunk_raises_on_every_replica(tmp_path: Path) -> None:
         said = [event["error"] for event in events]
         assert all(f"chunk {last} (bytes " in error and "digest " in error for error in said)
         assert sum(error.startswith("CorruptCheckpointError: ") for error in said) >= 1
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What replicas do, in order: a single rank, whose transfers and clock are only noted."""
+    noted: list[str] = []
+    monkeypatch.setattr(replicas, "transfer", lambda *_, **__: noted.append("transfer"))
+    monkeypatch.setattr(replicas, "synchronize", lambda: noted.append("synchronize"))
+    monkeypatch.setattr(replicas, "together", lambda work, group: work())
+    clock = SimpleNamespace(perf_counter=lambda: float(noted.append("clock") or 0))
+    monkeypatch.setattr(replicas, "time", clock)
+    monkeypatch.setattr(replicas.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(replicas.dist, "get_world_size", lambda group: 1)
+    return noted
+
+
+def test_the_clock_is_read_after_the_gpu_has_done_its_part(events: list[str]) -> None:
+    reader: Any = SimpleNamespace(read=lambda *_: events.append("read"), nbytes=0, read_nbytes=0)
+    sharing, targets = replicas.Sharing(None, "never", 0), Targets([], [])
+    rounds = replicas._Rounds(reader, {}, [set()], {}, targets, sharing, replicas.ReadReport())
+    buffer = torch.empty(8, dtype=torch.uint8)
+    for act, measured in (
+        ("read", lambda: rounds._read([], buffer)),
+        ("transfer", lambda: rounds._send([[]], buffer, 8)),
+        ("read", lambda: replicas.read_with_replicas(reader, [], targets, sharing)),
+    ):
+        events.clear()
+        measured()
+        assert events == ["clock", act, "synchronize", "clock"]
