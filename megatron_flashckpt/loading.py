@@ -33,7 +33,7 @@ from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import broadcast_object, from_first, gathered, together
-from megatron_flashckpt.restore.exchange import ROUND_NBYTES, exchange
+from megatron_flashckpt.restore.exchange import buffers_nbytes, exchange
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads, read_all
 from megatron_flashckpt.restore.replicas import ReadReport, Sharing, read_with_replicas
 from megatron_flashckpt.saved_job import SavedJob
@@ -112,7 +112,7 @@ def load_from_memory(
         with ChunkReader(held, threads, plan.targets.gpu) as reader:
             received = exchange(reader, held.data, rank, plan.reads, plan.pieces, plan.targets)
         seconds = time.perf_counter() - started
-        return ReadReport(0, received, seconds, 2 * ROUND_NBYTES + reader.nbytes)
+        return ReadReport(0, received, seconds, buffers_nbytes() + reader.nbytes)
 
     def alone(plan: LoadPlan) -> None:
         read_all(held, plan.reads, plan.pieces, plan.targets, threads, plan.targets.gpu)

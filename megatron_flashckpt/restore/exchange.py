@@ -6,19 +6,26 @@ restart the parts are exchanged. All ranks call these functions together.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
+
+from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.coverage import ReadPlan
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.restore.collectives import gather_objects, together
+from megatron_flashckpt.restore.collectives import Group, device_of, gathered, together
+from megatron_flashckpt.restore.gpu import synchronize
 from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads, chunk_reads
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.restore.transfer import ALIGNMENT, Span, Stream, transfer
 
-#: Host (or device) memory that one rank uses for what it sends, and for what it receives.
+#: Memory that one rank uses for what it sends in a round, and again for what it receives.
 ROUND_NBYTES = 64 * 1024 * 1024
+#: The same on a GPU that is nearly full; smaller rounds would take too long.
+LEAST_ROUND_NBYTES = 1024 * 1024
 
 
 def exchange(
@@ -39,11 +46,19 @@ def exchange(
     Raises:
         CorruptCheckpointError: on all ranks, if what any of them wants of its own slot, or others
             want of it, is not what was staged.
+        FlashCkptError: on all ranks, if one has no memory for its buffers, or cannot copy.
     """
     requests = {source: reads for source, reads in plan.reads.items() if source != rank}
-    asked = gather_objects(
-        {source: [(r.source_offset, r.nbytes) for r in reads] for source, reads in requests.items()}
-    )
+
+    def look() -> tuple[None, tuple[dict[int, list[Span]], int | None]]:
+        spans = {
+            source: [(r.source_offset, r.nbytes) for r in reads]
+            for source, reads in requests.items()
+        }
+        return None, (spans, free_gpu_nbytes() if sends_from_gpu() else None)
+
+    _, everyone = gathered(look)
+    asked = [wish for wish, _ in everyone]
     world = len(asked)
     spans = [span for wish in asked for span in wish.get(rank, [])]
     together(lambda: reader.read(_own_chunks(rank, plan, wanted, spans), targets))
@@ -53,19 +68,76 @@ def exchange(
         Stream([(r.source_offset, r.nbytes) for r in requests.get(peer, [])])
         for peer in range(world)
     ]
-    # Every rank derives the same quota and number of rounds from the same gathered requests.
-    lengths = [Stream(spans).nbytes for wish in asked for spans in wish.values()]
-    if not lengths:
-        return 0
-    partners = max(1, max(len(wish) for wish in asked), *_senders(asked))
-    quota = max(ROUND_NBYTES // partners // ALIGNMENT, 1) * ALIGNMENT
 
     def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
         targets.put_tensor(requests[peer][which], start, part)
 
-    turns = -(-max(lengths) // quota)
-    transfer(own, outgoing, incoming, turns=turns, quota=quota, take=take)
+    # Every rank derives the same quota and number of rounds from the same gathered requests.
+    lengths = [Stream(spans).nbytes for wish in asked for spans in wish.values()]
+    if lengths:
+        partners = max(1, max(len(wish) for wish in asked), *_senders(asked))
+        round_nbytes = _round_nbytes([room for _, room in everyone])
+        quota = max(round_nbytes // partners // ALIGNMENT, 1) * ALIGNMENT
+        turns = -(-max(lengths) // quota)
+        _in_group_of_its_own(
+            lambda group: transfer(
+                own, outgoing, incoming, turns=turns, quota=quota, take=take, group=group
+            )
+        )
+    synchronize()
     return sum(read.nbytes for reads in requests.values() for read in reads)
+
+
+def buffers_nbytes() -> int:
+    """Return the most memory that the buffers of an exchange take on this rank, host and GPU."""
+    return (3 if sends_from_gpu() else 2) * ROUND_NBYTES
+
+
+def sends_from_gpu() -> bool:
+    """Return whether ranks exchange bytes between GPUs; alike on all ranks."""
+    return dist.is_initialized() and device_of(None) == "cuda"
+
+
+def free_gpu_nbytes() -> int:
+    """Return how many bytes of this rank's GPU are free.
+
+    What PyTorch keeps for later allocations is given up first: NCCL cannot use it.
+    """
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def _round_nbytes(rooms: list[int | None]) -> int:
+    """Return the bytes of a round, for GPUs with so much free memory; None: no GPU is used.
+
+    Both buffers take half of the fullest GPU; NCCL's connections need some of the rest.
+    """
+    least = min((room for room in rooms if room is not None), default=None)
+    if least is None:
+        return ROUND_NBYTES
+    return min(ROUND_NBYTES, max(least // 4, LEAST_ROUND_NBYTES))
+
+
+def _in_group_of_its_own(work: Callable[[Group], None]) -> None:
+    """Run `work(group)`; with NCCL in a group of all ranks that ends with it. Collective.
+
+    The first message between two GPUs connects them, and the connection keeps GPU memory for as
+    long as its group lives. In the job's own group that is until the job ends: a job that fills its
+    GPUs would fit when it starts anew, and not after a restart. A group costs one communicator's
+    start, some tenths of a second and more on thousands of ranks.
+    """
+    if not sends_from_gpu():
+        work(None)
+        return
+    group = dist.new_group()
+    try:
+        work(group)
+    except FlashCkptError:
+        # All ranks raise it, so all come here. After any other error some may hang in a collective
+        # of the group, and to destroy it would wait for them.
+        dist.destroy_process_group(group)
+        raise
+    dist.destroy_process_group(group)
 
 
 def _own_chunks(

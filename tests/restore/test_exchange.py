@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ from tests.layout.worlds import (
 RANKS = 3
 #: Where the data section of a slot begins, as far as alignment is concerned.
 DATA_OFFSET = 4096
+#: Bytes that fit into a GPU per round: a fraction of what `odd_case` exchanges.
+LEAST_ROOM = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +130,75 @@ class Bytes:
             position += part.nbytes
 
 
+def exchanged(case: Case, name: str, rank: int) -> tuple[int, list[torch.Tensor]]:
+    """Carry out `case`; return the bytes that came from others, and what was filled. Collective."""
+    exchange.ROUND_NBYTES = case.round_nbytes
+    file = files_of(case.tensors, case.stored)[rank]
+    own = torch.frombuffer(bytearray(DATA_OFFSET) + file, dtype=torch.uint8)[DATA_OFFSET:]
+    wanted = case.wanted[rank]
+    filled = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
+    plan = read_plan(wanted, sources_of(case.stored), name)
+    targets = Targets(wanted, filled)
+    with ChunkReader(Bytes(own), 1) as reader:
+        received = exchange.exchange(reader, own, rank, plan, wanted, targets)
+    return received, filled
+
+
+def with_gpu_rules(rank: int) -> dict[str, Any]:
+    """Exchange as ranks that send from GPUs do, though over gloo; return what they did.
+
+    Rank 1 has the least room. In the last exchange it fails to place what it received.
+    """
+    calls: list[str] = []
+    sizes: list[int] = []
+    real_new_group, real_destroy = dist.new_group, dist.destroy_process_group
+    real_all_to_all, real_put = dist.all_to_all_single, Targets.put_tensor
+
+    def new_group() -> Any:
+        calls.append("new group")
+        return real_new_group()
+
+    def destroy(group: Any) -> None:
+        calls.append("destroy group")
+        real_destroy(group)
+
+    def all_to_all(received: torch.Tensor, *args: Any, group: Any) -> None:
+        assert group is not None
+        sizes.append(received.numel())
+        real_all_to_all(received, *args, group=group)
+        if fails:
+            Targets.put_tensor = no_memory
+
+    def no_memory(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    exchange.sends_from_gpu = lambda: True
+    exchange.free_gpu_nbytes = lambda: 4 * (LEAST_ROOM if rank == 1 else exchange.ROUND_NBYTES)
+    exchange.LEAST_ROUND_NBYTES = 8
+    dist.new_group, dist.destroy_process_group = new_group, destroy
+    dist.all_to_all_single = all_to_all
+    case, fails = odd_case(exchange.ROUND_NBYTES), False
+    try:
+        _, filled = exchanged(case, "little room", rank)
+        fails = rank == 1
+        try:
+            exchanged(case, "no memory", rank)
+        except Exception as error:
+            calls.append(f"{type(error).__name__}: {error}")
+        Targets.put_tensor, fails = real_put, False
+        exchanged(nothing_from_others(), "nothing", rank)
+    finally:
+        dist.new_group, dist.destroy_process_group = real_new_group, real_destroy
+        dist.all_to_all_single = real_all_to_all
+    groups = len(dist.distributed_c10d._world.pg_map)
+    return {
+        "calls": calls,
+        "largest": max(sizes),
+        "groups": groups,
+        "digests": [digest(bytes(t.view(torch.uint8).numpy())) for t in filled],
+    }
+
+
 def rank_main(rank: int, directory: str) -> None:
     """Carry out all cases on one rank; write digests of what arrived, and the bytes counted."""
     torch.set_num_threads(1)
@@ -139,16 +211,9 @@ def rank_main(rank: int, directory: str) -> None:
     )
     found = {}
     for name, case in CASES.items():
-        exchange.ROUND_NBYTES = case.round_nbytes
-        file = files_of(case.tensors, case.stored)[rank]
-        own = torch.frombuffer(bytearray(DATA_OFFSET) + file, dtype=torch.uint8)[DATA_OFFSET:]
-        wanted = case.wanted[rank]
-        filled = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
-        plan = read_plan(wanted, sources_of(case.stored), name)
-        targets = Targets(wanted, filled)
-        with ChunkReader(Bytes(own), 1) as reader:
-            received = exchange.exchange(reader, own, rank, plan, wanted, targets)
+        received, filled = exchanged(case, name, rank)
         found[name] = [received, [digest(bytes(t.view(torch.uint8).numpy())) for t in filled]]
+    found["gpu"] = with_gpu_rules(rank)
     Path(directory, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -184,6 +249,22 @@ def test_what_came_from_others_is_counted(found: list[dict], name: str) -> None:
     assert (name == "nothing from others") == all(each[name][0] == 0 for each in found)
 
 
+def test_connections_between_gpus_end_with_the_exchange(found: list[dict]) -> None:
+    """They would keep GPU memory for as long as the job runs."""
+    failed = "FlashCkptError: rank 1: OutOfMemoryError: CUDA out of memory"
+    group = ["new group", "destroy group"]
+    assert [each["gpu"]["calls"] for each in found] == [[*group, *group, failed]] * RANKS
+    assert [each["gpu"]["groups"] for each in found] == [1] * RANKS
+
+
+def test_rounds_fit_into_the_gpu_that_has_the_least_room(found: list[dict]) -> None:
+    case = odd_case(exchange.ROUND_NBYTES)
+    for rank, wanted in enumerate(case.wanted):
+        assert found[rank]["gpu"]["largest"] <= LEAST_ROOM
+        digests = [digest(content(case.tensors, piece)) for piece in wanted]
+        assert found[rank]["gpu"]["digests"] == digests
+
+
 @given(st.lists(st.integers(1, 40), max_size=6), st.integers(1, 5))
 def test_a_stream_is_cut_between_elements_however_long_its_spans_are(lengths, eighths):
     """A span starts with an element, so within it a cut is good at multiples of the widest one."""
@@ -199,7 +280,9 @@ def test_a_stream_is_cut_between_elements_however_long_its_spans_are(lengths, ei
     assert arrived == [list(range(nbytes)) for nbytes in lengths]
 
 
-def test_without_other_ranks_all_comes_from_the_own_slot() -> None:
+def test_without_other_ranks_all_comes_from_the_own_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr(exchange, "synchronize", lambda: waited.append(True))
     case = odd_case(64)
     held = in_layout_order([piece for pieces in case.stored for piece in pieces])
     (file,) = files_of(case.tensors, [held])
@@ -212,3 +295,4 @@ def test_without_other_ranks_all_comes_from_the_own_slot() -> None:
     assert [bytes(tensor.numpy()) for tensor in filled] == [
         content(case.tensors, piece) for piece in case.wanted[0]
     ]
+    assert waited == [True], "on a GPU, all bytes are in place when the exchange returns"
