@@ -179,8 +179,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     as the system provides them, where memory is so fragmented that finding them takes long."""
 
     busy: Literal["wait", "skip"] = "wait"
-    """No free slot: `wait` for one, or `skip` this save on all ranks alike (costs one tiny
-    all-reduce per save, the only collective that a save can make)."""
+    """No free slot: `wait` for one, or `skip` this save on all ranks alike. `skip` costs one tiny
+    all-reduce per save, the only collective that a save can make. With NCCL the training thread
+    waits there until the GPUs of all ranks have finished the work that was queued before it."""
 
     on_failure: Literal["warn", "raise"] = "warn"
     """A save that failed in the background: log an error on every rank, or stop training."""
