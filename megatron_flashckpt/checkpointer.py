@@ -52,6 +52,9 @@ RankState = Callable[[ModelGeometry], dict[str, Any]]
 """Returns a rank's side state, for the geometry of its chunks."""
 
 _WAIT_SLICE_S = 5.0
+#: How long the agent may have to wait for a staged slot so that its record says how long the
+#: training loop was blocked. The loop returns within milliseconds, unless other ranks are late.
+_LOOP_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,10 @@ class SaveRequest:
     retain_interval: int | None = None
     memory_only: bool = False
     """Stage it and leave it there: it is not written."""
+    blocking: bool = False
+    """Copy everything before `save` returns, whatever `staging` says."""
+    in_loop: bool = False
+    """Whether the caller measures how long the training loop waits (`SaveReport.recorder`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +86,9 @@ class SaveReport:
 
     iteration: int
     blocked_s: float
+    """Seconds that this call took."""
     nbytes: int
+    recorder: Recorder
     skipped: bool = False
 
 
@@ -185,7 +194,7 @@ class Checkpointer:
         Raises:
             UnsupportedError: the job holds state that cannot be saved; nothing was staged.
         """
-        trace = Recorder()
+        trace = Recorder(in_loop=request.in_loop)
         with trace.recording(), trace.phase(SAVE):
             return self._save(request, trace)
 
@@ -193,7 +202,7 @@ class Checkpointer:
         mark = (request.iteration, self.hook.steps, request.memory_only)
         if self._last in (mark, (*mark[:2], False)):
             # Megatron may save the same iteration twice (at the interval and at the end).
-            return SaveReport(request.iteration, 0.0, 0, skipped=True)
+            return SaveReport(request.iteration, 0.0, 0, trace, skipped=True)
         self.link.stager.wait()
         self._outstanding.settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
@@ -217,15 +226,18 @@ class Checkpointer:
             self._give_back(slot, request.iteration)
             slot = None
         if slot is None:
-            return SaveReport(request.iteration, trace.age_s, 0, skipped=True)
+            return SaveReport(request.iteration, trace.age_s, 0, trace, skipped=True)
         if not request.memory_only:
             reported.clear()
         self._outstanding.begin(save_id, request.iteration, trace)
         # 4. Stage.
         self._stage(ordered, layout, slot, request, trace)
-        if self.config.staging == "blocking":
+        if self._is_blocking(request):
             self.link.stager.wait_copied()
-        return SaveReport(request.iteration, trace.age_s, layout.nbytes)
+        return SaveReport(request.iteration, trace.age_s, layout.nbytes, trace)
+
+    def _is_blocking(self, request: SaveRequest) -> bool:
+        return request.blocking or self.config.staging == "blocking"
 
     def _enumerated(self, request: SaveRequest) -> list[LocalPiece]:
         """Return all that this rank saves, in layout order.
@@ -326,7 +338,7 @@ class Checkpointer:
         save_id = staging.save_id
         data_offset = slot.data_offset
         # What training waits for anyhow is copied here: no other thread has to wake up for it.
-        blocking = self.config.staging == "blocking"
+        blocking = self._is_blocking(request)
         with held_off():
             copies = [
                 Copy(local.tensor, data_offset + item.byte_offset, blocking or local.early)
@@ -343,7 +355,9 @@ class Checkpointer:
                     raise SaveFailedError("its slot was discarded while it was copied")
                 slot.set_state(SlotState.KEPT if request.memory_only else SlotState.STAGED)
                 reach("stage.staged")
-                cost = trace.staged_now(blocking=blocking)
+                staged_s = trace.age_s
+                trace.await_loop(_LOOP_S)
+                cost = trace.staged_cost(staged_s, blocking=blocking)
                 with phase("doorbell"):
                     client.staged(slot.index, cost, trace.first_sent())
                 reach("stage.rung")

@@ -18,6 +18,7 @@ from megatron_flashckpt.checkpointer import SaveRequest
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.description import describe
 from megatron_flashckpt.megatron_lm.features import feature, has_async_utils, takes
+from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
@@ -89,17 +90,23 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
                 description=describe(margs),
                 retain_interval=getattr(margs, "save_retain_interval", None),
                 memory_only=call.non_persistent,
+                blocking=changes_beside_steps(margs) is not None,
+                in_loop=session.loop_timer.is_running,
             )
         )
         if not report.skipped:
             if not call.non_persistent:
                 session.announced(margs.save, announced)
                 around.announce_staged(margs, announced)
-            stock.print_rank_0(
-                f"  flashckpt: iteration {call.iteration} staged"
-                f"{' for host memory only' if call.non_persistent else ''}, "
-                f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked "
-                f"{1000 * report.blocked_s:.1f} ms"
+            kept = " for host memory only" if call.non_persistent else ""
+            session.loop_timer.staged(
+                report.recorder,
+                report.blocked_s,
+                lambda seconds, where: stock.print_rank_0(
+                    f"  flashckpt: iteration {call.iteration} staged{kept}, "
+                    f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked "
+                    f"{1000 * seconds:.1f} ms {where}"
+                ),
             )
 
 

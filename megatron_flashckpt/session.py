@@ -18,6 +18,7 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.loop_timer import LoopTimer
 from megatron_flashckpt.megatron_lm import around
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.megatron_lm.writers import write_scalars
@@ -54,6 +55,7 @@ class Session:
         self.config = config
         #: Whether there was a training step, and the saving of what it made was rehearsed.
         self.has_stepped = False
+        self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
 
     def checkpointer(self, root: str) -> Checkpointer:

@@ -26,6 +26,7 @@ from megatron_flashckpt.megatron_lm import self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.expectation import Expected, expect
 from megatron_flashckpt.megatron_lm.features import exists
+from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
 from megatron_flashckpt.memory.available import available_nbytes
 from megatron_flashckpt.node_link import slab_nbytes
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
@@ -86,8 +87,12 @@ def begin(model: list[Any], optimizer: Any) -> None:
 
 def watch() -> None:
     """See to it that `begin` comes before the first training step, also without a load."""
-    if stock.loaded("training") is not None and not stock.is_replaced("training", "train_step"):
-        stock.replace("training", "train_step", train_step)
+    training = stock.loaded("training")
+    if training is None or stock.is_replaced("training", "train_step"):
+        return
+    stock.replace("training", "train_step", train_step)
+    if hasattr(training, "save_checkpoint_and_time"):
+        stock.replace("training", "save_checkpoint_and_time", save_checkpoint_and_time)
 
 
 def watch_from_import() -> None:
@@ -108,6 +113,12 @@ def _watch_and_call(*args: Any, **kwargs: Any) -> Any:
     return stock.original("training", _BEFORE_STEP)(*args, **kwargs)
 
 
+def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
+    """Do what Megatron's own function does, and measure how long the training loop waits for it."""
+    with session.loop_timer.measure():
+        return stock.original("training", "save_checkpoint_and_time")(*args, **kwargs)
+
+
 def train_step(*args: Any, **kwargs: Any) -> Any:
     """Do what Megatron's own `train_step` does; before the first, `begin`; after it, rehearse.
 
@@ -120,6 +131,10 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
         return step(*args, **kwargs)
     named = stock.bind(step, args, kwargs)
     begin(named["model"], named["optimizer"])
+    if captures_graphs(margs):
+        # A call of another thread can break a capture; the copy thread's cannot, but page-locking
+        # and the making of streams need not even be tried.
+        session.checkpointer(margs.save).link.wait_for_device_work()
     result = step(*args, **kwargs)
     chunks, saved = _saved(margs, named["model"], named["optimizer"])
     # State of a kind that cannot be saved shows now: not in the first save, hours later.
@@ -213,6 +228,11 @@ def _announce(margs: Any, checkpointer: Checkpointer, expected: Expected, starte
         lines.append(
             f"WARNING: this node lacks {_shown(needed - available)} of memory, so saves will fail; "
             "free memory, lower 'slots', or use more nodes"
+        )
+    if (flag := changes_beside_steps(margs)) is not None and config.staging != "blocking":
+        lines.append(
+            f"each save copies everything before it returns, as with 'staging: blocking', because "
+            f"{flag} changes the state in other places than the optimizer's step"
         )
     for line in lines:
         stock.checkpointing().print_rank_0(f"  flashckpt: {line}")

@@ -18,6 +18,8 @@ from megatron_flashckpt.layout.cost import RankCost
 
 #: What a save does on the training thread, from the call to its return.
 SAVE = "save"
+#: All that the training loop waits for around a save: also Megatron's own timers and barriers.
+LOOP = "save as the training loop sees it"
 #: What has to be copied before the save returns.
 EARLY = "early copies"
 #: Waiting for copies: inside the save (`staging: blocking`), or in front of an optimizer's step.
@@ -46,7 +48,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 class Recorder:
     """The phases of one save on one rank. Several threads may record at the same time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_loop: bool = False) -> None:
+        """Args: `in_loop`: the caller will call `seen_by_loop` when the training loop continues."""
         self.started = time.monotonic()
         self.started_at = time.time()
         """Seconds since 1970."""
@@ -59,6 +62,10 @@ class Recorder:
         self._counts: dict[str, int] = {}
         self._sent = 0
         self._lock = threading.Lock()
+        self._loop_s: float | None = None
+        self._has_returned = threading.Event()
+        if not in_loop:
+            self._has_returned.set()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -91,15 +98,27 @@ class Recorder:
         """Seconds since the save was called for."""
         return time.monotonic() - self.started
 
-    def staged_now(self, *, blocking: bool) -> RankCost:
-        """Return what the save has taken on this rank, now that all is in host memory.
+    def seen_by_loop(self, started: float, seconds: float) -> None:
+        """Note how long the training loop has waited around this save, which has returned."""
+        self._loop_s = seconds
+        self._note(LOOP, started, seconds)
+        self._has_returned.set()
+
+    def await_loop(self, timeout_s: float) -> None:
+        """Return when the training loop has the control again, if it is known to tell that."""
+        self._has_returned.wait(timeout_s)
+
+    def staged_cost(self, staged_s: float, *, blocking: bool) -> RankCost:
+        """Return what the save has taken on this rank when all is in host memory.
 
         Args:
-            blocking: training waits for that; else it has gone on after the early copies.
+            staged_s: seconds from the call until all was in host memory.
+            blocking: training waits for that; else it has continued after the early copies.
         """
-        staged_s = self.age_s
-        returned = [span.end for span in self.spans if span.name == EARLY and not blocking]
-        blocked_s = returned[0] - self.started if returned else staged_s
+        blocked_s = self._loop_s
+        if blocked_s is None:
+            returned = [span.end for span in self.spans if span.name == EARLY and not blocking]
+            blocked_s = returned[0] - self.started if returned else staged_s
         return RankCost(started_at=self.started_at, blocked_s=blocked_s, staged_s=staged_s)
 
     def first_sent(self) -> tuple[Span, ...]:
@@ -116,10 +135,12 @@ class Recorder:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that training has lost to the save: the call, and waits of the steps after it."""
-        (returned, *_) = [span.end for span in self.spans if span.name == SAVE] or [0.0]
+        """Seconds that training has lost to the save: all that the loop waited for, or the call,
+        if nobody measured the loop; and waits of the steps after it."""
+        outer = LOOP if self._loop_s is not None else SAVE
+        (returned, *_) = [span.end for span in self.spans if span.name == outer] or [0.0]
         later = [it.seconds for it in self.spans if it.name == WAIT and it.start >= returned]
-        return self.seconds.get(SAVE, 0.0) + sum(later)
+        return self.seconds.get(outer, 0.0) + sum(later)
 
 
 class OpenTraces:

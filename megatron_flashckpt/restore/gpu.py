@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
+from megatron_flashckpt.memory import cuda
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,7 +38,7 @@ class Gpu:
         The current device of a new thread is 0, on every rank. A thread that did not change it
         would make a context on GPU 0, which takes half a GiB of that GPU's memory per rank.
         """
-        torch.cuda.set_device(self.stream.device)
+        cuda.enter_thread(self.stream.device_index)
         torch.cuda.set_stream(self.stream)
 
     def synchronize(self) -> None:

@@ -169,6 +169,22 @@ def test_a_rank_with_tensors_of_another_device_fails_its_saves_by_name(
     assert "torch.cuda.set_device(5)" in error
 
 
+def test_a_blocking_save_has_copied_everything_when_it_returns(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    """For jobs in which other things than the optimizer's step change the state."""
+    gpus.d2h_bytes_per_s = 200e6
+    job = make(5)
+    values = job.values
+    job.checkpointer.save(job.request(1, blocking=True))
+    for tensor in job.tensors:
+        tensor.fill_(-1.0)
+    assert job.checkpointer.wait()[0].error is None
+    (shard,) = (root / names.iteration_dir(1)).glob("rank_*")
+    data = shard.read_bytes()
+    assert all(value.numpy().tobytes() in data for value in values)
+
+
 @pytest.mark.parametrize("name", ["Stream", "set_device", "cudaHostRegister"])
 def test_training_continues_without_saves_when_cuda_refuses_what_they_need(
     make: Any, root: Path, gpus: GpuNode, name: str

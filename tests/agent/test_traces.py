@@ -129,6 +129,27 @@ def test_a_recorder_counts_what_blocks_training_once() -> None:
     assert recorder.blocked_s == 4.5
 
 
+def test_what_the_training_loop_waited_for_counts_where_it_was_measured() -> None:
+    recorder = Recorder(in_loop=True)
+    recorder.spans += [
+        Span(EARLY, "MainThread", 0.0, 1.0),
+        Span(SAVE, "MainThread", 0.0, 4.0),
+        Span(WAIT, "MainThread", 5.0, 2.0),
+        Span(WAIT, "MainThread", 9.0, 0.5),
+    ]
+    recorder.seconds[SAVE] = 4.0
+    recorder.seen_by_loop(-1.0, 8.0)
+    assert recorder.blocked_s == 8.5
+    cost = recorder.staged_cost(20.0, blocking=False)
+    assert (cost.blocked_s, cost.staged_s) == (8.0, 20.0)
+
+
+def test_a_save_whose_loop_never_returns_is_handed_over_all_the_same() -> None:
+    recorder = Recorder(in_loop=True)
+    recorder.await_loop(0.01)
+    assert recorder.staged_cost(3.0, blocking=True).blocked_s == 3.0
+
+
 def test_phases_go_to_the_recorder_of_their_thread_only() -> None:
     one, other = Recorder(), Recorder()
 

@@ -40,7 +40,9 @@ OVERLAPPING = (
 #: What we say beside; all of it but the first names us.
 ONLY_OURS = {
     "[time] saving checkpoint at iteration N to SAVE in flashckpt format",
-    "flashckpt: iteration N staged, N MiB on rank N, blocked N ms",
+    "flashckpt: iteration N staged, N MiB on rank N, blocked N ms as the training loop sees it",
+    # The save at the end of training, which Megatron makes outside of its loop.
+    "flashckpt: iteration N staged, N MiB on rank N, blocked N ms in save_checkpoint",
     "flashckpt: iteration N durable after N s",
     "flashckpt: iteration N was restored from storage: ...",
     "flashckpt: N, through the launcher; megatron-core N, torch Ncpu",
