@@ -1,74 +1,135 @@
 """The memory of one simulated device, given out as torch's caching allocator does.
 
 Rules (`c10/cuda/CUDACachingAllocator.cpp`, torch docs "Memory management" and
-`Tensor.record_stream`): memory that a tensor lets go of is given to the next one at once, although
-work that uses it may still be queued; the order of one stream makes that safe. After
-`record_stream` it is given out again only when what that stream was asked for by then is done.
+`Tensor.record_stream`): memory that a tensor lets go of is given to the next one of the same
+stream at once, although work that uses it may still be queued; the order of one stream makes that
+safe. After `record_stream` it is given out again only when what that stream was asked for by then
+is done. Memory that was used on one stream goes to another only when nothing else is left, and
+then after all work of the device.
 """
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from tests.simulated_gpu.node import Stream
+
 _ALIGN = 512
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Piece:
+    offset: int
+    nbytes: int
+    stream: Stream | None
+    """The stream that used it last; None if no work uses it."""
+    awaited: tuple[threading.Event, ...] = ()
 
 
 class Block:
     """A piece of device memory that is given back when the last tensor on it goes."""
 
-    def __init__(self, allocator: Allocator, offset: int, nbytes: int) -> None:
-        self.offset = offset
-        self.nbytes = nbytes
-        self.awaited: list[Callable[[], threading.Event]] = []
-        """One per stream of `record_stream`: marks what that stream is asked for until then."""
-        weakref.finalize(self, allocator.give_back, offset, nbytes, self.awaited).atexit = False
+    def __init__(self, allocator: Allocator, offset: int, nbytes: int, stream: Stream) -> None:
+        self._stream = stream
+        self._awaited: list[Stream] = []
+        arguments = (offset, nbytes, stream, self._awaited)
+        weakref.finalize(self, allocator.give_back, *arguments).atexit = False
+
+    def record_stream(self, stream: Stream) -> None:
+        """Have the memory wait for what `stream` is asked for until it is given back."""
+        if stream is not self._stream and stream not in self._awaited:
+            self._awaited.append(stream)
 
 
 class Allocator:
-    """First fit; of several free pieces the one that was freed last."""
+    """First fit; of several free pieces the one that was freed last.
 
-    def __init__(self, nbytes: int) -> None:
+    Args:
+        nbytes: all memory of the device.
+        drain: waits for all work of the device.
+    """
+
+    def __init__(self, nbytes: int, drain: Callable[[], None]) -> None:
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        self._lock = threading.RLock()  # a finalizer may run inside `allocate`
-        self._free = [(0, nbytes)]
-        self._awaited: list[tuple[int, int, list[threading.Event]]] = []
+        self._drain = drain
+        self._lock = threading.Lock()
+        self._returned: collections.deque[_Piece] = collections.deque()
+        """A finalizer may run inside any other call, so it takes no lock and only adds here."""
+        self._free = [_Piece(0, nbytes, None)]
+        self._waiting: list[_Piece] = []
+        self._allocated = 0
         self.nbytes = nbytes
-        self.allocated = 0
         self.peak = 0
 
-    def allocate(self, nbytes: int) -> tuple[Block, torch.Tensor]:
-        """Return a block and its bytes, which hold what was there before.
+    @property
+    def allocated(self) -> int:
+        """Bytes of the tensors that exist."""
+        with self._lock:
+            self._collect()
+            return self._allocated
+
+    def allocate(self, nbytes: int, stream: Stream) -> tuple[Block, torch.Tensor]:
+        """Return a block for work on `stream` and its bytes, which hold what was there before.
 
         Raises:
             OutOfMemoryError: no free piece is large enough.
         """
         wanted = -(-max(nbytes, 1) // _ALIGN) * _ALIGN
+        offset = self._take(wanted, stream)
+        if offset is None:
+            with self._lock:
+                self._collect()
+                idle_soon = {*self._free, *self._waiting}
+            self._drain()
+            self._merge(idle_soon)
+            offset = self._take(wanted, stream)
+        if offset is None:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes.")
+        return Block(self, offset, wanted, stream), self._memory[offset : offset + nbytes]
+
+    def give_back(self, offset: int, nbytes: int, stream: Stream, awaited: list[Stream]) -> None:
+        marks = tuple(other.mark() for other in awaited)
+        self._returned.append(_Piece(offset, nbytes, stream, marks))
+
+    def _take(self, wanted: int, stream: Stream) -> int | None:
         with self._lock:
             self._collect()
-            for place, (offset, size) in enumerate(self._free):
-                if size >= wanted:
-                    self._free[place] = (offset + wanted, size - wanted)
-                    self.allocated += wanted
-                    self.peak = max(self.peak, self.allocated)
-                    return Block(self, offset, wanted), self._memory[offset : offset + nbytes]
-        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes.")
-
-    def give_back(
-        self, offset: int, nbytes: int, awaited: list[Callable[[], threading.Event]]
-    ) -> None:
-        with self._lock:
-            self.allocated -= nbytes
-            if awaited:
-                self._awaited.append((offset, nbytes, [mark() for mark in awaited]))
-            else:
-                self._free.insert(0, (offset, nbytes))
+            for place, piece in enumerate(self._free):
+                if piece.nbytes >= wanted and piece.stream in (None, stream):
+                    rest = _Piece(piece.offset + wanted, piece.nbytes - wanted, piece.stream)
+                    self._free[place : place + 1] = [rest] if rest.nbytes else []
+                    self._allocated += wanted
+                    self.peak = max(self.peak, self._allocated)
+                    return piece.offset
+        return None
 
     def _collect(self) -> None:
-        for entry in list(self._awaited):
-            if all(mark.is_set() for mark in entry[2]):
-                self._awaited.remove(entry)
-                self._free.insert(0, entry[:2])
+        while self._returned:
+            piece = self._returned.popleft()
+            self._allocated -= piece.nbytes
+            self._waiting.append(piece)
+        for piece in list(self._waiting):
+            if all(mark.is_set() for mark in piece.awaited):
+                self._waiting.remove(piece)
+                self._free.insert(0, piece)
+
+    def _merge(self, idle: set[_Piece]) -> None:
+        """Join neighbours among the free pieces that no work uses; give them to any stream."""
+        with self._lock:
+            self._collect()
+            merged: list[_Piece] = []
+            for piece in sorted(idle.intersection(self._free), key=lambda piece: piece.offset):
+                begin, nbytes = piece.offset, piece.nbytes
+                if merged and merged[-1].offset + merged[-1].nbytes == begin:
+                    last = merged.pop()
+                    begin, nbytes = last.offset, last.nbytes + nbytes
+                merged.append(_Piece(begin, nbytes, None))
+            self._free = [piece for piece in self._free if piece not in idle] + merged

@@ -10,9 +10,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.cuda._utils import _get_device_index
 
 from megatron_flashckpt.memory import cuda
-from tests.simulated_gpu.node import Event, Node, Stream, accelerator_error
+from tests.simulated_gpu.node import Event, Node, Stream
 from tests.simulated_gpu.runtime import Runtime
 from tests.simulated_gpu.tensor import DeviceTensor
 
@@ -45,37 +46,35 @@ def simulated_gpus(devices: int = 8, **settings: Any) -> Iterator[Node]:
 
 def _torch_cuda(node: Node) -> dict[str, Any]:
     def index_of(device: Any) -> int:
-        if device is None:
-            return node.here.device
-        if isinstance(device, int):
-            return device
-        found = torch.device(device).index
-        return node.here.device if found is None else found
+        return _get_device_index(device, optional=True)
 
     def make_stream(device: Any = None, priority: int = 0) -> Stream:
-        node.call("Stream")
-        return node.devices[index_of(device)].pooled_stream(priority)
+        gpu = node.devices[index_of(device)]
+        node.call("Stream", device=gpu)
+        return gpu.pooled_stream(priority)
 
     def memory_info(device: Any = None) -> tuple[int, int]:
         allocator = node.devices[index_of(device)].allocator
         return allocator.nbytes - allocator.allocated, allocator.nbytes
 
-    return {
+    return {  # torch's own `device` and `stream` contexts call these, too
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: len(node.devices),
         "current_device": lambda: node.here.device,
-        "set_device": lambda device: node.set_device(index_of(device)),
+        "set_device": lambda device: node.set_device(_get_device_index(device)),
+        "_exchange_device": node.exchange_device,
+        "_maybe_exchange_device": node.exchange_device,
         "Stream": make_stream,
         "Event": functools.partial(Event, node),
         "current_stream": lambda device=None: node.current_stream(index_of(device)),
         "default_stream": lambda device=None: node.devices[index_of(device)].default_stream,
-        "stream": node.stream,
+        "set_stream": node.set_stream,
         "synchronize": lambda device=None: node.synchronize(index_of(device)),
         "cudart": lambda: node.runtime,
         "is_current_stream_capturing": lambda: node.current_stream().capture is not None,
         "mem_get_info": memory_info,
-        "empty_cache": lambda: None,
+        "empty_cache": node.synchronize,  # pessimistic: cudaFree may wait for the device
         "get_device_properties": lambda device: SimpleNamespace(
             pci_domain_id=0, pci_bus_id=index_of(device), pci_device_id=0
         ),
@@ -86,21 +85,23 @@ def _factory(node: Node, real: Any) -> Any:
     @functools.wraps(real)
     def make(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Any:
         if device is not None and torch.device(device).type == "cuda":
-            index = torch.device(device).index
+            index = _get_device_index(torch.device(device), optional=True)
             values = real(*args, **kwargs)
-            return DeviceTensor.put(values, node.here.device if index is None else index)
+            if real.__name__ == "empty":
+                return DeviceTensor.allocate(values.shape, values.dtype, index)
+            if real.__name__ == "tensor":  # torch makes it on the host and copies
+                return DeviceTensor.allocate(values.shape, values.dtype, index).copy_(values)
+            return DeviceTensor.put(values, index)
         made = real(*args, device=device, **kwargs)
         if pin_memory and made.nbytes:
-            status = node.runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0)
-            if status:
-                raise accelerator_error("out of memory")
-            node.runtime.kept.append(made)
+            node.runtime.lock_new(made)
         return made
 
     return make
 
 
 def _cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
-    node = DeviceTensor.node
-    index = node.here.device if device is None else torch.device("cuda", device).index
+    index = _get_device_index(device, optional=True)
+    if isinstance(tensor, DeviceTensor) and tensor.index == index:
+        return tensor
     return DeviceTensor.allocate(tensor.shape, tensor.dtype, index).copy_(tensor, non_blocking)

@@ -2,17 +2,21 @@
 
 Sources of the rules: CUDA C Programming Guide ("Asynchronous Concurrent Execution", "CUDA Graphs"),
 CUDA Runtime API ("Stream Management", "Event Management", "API synchronization behavior"),
-`torch/cuda/streams.py`, `c10/cuda/CUDAStream.cpp`.
+`torch/cuda/streams.py`, `c10/cuda/CUDAStream.h`, `c10/cuda/CUDAEvent.h`, `ATen/cuda/CUDAGraph.cpp`.
+
+Not simulated, and refused: a second stream that joins a capture.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
+import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +27,19 @@ Work = Callable[[], None]
 
 #: Streams of one priority that a device has; `torch.cuda.Stream` hands them out in turn.
 POOL_SIZE = 32
+#: Priorities that have a pool: 0, -1, -2 and -3.
+PRIORITIES = 4
 #: How often a blocked host thread looks whether its device has failed.
 _LOOK_S = 0.05
+#: How long `Node.close` waits for its threads; work that hangs for ever outlives it.
+_CLOSE_S = 5.0
+
+ILLEGAL_ADDRESS = 700
+CAPTURE_UNSUPPORTED = 900
+CAPTURE_INVALIDATED = 901
+CAPTURE_ISOLATION = 905
+CAPTURED_EVENT = 907
+_UNKNOWN = 999
 
 
 class _Thread(threading.local):
@@ -67,29 +82,43 @@ class Node:
         self.captures: list[Capture] = []
         self.runtime: Any = None
         """The node's `runtime.Runtime`."""
-        self.is_closed = False
+        self.closed = threading.Event()
         self.here = _Thread()
         self.devices = [Device(self, index, memory_nbytes) for index in range(devices)]
 
-    def call(self, name: str, *, unsafe: bool = False) -> None:
+    def call(
+        self,
+        name: str,
+        *,
+        device: Device | None = None,
+        unsafe: bool = False,
+        awaited: Sequence[Stream] = (),
+    ) -> None:
         """Note a CUDA call of this thread; raise if it is refused or breaks a capture.
 
         Args:
+            device: the device that the call concerns, by default the thread's current one.
             unsafe: the call is one that a capture in progress may prohibit.
+            awaited: streams that the call asks about; none of them may be in a capture.
         """
         thread = threading.current_thread()
         self.calls.append(Call(name, thread.name, self.here.device))
-        self.current_device().check()
+        if self.closed.is_set():
+            raise accelerator_error("driver shutting down")
+        (device or self.current_device()).check()
         if name in self.refusals:
             self.refusals[name]()
         if unsafe:
-            self._check_captures(name)
+            self._check_captures(name, awaited)
 
-    def _check_captures(self, name: str) -> None:
-        for capture in self.captures:
-            if capture.prohibits(self.here.capture_mode):
-                capture.broken_by = f"{name} in {threading.current_thread().name}"
-                raise accelerator_error("operation not permitted when stream is capturing")
+    def _check_captures(self, name: str, awaited: Sequence[Stream]) -> None:
+        mode = self.here.capture_mode
+        broken = [c for c in self.captures if c.stream in awaited or c.prohibits(mode)]
+        for capture in broken:
+            capture.broken_by = f"{name} in {threading.current_thread().name}"
+        if broken:
+            reason = "operation not permitted when stream is capturing"
+            raise accelerator_error(reason, CAPTURE_UNSUPPORTED)
 
     @property
     def is_capturing_here(self) -> bool:
@@ -102,71 +131,78 @@ class Node:
 
     def set_device(self, index: int) -> None:
         """Make `index` the calling thread's device; no other thread is concerned."""
-        self.call("set_device")
         if index < 0:  # as torch: a negative index changes nothing
             return
         if index >= len(self.devices):
             raise accelerator_error("invalid device ordinal")
+        self.call("set_device", device=self.devices[index])
         self.here.device = index
+
+    def exchange_device(self, index: int) -> int:
+        """Make `index` the calling thread's device if it is none below 0; return the former."""
+        former = self.here.device
+        self.here.device = index if index >= 0 else former
+        return former
 
     def current_stream(self, index: int | None = None) -> Stream:
         """Return the calling thread's stream of a device, by default of the current device."""
         index = self.here.device if index is None else index
         return self.here.streams.get(index, self.devices[index].default_stream)
 
-    @contextlib.contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
-        """Make `stream` and its device current in this thread, as `torch.cuda.stream` does."""
-        if stream is None:
-            yield
-            return
-        index, device = stream.device.index, self.here.device
-        former = self.current_stream(index)
-        self.here.device = index
-        self.here.streams[index] = stream
-        try:
-            yield
-        finally:
-            self.here.streams[index] = former
-            self.here.device = device
+    def set_stream(self, stream: Stream | None) -> None:
+        """Make `stream` and its device current in this thread, as `torch.cuda.set_stream` does."""
+        if stream is not None:
+            self.here.device = stream.device_index
+            self.here.streams[stream.device_index] = stream
 
     def synchronize(self, index: int | None = None) -> None:
         """Return when all that was asked of the device before, on any stream, is done."""
-        self.call("synchronize", unsafe=True)
         device = self.devices[self.here.device if index is None else index]
-        marks = [stream.mark() for stream in device.streams]
-        for mark in marks:
-            device.block(mark)
+        self.call("synchronize", device=device, unsafe=True, awaited=device.streams)
+        device.drain()
 
     @contextlib.contextmanager
     def capture(self, mode: str = "global") -> Iterator[Capture]:
         """Capture what this thread asks of its current stream into a graph.
 
+        As with `torch.cuda.graph`, a side stream is current inside the context if the default
+        stream was, which cannot be captured.
+
         Raises:
             AcceleratorError: at the end, if a call has invalidated the capture.
         """
-        capture = Capture(self.current_stream(), mode)
-        capture.stream.capture = capture
+        former = self.current_stream()
+        device = self.current_device()
+        stream = device.pooled_stream(0) if former is device.default_stream else former
+        capture = Capture(stream, mode)
+        stream.capture = capture
         self.captures.append(capture)
+        self.set_stream(stream)
         try:
             yield capture
         finally:
+            self.set_stream(former)
             self.captures.remove(capture)
-            capture.stream.capture = None
-        if capture.broken_by is not None:
-            raise accelerator_error(f"capture failed due to a previous error: {capture.broken_by}")
+            stream.capture = None
+        capture.check()
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closed.is_set()
 
     def close(self) -> None:
-        """End all streams, whatever is still queued."""
-        self.is_closed = True
-        for device in self.devices:
-            device.running.set()
-            for stream in device.streams:
-                stream.end()
+        """End all streams, whatever is still queued. Returns within 5 s, also if work hangs."""
+        self.closed.set()
+        streams = [stream for device in self.devices for stream in device.streams]
+        for stream in streams:
+            stream.end()
+        deadline = time.monotonic() + _CLOSE_S
+        for stream in streams:
+            stream.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Device:
-    """One GPU: a default stream, two pools of streams, an engine and an allocator."""
+    """One GPU: a default stream, pools of streams, an engine and an allocator."""
 
     def __init__(self, node: Node, index: int, memory_nbytes: int) -> None:
         self.node = node
@@ -175,22 +211,32 @@ class Device:
         """Cleared while the device is held: streams accept work and do none."""
         self.running.set()
         self.error: str | None = None
-        """A sticky error: every later call on the device reports it."""
+        """A sticky error: every later call on the device reports it.
+
+        CUDA documents it for the whole process. Here one process stands for the ranks of a node,
+        so other devices go on.
+        """
         self.streams: list[Stream] = []
         self.default_stream = Stream(self)
-        self._pools: dict[bool, list[Stream]] = {True: [], False: []}
-        self._handed_out = {True: 0, False: 0}
+        self._pools: dict[int, list[Stream]] = {}
+        self._turns = [itertools.count() for _ in range(PRIORITIES)]
+        self._pools_lock = threading.Lock()
         self.to_host = Engine(self)
-        self.allocator = Allocator(memory_nbytes)
+        self.allocator = Allocator(memory_nbytes, self.drain)
 
     def pooled_stream(self, priority: int) -> Stream:
         """Return the next stream of the pool of a priority; after 32 the first comes again."""
-        is_high = priority < 0
-        pool, turn = self._pools[is_high], self._handed_out[is_high]
-        self._handed_out[is_high] += 1
-        if len(pool) < POOL_SIZE:
-            pool.append(Stream(self, priority))
-        return pool[turn % POOL_SIZE]
+        number = min(max(-priority, 0), PRIORITIES - 1)
+        with self._pools_lock:
+            pool, turn = self._pools.setdefault(number, []), next(self._turns[number])
+            if len(pool) < POOL_SIZE:
+                pool.append(Stream(self, -number))
+            return pool[turn % POOL_SIZE]
+
+    def drain(self) -> None:
+        """Return when all that was asked of the device by now is done."""
+        for mark in [stream.mark() for stream in self.streams]:
+            self.block(mark)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -204,11 +250,20 @@ class Device:
     def fail(self, error: str) -> None:
         """Break the device for good, as an illegal memory access in a kernel does."""
         self.error = error
-        self.running.set()
 
     def check(self) -> None:
         if self.error is not None:
-            raise accelerator_error(self.error)
+            raise accelerator_error(self.error, ILLEGAL_ADDRESS)
+
+    def await_running(self) -> bool:
+        """Return when the device is not held: True, or at once if it may do no more work: False."""
+        while not self.is_over and not self.running.wait(_LOOK_S):
+            pass
+        return not self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or self.node.is_closed
 
     def block(self, mark: threading.Event) -> None:
         """Block the calling thread until `mark` is set.
@@ -226,75 +281,101 @@ class Device:
 class Stream:
     """A queue of a device. Its work runs in order, on a thread that stands for the hardware."""
 
-    def __init__(self, device: Device, priority: int = 0) -> None:
-        self.device = device
+    def __init__(self, gpu: Device, priority: int = 0) -> None:
+        self.gpu = gpu
         self.priority = priority
         self.capture: Capture | None = None
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        device.streams.append(self)
-        name = f"cuda:{device.index} stream {len(device.streams) - 1}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._pending: collections.deque[Work | None] = collections.deque()
+        """All that is not done, what runs now included."""
+        # A finalizer may enqueue while this thread enqueues: no lock, only calls that are atomic.
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        gpu.streams.append(self)
+        name = f"cuda:{gpu.index} stream {len(gpu.streams) - 1}"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.gpu.index)
 
     @property
     def device_index(self) -> int:
-        return self.device.index
+        return self.gpu.index
 
     def _run(self) -> None:
-        while (work := self._queue.get()) is not None:
-            self.device.running.wait()
-            if self.device.error is not None or self.device.node.is_closed:
-                continue
-            try:
-                work()
-            except Exception as failure:
-                self.device.fail(f"{type(failure).__name__}: {failure}")
+        while True:
+            self._tokens.get()
+            work = self._pending[0]
+            if work is None:
+                return
+            if self.gpu.await_running():
+                try:
+                    work()
+                except Exception as failure:
+                    self.gpu.fail(f"{type(failure).__name__}: {failure}")
+            self._pending.popleft()
 
     def end(self) -> None:
-        self._queue.put(None)
+        self._append(None)
+
+    def _append(self, work: Work | None) -> None:
+        self._pending.append(work)
+        self._tokens.put(None)
 
     def enqueue(self, work: Work) -> None:
         """Have `work` done after all that was enqueued before; into a graph while capturing."""
-        if self.capture is not None:
-            self.capture.work.append(work)
+        if self.capture is None:
+            self._append(work)
         else:
-            self._queue.put(work)
+            self.capture.add(lambda stream: stream.enqueue(work))
+
+    def enqueue_to_host(self, nbytes: int, copy: Work) -> None:
+        """Have `copy` done by the device's engine, also after what it was asked for before."""
+        if self.capture is None:
+            with self.gpu.to_host.changed:  # one order in the engine and in the stream
+                self._append(self.gpu.to_host.ask(nbytes, copy))
+        else:
+            self.capture.add(lambda stream: stream.enqueue_to_host(nbytes, copy))
 
     def mark(self) -> threading.Event:
         """Return what is set when all that was enqueued before is done."""
         mark = threading.Event()
-        self._queue.put(mark.set)
+        self._append(mark.set)
         return mark
 
     def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.device.node)
+        event = event or Event(self.gpu.node)
         event.record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
         """Have later work of this stream wait for the event's last record so far."""
-        self.device.node.call("Stream.wait_event")
+        self.gpu.node.call("Stream.wait_event", device=self.gpu)
+        mark = event.mark
+        if mark is None:
+            return
+        if self.capture is None and event.captured_by is not None:
+            raise NotImplementedError("a second stream that joins a capture is not simulated")
         if self.capture is not None and event.captured_by is not self.capture:
             self.capture.broken_by = "a wait for work outside of the capture"
-            raise accelerator_error("dependency created on uncaptured work in another stream")
-        mark = event.mark
-        if mark is not None:
-            self.enqueue(lambda: self._await(mark))
+            reason = "dependency created on uncaptured work in another stream"
+            raise accelerator_error(reason, CAPTURE_ISOLATION)
+        self.enqueue(lambda: self._await(mark))
 
     def _await(self, mark: threading.Event) -> None:
-        while not mark.wait(_LOOK_S):
-            if self.device.error is not None or self.device.node.is_closed:
-                return
+        while not self.gpu.is_over and not mark.wait(_LOOK_S):
+            pass
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
 
     def query(self) -> bool:
-        self.device.node.call("Stream.query", unsafe=True)
-        return self.mark().wait(0.0)
+        self.gpu.node.call("Stream.query", device=self.gpu, unsafe=True, awaited=[self])
+        return not self._pending
 
     def synchronize(self) -> None:
-        self.device.node.call("Stream.synchronize", unsafe=True)
-        self.device.block(self.mark())
+        self.gpu.node.call("Stream.synchronize", device=self.gpu, unsafe=True, awaited=[self])
+        self.gpu.block(self.mark())
 
 
 class Event:
@@ -317,10 +398,13 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or self._node.current_stream()
-        self._node.call("Event.record")
-        if self._device not in (None, stream.device):
-            raise accelerator_error("invalid resource handle")
-        self._device = stream.device
+        self._node.call("Event.record", device=stream.gpu)
+        if self._device not in (None, stream.gpu):
+            raise RuntimeError(
+                f"Event device {self._device.index} does not match recording stream's device "
+                f"{stream.gpu.index}."
+            )
+        self._device = stream.gpu
         self.captured_by = stream.capture
         self.mark = mark = threading.Event()
 
@@ -334,7 +418,7 @@ class Event:
         (stream or self._node.current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        self._node.call("Event.query", unsafe=True)
+        self._ask("Event.query")
         return self.mark is None or self.mark.is_set()
 
     def synchronize(self) -> None:
@@ -342,14 +426,30 @@ class Event:
 
         The thread sleeps if the event is `blocking`; else it spins, which takes a core.
         """
-        self._node.call("Event.synchronize" if self.blocking else "spin", unsafe=True)
+        self._ask("Event.synchronize" if self.blocking else "spin")
         if self.mark is not None and self._device is not None:
             self._device.block(self.mark)
 
+    def _ask(self, name: str) -> None:
+        self._node.call(name, device=self._device, unsafe=True)
+        if self.captured_by is not None:
+            self.captured_by.broken_by = f"{name} of an event that was recorded in the capture"
+            reason = "operation not permitted on an event last recorded in a capturing stream"
+            raise accelerator_error(reason, CAPTURED_EVENT)
+
     def elapsed_time(self, end: Event) -> float:
-        """Return the milliseconds between two records."""
+        """Return the milliseconds between two records.
+
+        Raises:
+            ValueError: an event has no timing, or was never recorded.
+            RuntimeError: an event is not done.
+        """
         if not (self._times and end._times):
-            raise ValueError("both events must be made with enable_timing=True")
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if self.mark is None or end.mark is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
         return 1000 * (end.at - self.at)
 
 
@@ -362,60 +462,80 @@ class Engine:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._asked = 0
         self._served = 0
         self.queued_nbytes = 0
         self.most_queued_nbytes = 0
 
     def ask(self, nbytes: int, copy: Work) -> Work:
-        """Return the work for a stream that makes this copy when its turn comes."""
-        with self._changed:
-            number = self._asked
-            self._asked += 1
-            self.queued_nbytes += nbytes
-            self.most_queued_nbytes = max(self.most_queued_nbytes, self.queued_nbytes)
+        """Return the work for a stream that makes this copy when its turn comes.
+
+        Called with `changed` held.
+        """
+        number, self._asked = self._asked, self._asked + 1
+        self.queued_nbytes += nbytes
+        self.most_queued_nbytes = max(self.most_queued_nbytes, self.queued_nbytes)
 
         def serve() -> None:
             node = self._device.node
-            with self._changed:
-                while self._served != number and not node.is_closed:
-                    self._changed.wait(_LOOK_S)
+            with self.changed:
+                while self._served != number and not self._device.is_over:
+                    self.changed.wait(_LOOK_S)
             if node.d2h_bytes_per_s:
-                time.sleep(nbytes / node.d2h_bytes_per_s)
+                node.closed.wait(nbytes / node.d2h_bytes_per_s)
+            if self._device.is_over:
+                return
             try:
                 copy()
             finally:
-                with self._changed:
+                with self.changed:
                     self._served += 1
                     self.queued_nbytes -= nbytes
-                    self._changed.notify_all()
+                    self.changed.notify_all()
 
         return serve
 
 
 class Capture:
-    """A graph in the making."""
+    """A graph in the making, and afterwards the graph."""
 
     def __init__(self, stream: Stream, mode: str) -> None:
         self.stream = stream
         self.mode = mode
         self.thread = threading.get_ident()
-        self.work: list[Work] = []
         self.broken_by: str | None = None
+        self.kept: list[object] = []
+        """Memory that was allocated in the capture: only the graph uses it from then on."""
+        self._requests: list[Callable[[Stream], None]] = []
+
+    def add(self, request: Callable[[Stream], None]) -> None:
+        """Have every replay ask its stream for this."""
+        self.check()
+        self._requests.append(request)
+
+    def check(self) -> None:
+        if self.broken_by is not None:
+            reason = f"operation failed due to a previous error during capture: {self.broken_by}"
+            raise accelerator_error(reason, CAPTURE_INVALIDATED)
 
     def prohibits(self, thread_mode: str) -> bool:
         """Return whether the calling thread, in that mode, may make no unsafe call now."""
         if self.thread == threading.get_ident():
-            return self.mode != "relaxed"
+            return self.mode != "relaxed" and thread_mode != "relaxed"
         return self.mode == "global" and thread_mode == "global"
 
     def replay(self) -> None:
-        """Enqueue all that was captured on the stream that it was captured on."""
-        for work in self.work:
-            self.stream.enqueue(work)
+        """Enqueue all that was captured on the current stream of the device."""
+        gpu = self.stream.gpu
+        stream = gpu.node.current_stream(gpu.index)
+        gpu.node.call("graph launch", device=gpu)
+        for request in self._requests:
+            request(stream)
 
 
-def accelerator_error(reason: str) -> Exception:
+def accelerator_error(reason: str, status: int = _UNKNOWN) -> torch.AcceleratorError:
     """Return the error that torch raises for a failed CUDA call."""
-    return torch.AcceleratorError(f"CUDA error: {reason}")
+    error = torch.AcceleratorError(f"CUDA error: {reason}")
+    error.error_code = status
+    return error

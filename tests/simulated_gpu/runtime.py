@@ -4,12 +4,13 @@ Rules (CUDA Runtime API, `cudaHostRegister`, `cudaThreadExchangeStreamCaptureMod
 `cudaGetLastError`): a range is registered once and unregistered by its begin; a call that fails
 returns its status, and leaves it behind in the calling thread, where torch's next kernel launch
 finds it. Memory that belongs to two registrations is no one range: the simulation refuses a copy
-that crosses a border, which hardware may allow.
+that crosses a border, be it blocking or not, which hardware may allow.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from tests.simulated_gpu.node import Node, accelerator_error
 
 SUCCESS = 0
+INVALID_VALUE = 1
 OUT_OF_MEMORY = 2
 ALREADY_REGISTERED = 712
 NOT_REGISTERED = 713
@@ -40,14 +42,17 @@ class Runtime:
         """A registration of more bytes fails."""
         self.failing_call: int | None = None
         """Number of the registration that fails, counted from 0."""
-        self._registrations = 0
+        self._registrations = itertools.count()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self._node.call("cudaHostRegister", unsafe=True)
-        number, self._registrations = self._registrations, self._registrations + 1
+        if status := self._refused("cudaHostRegister", unsafe=True):
+            return status
+        if nbytes <= 0:
+            return self._failed(INVALID_VALUE, "invalid argument")
+        number = next(self._registrations)
         if number == self.failing_call or nbytes > (self.most_nbytes or nbytes):
             return self._failed(OUT_OF_MEMORY, "out of memory")
-        if any(address < at + size and at < address + nbytes for at, size in self.locked.items()):
+        if any(address < at + size and at < address + nbytes for at, size in self._ranges()):
             return self._failed(ALREADY_REGISTERED, "part or all is already mapped")
         self.locked[address] = nbytes
         thread = threading.current_thread().name
@@ -55,22 +60,43 @@ class Runtime:
         return SUCCESS
 
     def cudaHostUnregister(self, address: int) -> int:
-        self._node.call("cudaHostUnregister", unsafe=True)
+        if status := self._refused("cudaHostUnregister", unsafe=True):
+            return status
         if self.locked.pop(address, None) is None:
             return self._failed(NOT_REGISTERED, "pointer does not correspond to a registration")
         return SUCCESS
 
     def cudaThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
-        self._node.call("cudaThreadExchangeStreamCaptureMode")
+        if status := self._refused("cudaThreadExchangeStreamCaptureMode"):
+            return status
         given: ctypes.c_int = mode._obj
+        if given.value not in range(len(_MODES)):
+            return self._failed(INVALID_VALUE, "invalid argument")
         former = self._node.here.capture_mode
         self._node.here.capture_mode = _MODES[given.value]
         given.value = _MODES.index(former)
         return SUCCESS
 
+    def lock_new(self, made: torch.Tensor) -> None:
+        """Page-lock a tensor of torch's host allocator, which calls `cudaHostAlloc`."""
+        self._node.call("cudaHostAlloc", unsafe=True)
+        self.locked[made.data_ptr()] = made.nbytes
+        self.kept.append(made)
+
+    def _refused(self, name: str, *, unsafe: bool = False) -> int:
+        # A function of the runtime raises nothing, whatever has happened to the device.
+        try:
+            self._node.call(name, unsafe=unsafe)
+        except torch.AcceleratorError as error:
+            return self._failed(error.error_code, str(error).removeprefix("CUDA error: "))
+        return SUCCESS
+
     def _failed(self, status: int, reason: str) -> int:
         self._node.here.latched = reason
         return status
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        return list(self.locked.items())  # another thread may be registering
 
     def is_locked(self, tensor: torch.Tensor) -> bool:
         """Return whether all of a host tensor is page-locked, by one registration.
@@ -79,7 +105,7 @@ class Runtime:
             AcceleratorError: a part of it is, or it crosses the border of two registrations.
         """
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        for at, size in self.locked.items():
+        for at, size in self._ranges():
             if at <= begin and end <= at + size:
                 return True
             if begin < at + size and at < end:

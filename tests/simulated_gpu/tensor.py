@@ -3,12 +3,11 @@
 Rules (`aten/src/ATen/native/cuda/Copy.cu`, CUDA Runtime API "API synchronization behavior"): an
 operation runs on the calling thread's current stream of the *tensor's* device, whatever device
 is current. A copy between host and device is asynchronous only if it is asked for with
-`non_blocking` and the host memory is page-locked; it reads its source when it runs.
+`non_blocking` and the host memory is page-locked and contiguous; it reads its source when it runs.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -19,6 +18,9 @@ from tests.simulated_gpu.allocator import Block
 from tests.simulated_gpu.node import Node, Stream, accelerator_error
 
 aten = torch.ops.aten
+
+#: These leave their memory as it was.
+_UNINITIALIZED = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 
 
 class DeviceTensor(torch.Tensor):
@@ -51,23 +53,26 @@ class DeviceTensor(torch.Tensor):
     def allocate(cls, shape: Any, dtype: torch.dtype, index: int) -> DeviceTensor:
         """Return an uninitialized tensor: it holds what its memory held before."""
         like = torch.empty(shape, dtype=dtype, device="meta")
+        gpu, stream = cls.node.devices[index], cls.node.current_stream(index)
         if like.numel():  # torch asks the driver for memory in other modes during a capture
-            cls.node.call("allocate", unsafe=not cls.node.is_capturing_here)
-        block, memory = cls.node.devices[index].allocator.allocate(like.numel() * like.itemsize)
+            cls.node.call("allocate", device=gpu, unsafe=not cls.node.is_capturing_here)
+        block, memory = gpu.allocator.allocate(like.numel() * like.itemsize, stream)
+        if stream.capture is not None:
+            stream.capture.kept.append(block)
         return cls(memory.view(dtype).view(like.shape), block, index)
 
     @classmethod
     def put(cls, values: torch.Tensor, index: int) -> DeviceTensor:
         """Return a tensor that a kernel on the current stream of device `index` fills."""
         made = cls.allocate(values.shape, values.dtype, index)
-        cls.node.current_stream(index).enqueue(_later(made.backing, values.clone()))
+        _launch(cls.node, index, "fill", _later(made.backing, values.clone()))
         return made
 
     def data_ptr(self) -> int:
         return self.backing.data_ptr()
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
-        self.block.awaited.append(stream.mark)
+        self.block.record_stream(stream)
 
     def cpu(self, *_: Any, **__: Any) -> torch.Tensor:
         target = torch.empty(self.shape, dtype=self.dtype)
@@ -107,8 +112,24 @@ def _is_non_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking", False))
 
 
-def _backing(value: Any) -> Any:
-    return value.backing if isinstance(value, DeviceTensor) else value
+def _argument(value: Any) -> Any:
+    if isinstance(value, DeviceTensor):
+        return value.backing
+    # A number on the host is read when the kernel is launched.
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _launch(node: Node, index: int, name: str, work: Callable[[], None]) -> None:
+    """Enqueue a kernel, which reports what an earlier call of this thread has left behind.
+
+    Raises:
+        AcceleratorError: an earlier call of this thread failed; torch clears that error.
+    """
+    node.call(f"kernel {name}", device=node.devices[index])
+    if (latched := node.here.latched) is not None:
+        node.here.latched = None
+        raise accelerator_error(latched)
+    node.current_stream(index).enqueue(work)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,13 +147,9 @@ def _kernel(node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     on_host = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim() > 0]
     if others or on_host:
         raise RuntimeError(f"{func}: Expected all tensors to be on the same device")
-    node.call(f"kernel {func}")
-    if (latched := node.here.latched) is not None:
-        node.here.latched = None
-        raise accelerator_error(latched)
-    raw_args, raw_kwargs = tree_map(_backing, (args, kwargs))
+    raw_args, raw_kwargs = tree_map(_argument, (args, kwargs))
     if func._schema.is_mutable:
-        node.current_stream(index).enqueue(lambda: func(*raw_args, **raw_kwargs))
+        _launch(node, index, str(func), lambda: func(*raw_args, **raw_kwargs))
         return None if not func._schema.returns else args[0]
 
     def on_meta(value: Any) -> Any:
@@ -141,6 +158,8 @@ def _kernel(node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     shapes = func(*tree_map(on_meta, raw_args), **tree_map(on_meta, raw_kwargs))
     flat, _ = tree_flatten(shapes)
     results = [DeviceTensor.allocate(shape.shape, shape.dtype, index) for shape in flat]
+    if func in _UNINITIALIZED:
+        return results[0]
     backings = [result.backing for result in results]
 
     def run() -> None:
@@ -148,7 +167,7 @@ def _kernel(node: Node, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         for backing, value in zip(backings, made, strict=True):
             backing.copy_(value)
 
-    node.current_stream(index).enqueue(run)
+    _launch(node, index, str(func), run)
     return results[0] if isinstance(shapes, torch.Tensor) else results
 
 
@@ -160,8 +179,7 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]], non_blocking: bool) -> None:
     for target, source in pairs:
         if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
-            stream = DeviceTensor.node.current_stream(source.index)
-            stream.enqueue(_later(target.backing, source.backing))
+            _between_devices(target, source)
         elif isinstance(source, DeviceTensor):
             _to_host(target, source, non_blocking)
         elif isinstance(target, DeviceTensor):
@@ -177,33 +195,52 @@ def _later(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
     return copy
 
 
+def _between_devices(target: DeviceTensor, source: DeviceTensor) -> None:
+    """Copy on the stream of the source's device; both devices' streams wait for each other."""
+    node = DeviceTensor.node
+    stream, other = node.current_stream(source.index), node.current_stream(target.index)
+    if stream is not other:
+        stream.wait_stream(other)
+    _launch(node, source.index, "copy", _later(target.backing, source.backing))
+    if stream is not other:
+        other.wait_stream(stream)
+
+
 def _to_host(target: torch.Tensor, source: DeviceTensor, non_blocking: bool) -> None:
     node = DeviceTensor.node
-    node.call("copy to host")
-    stream, device = node.current_stream(source.index), node.devices[source.index]
-    is_async = non_blocking and node.runtime.is_locked(target)
-    copy = _later(target, source.backing)
-    stream.enqueue(device.to_host.ask(source.nbytes, copy))
-    if not is_async:
-        _block(node, stream)
+    node.call("copy to host", device=node.devices[source.index])
+    stream = node.current_stream(source.index)
+    is_locked = _is_locked(stream, target)
+    stream.enqueue_to_host(source.nbytes, _later(target, source.backing))
+    if not (non_blocking and is_locked):
+        stream.synchronize()
 
 
 def _to_device(target: DeviceTensor, source: torch.Tensor, non_blocking: bool) -> None:
     node = DeviceTensor.node
-    node.call("copy to device")
+    node.call("copy to device", device=node.devices[target.index])
     stream = node.current_stream(target.index)
-    if node.runtime.is_locked(source):
-        stream.enqueue(_later(target.backing, source))
-        if not non_blocking:
-            _block(node, stream)
-    else:
-        # Pageable memory is copied to a staging buffer before the call returns.
-        _block(node, stream)
-        stream.enqueue(_later(target.backing, source.clone()))
+    is_locked = _is_locked(stream, source)
+    if not is_locked:  # it goes to a staging buffer, after all that the stream was asked for
+        stream.synchronize()
+        source = source.clone()
+    stream.enqueue(_later(target.backing, source))
+    if not non_blocking:
+        stream.synchronize()
 
 
-def _block(node: Node, stream: Stream) -> None:
-    if stream.capture is not None:
-        raise accelerator_error("operation not permitted when stream is capturing")
-    mark: threading.Event = stream.mark()
-    stream.device.block(mark)
+def _is_locked(stream: Stream, host: torch.Tensor) -> bool:
+    """Return whether the device itself reads or writes the host tensor.
+
+    Memory that is not contiguous is copied through a pageable buffer.
+
+    Raises:
+        RuntimeError: it does not, and the stream is captured.
+    """
+    is_locked = host.is_contiguous() and stream.gpu.node.runtime.is_locked(host)
+    if not is_locked and stream.capture is not None:
+        raise RuntimeError(
+            "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU "
+            "tensor is pinned."
+        )
+    return bool(is_locked)
