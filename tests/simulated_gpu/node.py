@@ -39,7 +39,7 @@ CAPTURE_UNSUPPORTED = 900
 CAPTURE_INVALIDATED = 901
 CAPTURE_ISOLATION = 905
 CAPTURED_EVENT = 907
-_UNKNOWN = 999
+UNKNOWN = 999
 
 
 class _Thread(threading.local):
@@ -534,7 +534,7 @@ class Capture:
             request(stream)
 
 
-def accelerator_error(reason: str, status: int = _UNKNOWN) -> torch.AcceleratorError:
+def accelerator_error(reason: str, status: int = UNKNOWN) -> torch.AcceleratorError:
     """Return the error that torch raises for a failed CUDA call."""
     error = torch.AcceleratorError(f"CUDA error: {reason}")
     error.error_code = status

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated_gpu.node import Node, accelerator_error
+from tests.simulated_gpu.node import UNKNOWN, Node, accelerator_error
 
 SUCCESS = 0
 INVALID_VALUE = 1
@@ -88,7 +88,8 @@ class Runtime:
         try:
             self._node.call(name, unsafe=unsafe)
         except torch.AcceleratorError as error:
-            return self._failed(error.error_code, str(error).removeprefix("CUDA error: "))
+            status = getattr(error, "error_code", UNKNOWN)
+            return self._failed(status, str(error).removeprefix("CUDA error: "))
         return SUCCESS
 
     def _failed(self, status: int, reason: str) -> int:

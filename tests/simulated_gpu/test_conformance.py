@@ -17,7 +17,7 @@ import torch
 
 from tests.agent.trainer import PATIENCE_S, eventually
 from tests.simulated_gpu import DeviceTensor, Node, simulated_gpus
-from tests.simulated_gpu.node import POOL_SIZE
+from tests.simulated_gpu.node import POOL_SIZE, UNKNOWN
 from tests.simulated_gpu.runtime import (
     ALREADY_REGISTERED,
     INVALID_VALUE,
@@ -1011,10 +1011,11 @@ class TestNode:
         def refuse() -> None:
             raise torch.AcceleratorError("CUDA error: no")
 
-        node.refusals = {"Event.record": refuse}
+        node.refusals = {"Event.record": refuse, "cudaHostUnregister": refuse}
         with pytest.raises(torch.AcceleratorError, match="CUDA error: no"):
             torch.cuda.Event().record()
         torch.cuda.synchronize()
+        assert torch.cuda.cudart().cudaHostUnregister(0) == UNKNOWN == 999
 
     def test_afterwards_torch_is_as_before_and_no_thread_is_left(self) -> None:
         """Of this simulation: nothing of it outlives its context."""
