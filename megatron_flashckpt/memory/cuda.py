@@ -6,8 +6,10 @@ whether the thread's calls may disturb a graph capture of another thread, which 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 #: `cudaStreamCaptureModeRelaxed` of the CUDA runtime.
 _RELAXED = 2
+#: A wheel adds a digest to the name of a library that it bundles.
+_RUNTIME = re.compile(r"libcudart(-[0-9a-f]+)?\.so[.0-9]*")
 
 
 def current_device() -> int | None:
@@ -67,9 +71,10 @@ def runtime_library() -> Any:
 
 def _find_library(maps: Path, load: Callable[[str], Any]) -> Any:
     # A second copy of the library would have thread settings of its own, so only the one that
-    # is mapped will do.
+    # is mapped will do. A file that was replaced has another name in the maps.
     for line in maps.read_text().splitlines():
         path = line[line.find("/") :] if "/" in line else ""
-        if "libcudart.so" in path:
-            return load(path)
+        if _RUNTIME.fullmatch(path.rpartition("/")[2]):
+            with contextlib.suppress(OSError):
+                return load(path)
     return None

@@ -1,0 +1,165 @@
+"""What a thread of ours sets before it calls CUDA, on a simulated node of GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from megatron_flashckpt.memory import cuda
+from tests.agent.trainer import PATIENCE_S
+from tests.simulated_gpu import Node, simulated_gpus
+
+T = TypeVar("T")
+
+
+def in_new_thread(work: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1, "ours") as pool:
+        return pool.submit(work).result(PATIENCE_S)
+
+
+def capture_mode(node: Node) -> str:
+    return node.here.capture_mode
+
+
+def test_without_cuda_there_is_no_device() -> None:
+    assert cuda.current_device() is None
+
+
+def test_before_cuda_is_initialized_there_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert cuda.current_device() is None
+
+
+def test_on_a_cpu_rank_with_stand_ins_of_torch_cuda_there_is_no_device() -> None:
+    root = Path(__file__).parents[2]
+    script = (
+        "import sys\n"
+        f"sys.path[:0] = [{str(root)!r}, {str(root / 'tests/cpu_megatron')!r}]\n"
+        "import cpu_cuda\n"
+        "cpu_cuda.install()\n"
+        "import torch\n"
+        "assert torch.cuda.is_available() and torch.cuda.is_initialized()\n"
+        "from megatron_flashckpt.memory import cuda\n"
+        "print(cuda.current_device())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "None\n"
+
+
+def test_a_thread_that_entered_is_on_the_device_of_its_rank() -> None:
+    with simulated_gpus() as node:
+        torch.cuda.set_device(5)
+        device = cuda.current_device()
+        assert device == 5
+        assert in_new_thread(cuda.current_device) == 0, "a new thread has not set its device"
+
+        def work() -> tuple[int | None, str]:
+            cuda.enter_thread(device)
+            return cuda.current_device(), capture_mode(node)
+
+        assert in_new_thread(work) == (5, "relaxed")
+        assert capture_mode(node) == "global", "of the training thread"
+
+
+def test_a_thread_without_a_device_calls_nothing() -> None:
+    with simulated_gpus() as node:
+        in_new_thread(lambda: cuda.enter_thread(None))
+        assert node.calls == []
+
+
+def test_a_thread_that_entered_breaks_no_capture() -> None:
+    with simulated_gpus() as node:
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+
+        def work() -> bool:
+            cuda.enter_thread(0)
+            return event.query()
+
+        with node.capture():
+            assert in_new_thread(work)
+        with pytest.raises(torch.AcceleratorError), node.capture():
+            in_new_thread(event.query)
+
+
+def test_a_device_that_has_failed_is_told() -> None:
+    with simulated_gpus() as node:
+        node.devices[5].fail("an illegal memory access was encountered")
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            in_new_thread(lambda: cuda.enter_thread(5))
+
+
+def test_a_thread_enters_also_if_its_mode_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_gpus() as node:
+
+        def work() -> tuple[int | None, str]:
+            cuda.enter_thread(3)
+            return cuda.current_device(), capture_mode(node)
+
+        def refuse() -> None:
+            raise torch.AcceleratorError("CUDA error: no")
+
+        node.refusals["cudaThreadExchangeStreamCaptureMode"] = refuse
+        for library in (None, object(), node.runtime):
+            with monkeypatch.context() as changed:
+                changed.setattr(cuda, "runtime_library", lambda library=library: library)
+                assert in_new_thread(work) == (3, "global")
+
+
+MAPS = """\
+55d0c0a00000-55d0c0a01000 r--p 00000000 08:01 1    /usr/bin/python3.11
+7f0000000000-7f0000100000 rw-p 00000000 00:00 0
+7f0000100000-7f0000200000 rw-p 00000000 00:00 0    [heap]
+7f0000200000-7f0000300000 r-xp 00000000 08:01 2    /opt/libcudart.so.12/libother.so
+7f0000200000-7f0000300000 r-xp 00000000 08:01 2    /opt/lib/libcudart_other.so
+{line}
+7f0000500000-7f0000600000 r-xp 00000000 08:01 4    /usr/lib/libcuda.so.1
+"""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/usr/local/cuda/lib64/libcudart.so.12.4.127",
+        "/home/a user/nvidia/cuda_runtime/lib/libcudart.so.13",
+        "/venv/torch/lib/libcudart-9335f6a2.so.12",  # as wheels name a library that they bundle
+        "/usr/lib/libcudart.so",
+    ],
+)
+def test_the_mapped_runtime_is_found(tmp_path: Path, path: str) -> None:
+    maps, loaded = tmp_path / "maps", []
+    maps.write_text(MAPS.format(line=f"7f0000400000-7f0000500000 r-xp 0 08:01 3    {path}"))
+    assert cuda._find_library(maps, lambda name: loaded.append(name) or "library") == "library"
+    assert loaded == [path]
+
+
+def test_a_runtime_that_is_not_mapped_is_not_loaded(tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    maps.write_text(MAPS.format(line=""))
+    assert cuda._find_library(maps, pytest.fail) is None
+
+
+@pytest.mark.parametrize("suffix", ["", " (deleted)"])
+def test_a_runtime_that_cannot_be_opened_is_done_without(tmp_path: Path, suffix: str) -> None:
+    def refuse(path: str) -> None:
+        assert suffix == "", "a file of that name would be another one"
+        raise OSError(f"{path}: cannot open shared object file: No such file or directory")
+
+    maps = tmp_path / "maps"
+    path = f"/usr/lib/libcudart.so.12{suffix}"
+    maps.write_text(MAPS.format(line=f"7f0000400000-7f0000500000 r-xp 0 08:01 3    {path}"))
+    assert cuda._find_library(maps, refuse) is None
+
+
+def test_this_process_has_no_runtime() -> None:
+    assert cuda.runtime_library() is None
