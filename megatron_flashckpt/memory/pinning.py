@@ -124,6 +124,8 @@ class PinnedSlab:
         try:
             yield self._take_lock(fd)
         finally:
+            # A process that was forked meanwhile has the lock, too, and would keep it.
+            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def _take_lock(self, fd: int) -> bool:
@@ -140,9 +142,9 @@ class PinnedSlab:
     def _warn(self, reason: str) -> None:
         logger.warning(
             "%.2f of %.2f GiB of checkpoint slots are page-locked (%s), so copies into the rest "
-            "are slower; this is a limit of the kernel or the GPU driver (Linux 6.11 to 6.13 lock "
-            "less than 2 GiB per call, driver 580 less than 512 GiB in all): update them, or set "
-            "'pinned: false' to do without",
+            "are slower; this is usually a limit of the kernel or the GPU driver (Linux 6.11 to "
+            "6.13 lock less than 2 GiB per call, driver 580 less than 512 GiB in all): update them, "
+            "or set 'pinned: false' to do without",
             self.nbytes / 2**30,
             self._memory.nbytes / 2**30,
             reason,

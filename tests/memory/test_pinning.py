@@ -1,0 +1,323 @@
+"""A slab is page-locked chunk by chunk, by one thread, one rank of a node at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_flashckpt.memory import pinning
+from megatron_flashckpt.memory.pinning import PinnedSlab
+from megatron_flashckpt.memory.slab import Slab
+from tests.agent.trainer import PATIENCE_S, eventually
+from tests.simulated_gpu import Node, simulated_gpus
+from tests.simulated_gpu.runtime import NOT_REGISTERED
+
+CHUNK = 64 * 1024
+THREAD = "flashckpt-pin"
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr(pinning, "CHUNK_NBYTES", CHUNK)
+    with simulated_gpus() as node:
+        yield node
+
+
+def new_slab() -> Slab:
+    """Return a slab of five chunks, of which the last is not whole."""
+    slab = Slab.create(1, 100, 4 * CHUNK, "0", huge_pages=False)
+    assert 4 * CHUNK < slab.geometry.nbytes < 5 * CHUNK
+    return slab
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    slab = new_slab()
+    yield slab
+    slab.close()
+
+
+def address(slab: Slab) -> int:
+    return torch.frombuffer(slab.memory, dtype=torch.uint8).data_ptr()
+
+
+def chunks(slab: Slab) -> list[int]:
+    return [CHUNK] * 4 + [slab.geometry.nbytes - 4 * CHUNK]
+
+
+def soon(what: str, probe: Callable[[], bool]) -> None:
+    eventually(what, probe)
+
+
+def await_end(pinned: PinnedSlab) -> None:
+    pinned._thread.join(PATIENCE_S)
+    assert not pinned._thread.is_alive()
+
+
+class Gate:
+    """Blocks a call of the runtime until it is opened."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        """Number of threads inside the call."""
+        self.most_waiting = 0
+        self._lock = threading.Lock()
+        self._tickets = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.waiting += 1
+            self.most_waiting = max(self.most_waiting, self.waiting)
+        assert self._tickets.acquire(timeout=PATIENCE_S)
+        with self._lock:
+            self.waiting -= 1
+
+    def open(self, calls: int) -> None:
+        """Let so many calls through."""
+        self._tickets.release(calls)
+
+
+def test_one_thread_locks_all_chunks_in_order_on_the_device_of_the_rank(
+    node: Node, slab: Slab
+) -> None:
+    pinned = PinnedSlab(slab, 5, None)
+    pinned.wait()
+    assert pinned.covers(slab.geometry.nbytes)
+    assert node.runtime.registered_by == [(nbytes, THREAD, 5) for nbytes in chunks(slab)]
+    begins = [address(slab) + CHUNK * number for number in range(5)]
+    assert list(node.runtime.locked) == begins
+    first = node.calls[0]
+    assert (first.name, first.thread) == ("set_device", THREAD)
+    assert torch.cuda.current_device() == 0, "of the training thread"
+    pinned.unpin()
+
+
+def test_what_is_covered_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
+    gate = node.refusals["cudaHostRegister"] = Gate()
+    pinned = PinnedSlab(slab, 0, None)
+    for number in range(5):
+        soon("the thread is inside the driver", lambda: gate.waiting == 1)
+        assert pinned.covers(number * CHUNK)
+        assert not pinned.covers(number * CHUNK + 1)
+        gate.open(1)
+        soon("one chunk more", lambda number=number: pinned.nbytes > number * CHUNK)
+    pinned.wait()
+    assert pinned.nbytes == slab.geometry.nbytes
+    pinned.close()
+    await_end(pinned)
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_what_was_locked_before_a_failure_stays_usable(
+    node: Node, slab: Slab, failing: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    node.runtime.failing_call = failing
+    made = torch.full((1,), 7, dtype=torch.uint8, device="cuda")
+    pinned = PinnedSlab(slab, 0, None)
+    pinned.wait()
+    assert pinned.covers(failing * CHUNK)
+    assert not pinned.covers(failing * CHUNK + 1)
+    assert len(node.runtime.registered_by) == failing
+    (warning,) = caplog.messages
+    total, locked = slab.geometry.nbytes / 2**30, failing * CHUNK / 2**30
+    assert warning == (
+        f"{locked:.2f} of {total:.2f} GiB of checkpoint slots are page-locked (cudaHostRegister: "
+        "status 2), so copies into the rest are slower; this is usually a limit of the kernel or "
+        "the GPU driver (Linux 6.11 to 6.13 lock less than 2 GiB per call, driver 580 less than 512 GiB "
+        "in all): update them, or set 'pinned: false' to do without"
+    )
+    assert "ulimit" not in warning
+    made.add_(1)  # raises nothing here: the error is left behind in the other thread
+    assert made.item() == 8
+    pinned.unpin()
+    assert node.runtime.locked == {}
+
+
+def test_unpinning_unlocks_all_chunks_from_the_thread_that_locked_them(
+    node: Node, slab: Slab
+) -> None:
+    pinned = PinnedSlab(slab, 5, None)
+    pinned.wait()
+    pinned.unpin()
+    await_end(pinned)
+    assert not pinned.covers(1)
+    assert node.runtime.locked == {}
+    calls = [(c.thread, c.device) for c in node.calls if c.name == "cudaHostUnregister"]
+    assert calls == [(THREAD, 5)] * 5
+
+
+def test_unpinning_in_mid_locking_unlocks_what_was_locked(node: Node, slab: Slab) -> None:
+    gate = node.refusals["cudaHostRegister"] = Gate()
+    pinned = PinnedSlab(slab, 0, None)
+    gate.open(1)
+    soon("the second chunk is being locked", lambda: pinned.nbytes == CHUNK and gate.waiting == 1)
+    unpinning = threading.Thread(target=pinned.unpin)
+    unpinning.start()
+    soon("the thread is told", pinned._ended.is_set)
+    gate.open(1)
+    unpinning.join(PATIENCE_S)
+    await_end(pinned)
+    assert len(node.runtime.registered_by) == 2
+    assert node.runtime.locked == {}
+    assert node.here.latched is None
+
+
+def test_closing_unlocks_nothing_and_ends_the_thread(node: Node, slab: Slab) -> None:
+    pinned = PinnedSlab(slab, 0, None)
+    pinned.wait()
+    pinned.close()
+    assert not pinned._thread.is_alive()
+    assert pinned.covers(slab.geometry.nbytes)
+    assert len(node.runtime.locked) == 5
+    assert "cudaHostUnregister" not in {call.name for call in node.calls}
+
+
+def test_closing_does_not_wait_for_a_driver_that_hangs(
+    node: Node, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinning, "_CLOSE_S", 0.05)
+    gate = node.refusals["cudaHostRegister"] = Gate()
+    pinned = PinnedSlab(slab, 0, None)
+    soon("the thread is inside the driver", lambda: gate.waiting == 1)
+    pinned.close()
+    assert pinned._thread.is_alive()
+    gate.open(1)
+    await_end(pinned)
+    assert len(node.runtime.registered_by) == 1, "no further chunk"
+
+
+def test_the_ranks_of_a_node_take_turns(node: Node, slab: Slab, tmp_path: Path) -> None:
+    gate = node.refusals["cudaHostRegister"] = Gate()
+    other_slab = new_slab()
+    both = [PinnedSlab(slab, 0, tmp_path), PinnedSlab(other_slab, 1, tmp_path)]
+    soon("one is inside the driver", lambda: gate.waiting == 1)
+    gate.open(10)
+    for pinned in both:
+        pinned.wait()
+        assert pinned.covers(slab.geometry.nbytes)
+        pinned.unpin()
+    assert gate.most_waiting == 1
+    assert os.listdir(tmp_path) == []
+    other_slab.close()
+
+
+def test_a_rank_that_waits_for_its_turn_can_be_closed(
+    node: Node, slab: Slab, tmp_path: Path
+) -> None:
+    gate = node.refusals["cudaHostRegister"] = Gate()
+    first = PinnedSlab(slab, 0, tmp_path)
+    soon("the first is inside the driver", lambda: gate.waiting == 1)
+    for leave in (PinnedSlab.close, PinnedSlab.unpin):
+        other_slab = new_slab()
+        waiting = PinnedSlab(other_slab, 1, tmp_path)
+        soon("the other has begun", lambda: any(call.device == 1 for call in node.calls))
+        leave(waiting)
+        assert not waiting._thread.is_alive()
+        waiting.wait()
+        assert not waiting.covers(1)
+        other_slab.close()
+    assert node.runtime.registered_by == []
+    gate.open(5)
+    first.wait()
+    assert first.covers(slab.geometry.nbytes)
+    first.unpin()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_process_forked_in_a_turn_does_not_keep_the_turn(
+    node: Node, slab: Slab, tmp_path: Path
+) -> None:
+    children = []
+    ends, keeps = os.pipe()
+
+    def fork() -> None:  # as a data loader does to start its workers
+        if not children:
+            child = os.fork()
+            if not child:
+                os.close(keeps)
+                os.read(ends, 1)
+                os._exit(0)
+            children.append(child)
+
+    node.refusals["cudaHostRegister"] = fork
+    first = PinnedSlab(slab, 0, tmp_path)
+    try:
+        soon("all is locked", lambda: first.covers(slab.geometry.nbytes))
+        other_slab = new_slab()
+        second = PinnedSlab(other_slab, 1, tmp_path)
+        soon("all is locked", lambda: second.covers(slab.geometry.nbytes))
+        second.unpin()
+        other_slab.close()
+    finally:
+        first.unpin()
+        os.close(keeps)
+        os.close(ends)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0]
+
+
+def refuse() -> None:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("name", ["set_device", "cudaHostRegister"])
+def test_a_runtime_that_raises_leaves_all_unlocked(
+    node: Node, slab: Slab, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    node.refusals[name] = refuse
+    pinned = PinnedSlab(slab, 5, None)
+    pinned.wait()
+    assert not pinned.covers(1)
+    (warning,) = caplog.messages
+    assert "CUDA error: an illegal memory access was encountered" in warning
+    pinned.unpin()
+    assert not pinned._thread.is_alive()
+
+
+def test_a_failed_device_leaves_all_unlocked(node: Node, slab: Slab) -> None:
+    node.devices[5].fail("an illegal memory access was encountered")
+    pinned = PinnedSlab(slab, 5, None)
+    pinned.wait()
+    assert not pinned.covers(1)
+    pinned.close()
+    assert not pinned._thread.is_alive()
+
+
+def test_unpinning_ends_although_the_runtime_raises(node: Node, slab: Slab) -> None:
+    pinned = PinnedSlab(slab, 0, None)
+    pinned.wait()
+    node.refusals["cudaHostUnregister"] = refuse
+    pinned.unpin()
+    await_end(pinned)
+    assert not pinned.covers(1)
+
+
+def test_what_is_locked_is_what_was_asked_for(node: Node, slab: Slab) -> None:
+    pinned = PinnedSlab(slab, 0, None)
+    pinned.wait()
+    source = torch.full((CHUNK,), 9, dtype=torch.uint8, device="cuda")
+    target = torch.frombuffer(slab.memory, dtype=torch.uint8)[CHUNK : 2 * CHUNK]
+    torch.cuda.synchronize()
+    with node.devices[0].held():
+        target.copy_(source, non_blocking=True)
+        assert torch.count_nonzero(target) == 0
+    torch.cuda.synchronize()
+    assert target.tolist() == [9] * CHUNK
+    assert node.runtime.cudaHostUnregister(address(slab) + 1) == NOT_REGISTERED
+    pinned.unpin()
+
+
+def test_a_warning_without_a_directory_for_turns(
+    node: Node, slab: Slab, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pinned = PinnedSlab(slab, 0, tmp_path / "none")
+    pinned.wait()
+    assert not pinned.covers(1)
+    assert "No such file or directory" in caplog.text
+    pinned.close()
