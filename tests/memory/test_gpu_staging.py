@@ -408,9 +408,11 @@ def test_graphs_that_training_captures_during_a_save_are_whole(node: Node, slab:
 
 # ---------------------------------------------------------------------- failures
 
+#: Refused, it only means that captures of training may fail.
+CAPTURE_MODE = "cudaThreadExchangeStreamCaptureMode"
 CALLS_OF_A_SAVE = (
     *("set_device", "Stream.wait_event", "Event.record", "copy to host", "Event.synchronize"),
-    "cudaThreadExchangeStreamCaptureMode",
+    CAPTURE_MODE,
 )
 
 
@@ -430,7 +432,7 @@ def test_a_save_fails_by_name_and_training_and_exit_continue(
     stager.before_change()
     assert stager.wait(PATIENCE_S)
     (error,) = errors_of(finish)
-    assert "illegal memory access" in str(error)
+    assert "illegal memory access" in str(error) or (name, error) == (CAPTURE_MODE, None)
     node.refusals.clear()
     again = Finish()
     stager.stage(copies(slab, tensors, early), again)
