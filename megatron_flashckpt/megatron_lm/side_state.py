@@ -7,6 +7,7 @@ stand-alone file `common-<id>.msgpack`.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,14 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 
+from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.megatron_lm import plain
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.hyper_parameters import hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 3.0
 #: The encoded rank state is padded to a multiple of this, so that a counter that grows by a digit
@@ -37,30 +41,67 @@ COMMON_STATE = (
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator of this rank."""
+    """Return the state of every random generator of this rank, as tensors and plain values."""
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "rng_tracker_states": {name: _as_tensor(state) for name, state in tracked.items()},
     }
 
 
+def _as_tensor(state: Any) -> Any:
+    """Return a tracked state as a tensor; trackers for CUDA graphs hold generators."""
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
 def load_rng_state(saved: dict[str, Any]) -> None:
-    """Set what `rng_state` returned."""
+    """Set what `rng_state` returned.
+
+    Raises:
+        MissingStateError: `saved` has no state for Megatron's tracker; nothing was set.
+    """
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    current, tracked = tracker.get_states(), saved["rng_tracker_states"]
+    missing = [name for name in current if name not in tracked]
+    if current and not tracked:
+        raise MissingStateError(
+            f"the checkpoint has no state of the random generators {', '.join(missing)}, which "
+            "this job draws from; add --no-load-rng to begin with the states that this job's seed "
+            "gave them"
+        )
+    if missing:
+        logger.warning(
+            "the checkpoint has no state of the random generator %s, which keeps the state that "
+            "this job's seed gave it",
+            ", ".join(missing),
+        )
     version, words, gauss = saved["random_rng_state"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(saved["np_rng_state"]))
     torch.set_rng_state(saved["torch_rng_state"])
     torch.cuda.set_rng_state(saved["cuda_rng_state"])
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    states = saved["rng_tracker_states"]
-    convert = getattr(tensor_parallel, "convert_cuda_rng_state", None)
-    if convert is not None:  # since core 0.14: trackers whose states a CUDA graph can replay
+    restored = {name: _restored(tracker, current.get(name), it) for name, it in tracked.items()}
+    tracker.set_states({**current, **restored})
+
+
+def _restored(tracker: Any, current: Any, saved: torch.Tensor) -> Any:
+    """Return `saved` in the form that `tracker` holds: a tensor, or a generator.
+
+    Args:
+        current: the state of that name that the tracker holds now; None if there is none.
+    """
+    if isinstance(current, torch.Generator):
+        # A CUDA graph replays with the generator that was registered at its capture.
+        current.set_state(saved)
+        return current
+    convert = getattr(tensor_parallel, "convert_cuda_rng_state", None)  # since core 0.14
+    if current is None and convert is not None:
         graph_safe = tensor_parallel.is_graph_safe_cuda_rng_tracker(tracker)
-        states = {name: convert(state, to_graphable=graph_safe) for name, state in states.items()}
-    tracker.set_states(states)
+        return convert(saved, to_graphable=graph_safe)
+    return saved
 
 
 def rank_state(

@@ -1,13 +1,26 @@
-"""What modules keep beside tensors is found by Megatron's names for it."""
+"""Extra states of modules and states of random generators come back as they were saved."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+from megatron.core import tensor_parallel
 
+from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
-from megatron_flashckpt.megatron_lm.side_state import extra_states, load_extra_states
+from megatron_flashckpt.megatron_lm.side_state import (
+    extra_states,
+    frame,
+    load_extra_states,
+    load_rng_state,
+    rng_state,
+    unframe,
+)
+from tests.gpu_random import gpu_random
 
 
 class Keeper(torch.nn.Linear):
@@ -58,3 +71,142 @@ def test_extra_states_go_by_global_names_and_come_back() -> None:
 def test_a_chunk_may_itself_have_an_extra_state() -> None:
     only = ModelGeometry((), [], [], [(0, "_extra_state", "chunk")])
     assert extra_states([Keeper("whole")], only) == {"chunk": "whole"}
+
+
+# ---------------------------------------------------------------------- random states
+
+NAMES = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
+PLACE = "iter_0000007/rank_00000"
+
+
+@pytest.fixture
+def gpu() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), gpu_random():
+        yield
+
+
+def seed(number: int, *, graph_safe: bool) -> Any:
+    """Make Megatron's tracker: of Generators if `graph_safe`, else of tensors."""
+    tensor_parallel.model_parallel_cuda_manual_seed(
+        number,
+        use_cudagraphable_rng=graph_safe,
+        tp_rank=0,
+        ep_rank=0,
+        etp_rank=0,
+        force_reset_rng=True,
+    )
+    return tensor_parallel.get_cuda_rng_tracker()
+
+
+def drawn() -> torch.Tensor:
+    """Return the next numbers of each generator of the tracker, and of the default generator."""
+    numbers = [torch.rand(5)]
+    for name in NAMES:
+        with tensor_parallel.get_cuda_rng_tracker().fork(name):
+            numbers.append(torch.rand(5))
+    return torch.stack(numbers)
+
+
+def saved_and_read(rng: Any) -> Any:
+    state = {"rng": rng, "optimizer": [], "rerun": None, "objects": {}}
+    return unframe(frame(state, 0, 1).tensor.numpy().tobytes(), PLACE)["rng"]
+
+
+@pytest.mark.parametrize("loading", [False, True], ids=["to tensors", "to generators"])
+@pytest.mark.parametrize("saving", [False, True], ids=["tensors", "generators"])
+def test_every_generator_of_the_tracker_draws_on_after_a_load(
+    gpu: None, saving: bool, loading: bool
+) -> None:
+    tracker = seed(7, graph_safe=saving)
+    assert {type(it) for it in tracker.get_states().values()} == {
+        torch.Generator if saving else torch.Tensor
+    }
+    drawn()
+    read = saved_and_read(rng_state())
+    expected = [drawn(), drawn()]
+    tracker = seed(8, graph_safe=loading)
+    assert not torch.equal(drawn(), expected[0])
+    load_rng_state(read)
+    assert torch.equal(drawn(), expected[0])
+    assert torch.equal(drawn(), expected[1])
+    assert {type(it) for it in tracker.get_states().values()} == {
+        torch.Generator if loading else torch.Tensor
+    }
+
+
+def test_a_load_sets_the_generators_that_cuda_graphs_have_registered(gpu: None) -> None:
+    read = saved_and_read(seed(7, graph_safe=True) and rng_state())
+    tracker = seed(8, graph_safe=True)
+    registered = tracker.get_states()
+    load_rng_state(read)
+    restored = tracker.get_states()
+    assert list(restored) == list(registered)
+    for name, generator in registered.items():
+        assert restored[name] is generator
+        assert torch.equal(generator.get_state(), read["rng_tracker_states"][name])
+
+
+def test_saved_states_do_not_change_with_the_tracker(gpu: None) -> None:
+    seed(7, graph_safe=True)
+    states = rng_state()["rng_tracker_states"]
+    before = {name: state.clone() for name, state in states.items()}
+    drawn()
+    assert all(torch.equal(states[name], before[name]) for name in NAMES)
+
+
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_a_generator_that_the_tracker_does_not_have_yet_is_added(
+    gpu: None, graph_safe: bool
+) -> None:
+    tracker = seed(7, graph_safe=graph_safe)
+    read = saved_and_read(rng_state())
+    expected = drawn()
+    tracker.set_states({NAMES[0]: tracker.get_states()[NAMES[0]]})
+    load_rng_state(read)
+    assert torch.equal(drawn(), expected)
+
+
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_a_generator_that_the_saving_release_did_not_have_keeps_its_seed(
+    gpu: None, graph_safe: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    seed(7, graph_safe=graph_safe)
+    read = saved_and_read(rng_state())
+    expected = drawn()
+    seed(8, graph_safe=graph_safe)
+    fresh = drawn()
+    seed(8, graph_safe=graph_safe)
+    del read["rng_tracker_states"][NAMES[0]]
+    load_rng_state(read)
+    found = drawn()
+    assert torch.equal(found[1], fresh[1])
+    assert torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
+    assert [it.message for it in caplog.records if it.name == side_state.__name__] == [
+        "the checkpoint has no state of the random generator data-parallel-rng, which keeps the "
+        "state that this job's seed gave it"
+    ]
+
+
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_a_tracker_with_generators_refuses_a_checkpoint_without_any(
+    gpu: None, graph_safe: bool
+) -> None:
+    seed(7, graph_safe=graph_safe)
+    read = saved_and_read(rng_state())
+    before = drawn()
+    read["rng_tracker_states"] = {}
+    seed(7, graph_safe=graph_safe)
+    with pytest.raises(MissingStateError) as refused:
+        load_rng_state(read)
+    assert str(refused.value) == (
+        "the checkpoint has no state of the random generators data-parallel-rng, "
+        "model-parallel-rng, expert-parallel-rng, which this job draws from; add --no-load-rng to "
+        "begin with the states that this job's seed gave them"
+    )
+    assert torch.equal(drawn(), before)
+
+
+def test_a_tracker_without_generators_takes_a_checkpoint_without_any(gpu: None) -> None:
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    load_rng_state(saved_and_read(rng_state()))
+    assert tensor_parallel.get_cuda_rng_tracker().get_states() == {}
