@@ -3,7 +3,8 @@
 `emerging` is NVIDIA's package of that name, with Muon and Lion (`tests/cpu_megatron/stubs`).
 `fused_adam` is TransformerEngine's optimizer as Megatron sees it with
 --use-precision-aware-optimizer. `devices` tells parameters on "the GPU" from copies on the host, as
---optimizer-cpu-offload needs it; the optimizer on top is Megatron's own.
+--optimizer-cpu-offload needs it; the optimizer on top is Megatron's own. `gpu_random` is a GPU's
+random generator, whose state CUDA graphs can replay.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 from megatron.core.optimizer import HybridDeviceOptimizer, distrib_optimizer, muon
 from megatron.training import training
 from packaging.version import Version
+
+from tests.gpu_random import gpu_random
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -192,4 +195,9 @@ def emerging() -> Iterator[None]:
         yield
 
 
-STAND_INS = {"emerging": emerging, "fused_adam": fused_adam, "devices": devices}
+STAND_INS = {
+    "emerging": emerging,
+    "fused_adam": fused_adam,
+    "devices": devices,
+    "gpu_random": gpu_random,
+}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,16 @@ ALIKE = [
         "--load {dense} --moe-use-upcycling --num-experts 2 --ffn-hidden-size 128",
     ),
 ]
+#: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures none.
+_GRAPHS: dict[str, Any] = {
+    "doors": ("ours",),
+    "options": {"stand_in": "gpu_random", "attributes": {"cuda_graph_impl": "none"}},
+}
 OTHER = [
+    Job("graphs", f"{TORCH} {EVERY_2} --cuda-graph-impl local", **_GRAPHS),
+    Job("graphs-2", f"{TORCH} --load {{graphs}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
+    Job("from-graphs", f"{TORCH} --load {{graphs}} --ckpt-step 2", doors=("ours",)),
+    Job("to-graphs", f"{TORCH} --load {{whole}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
     Job("no-save-optim-asked", f"{TORCH} --load {{no-save-optim}}"),
     Job("non-persistent", f"{_NON_PERSISTENT} --save {{save}} --exit-interval 4"),
     Job("non-persistent-2", f"{_NON_PERSISTENT} --save {{save}} --load {{non-persistent}}"),
@@ -188,6 +198,15 @@ def test_flags_had_something_to_change(runs: Runs) -> None:
     assert ended["exit-on-missing"] == ["exit", None]
     assert ended["pretrained-none"][0] == "FileNotFoundError"
     assert runs["retain"]["ours"].left[0] == ["iter_0000003", "iter_0000006", "iter_0000008"]
+
+
+@pytest.mark.parametrize("name", ["graphs", "graphs-2", "from-graphs", "to-graphs"])
+def test_random_numbers_go_on_with_and_without_cuda_graphs(runs: Runs, name: str) -> None:
+    graphs = runs[name]["ours"]
+    assert graphs.ended == "end", graphs.output[-3000:]
+    whole = runs["whole" if name == "graphs" else "whole-2"]["ours"]
+    assert graphs.losses == whole.losses
+    assert runs["no-load-rng"]["ours"].losses != whole.losses
 
 
 def test_what_was_saved_without_an_optimizer_is_refused_with_the_flag_that_is_missing(
