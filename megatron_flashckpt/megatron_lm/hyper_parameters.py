@@ -51,10 +51,7 @@ def hyper_parameters(optimizer: Any) -> _Saved:
         inner = sub.optimizer
         scaler = getattr(sub, "grad_scaler", None)
         entry = {
-            "param_groups": [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in inner.param_groups
-            ],
+            "param_groups": [_kept(group) for group in inner.param_groups],
             "step": _step_below(inner),
             "grad_scaler": scaler.state_dict() if scaler else None,
         }
@@ -63,6 +60,11 @@ def hyper_parameters(optimizer: Any) -> _Saved:
             entry[_NO_STEP_MADE] = True
         saved.append(entry)
     return saved
+
+
+def _kept(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint has of a group: neither parameters, nor classes and functions."""
+    return {key: value for key, value in group.items() if key != "params" and not callable(value)}
 
 
 def _step_below(inner: torch.optim.Optimizer) -> Any:
@@ -269,7 +271,7 @@ def _family(group: dict[str, Any]) -> _Family:
 
 
 def _settings(group: dict[str, Any]) -> frozenset[str]:
-    return frozenset(group) - {"params", "step"}
+    return frozenset(_kept(group)) - {"step"}
 
 
 def _take(

@@ -349,6 +349,17 @@ def test_parameters_of_one_optimizer_with_different_steps_are_refused() -> None:
 # ---------------------------------------------------------------------- kept or refused
 
 
+def test_classes_and_functions_in_a_group_are_the_jobs_own(make) -> None:
+    """Megatron's optimizer over offloaded ones lists their classes."""
+    inner = stepped(make([{**group(1.0, lr=0.5), "kind": torch.optim.AdamW}]))
+    saved = hyper_parameters(wrapped(inner))
+    assert "kind" not in saved[0]["param_groups"][0]
+    other = make([{**group(1.0), "kind": torch.optim.SGD}])
+    load_hyper_parameters(wrapped(other), saved)
+    assert other.param_groups[0]["kind"] is torch.optim.SGD
+    assert rates(other) == [0.5]
+
+
 def test_what_makes_a_group_a_group_stays_as_the_job_has_it(make) -> None:
     saved = hyper_parameters(wrapped(stepped(make([group(1.0, lr=0.5)]))))
     saved[0]["param_groups"][0].update(weight_decay=0.75, foreign="also taken")
