@@ -31,7 +31,7 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters
-from megatron_flashckpt.megatron_lm import optimizer_state, parallel, plain, side_state
+from megatron_flashckpt.megatron_lm import optimizer_state, parallel, side_state
 from megatron_flashckpt.megatron_lm.expectation import Expected
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
@@ -280,7 +280,7 @@ class Checkpointer:
 
     def _acquire(self, request: SaveRequest, layout: Layout, save_id: str) -> Slot | None:
         """Return a slot that says what it will hold; None if all are busy and 'busy' is 'skip'."""
-        common = plain.encode(request.common_state()) if self.rank == 0 else b""
+        common = side_state.encode_common(request.common_state()) if self.rank == 0 else b""
         meta = msgspec.msgpack.encode(
             EncodedMeta(
                 root=self.root,

@@ -26,7 +26,7 @@ from megatron_flashckpt.layout.plan import Layout, PlanCache, order
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.description import describe
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
@@ -151,7 +151,7 @@ def _meta(
         template_fingerprint=layout.template_fingerprint,
         template=layout.template,
         placement=layout.placement,
-        common=plain.encode(contents.common) if rank == 0 else b"",
+        common=side_state.encode_common(contents.common) if rank == 0 else b"",
         description={**describe(contents.args), "converted_from": contents.place},
     )
 

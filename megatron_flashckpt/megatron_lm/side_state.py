@@ -2,7 +2,8 @@
 
 `rank_state` is kept by every rank for itself (each rank's own random state: nothing is
 de-duplicated as if replicated). `common_state` is alike on all ranks; rank 0 writes it, as the
-stand-alone file `common-<id>.msgpack`.
+stand-alone file `common-<id>.msgpack`. All of it can be restored exactly, or the save is refused;
+only Megatron's args may hold what a load leaves out.
 """
 
 from __future__ import annotations
@@ -122,7 +123,11 @@ def rank_state(
 
 
 def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
-    """Return the rank state as a piece: its length (8 bytes), its encoding, zeros."""
+    """Return the rank state as a piece: its length (8 bytes), its encoding, zeros.
+
+    Raises:
+        UnsupportedError: a load could not restore all of `state`; names the place and type of all.
+    """
     encoded = plain.encode(state)
     nbytes = _LENGTH_NBYTES + len(encoded)
     padded = -(-nbytes // RANK_STATE_STEP) * RANK_STATE_STEP
@@ -184,3 +189,12 @@ def common_state(
         "num_floating_point_operations_so_far": num_floating_point_operations,
         "opt_param_scheduler": scheduler.state_dict() if scheduler is not None else None,
     }
+
+
+def encode_common(state: dict[str, Any]) -> bytes:
+    """Return the bytes of what `common_state` returned.
+
+    Raises:
+        UnsupportedError: a load could not restore something outside of Megatron's args.
+    """
+    return plain.encode(state, lossy=("args",))

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_flashckpt.checkpointer import Checkpointer
+from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.node_link import NodeLink
@@ -70,3 +72,18 @@ def test_a_slab_that_a_save_made_is_large_enough_for_the_next(job: Job) -> None:
     made = slab_of(job.checkpointer)
     rehearse(job)
     assert slab_of(job.checkpointer) is made
+
+
+def test_side_state_that_no_load_could_restore_is_refused_by_the_rehearsal(job: Job) -> None:
+    trackers = {"seed": torch.zeros(16), "dropout": torch.Generator()}
+
+    def rank_state(geometry: Any) -> dict[str, Any]:
+        return {"rng": {"trackers": trackers}, "optimizer": [{"hook": len}]}
+
+    with pytest.raises(UnsupportedError) as refused:
+        job.checkpointer.rehearse([], None, rank_state)
+    assert str(refused.value) == (
+        "side state holds what a load cannot restore: rng.trackers.dropout (torch._C.Generator), "
+        "optimizer[0].hook (builtin_function_or_method); keep it as tensors, numbers, text, or "
+        "lists and dicts of them, or keep Megatron's own checkpointing for this job"
+    )

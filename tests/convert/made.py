@@ -20,7 +20,7 @@ from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.plan import PlanCache, order
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -187,7 +187,7 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
             template_fingerprint=layout.template_fingerprint,
             template=layout.template,
             placement=layout.placement,
-            common=plain.encode(made.common) if rank == 0 else b"",
+            common=side_state.encode_common(made.common) if rank == 0 else b"",
             description={},
         )
         data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in found)

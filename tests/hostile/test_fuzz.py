@@ -56,7 +56,9 @@ MEMORY_KIB = 700 * 1024
 
 def common_of(iteration: int, **args: int) -> bytes:
     said = dict.fromkeys(side_state.COMMON_STATE)
-    return plain.encode({**said, "args": argparse.Namespace(**args), "iteration": iteration})
+    return side_state.encode_common(
+        {**said, "args": argparse.Namespace(**args), "iteration": iteration}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.megatron_lm import plain
 
 PLACE = "iter_0000007/common.msgpack"
@@ -35,6 +35,11 @@ class Colour(enum.Enum):
 
 class Level(enum.IntEnum):
     LOW = 1
+
+
+class Options(enum.Flag):
+    A = 1
+    B = 2
 
 
 class Outer:
@@ -51,6 +56,28 @@ Pair = collections.namedtuple("Pair", "a b")
 
 def round_trip(value):
     return plain.decode(plain.encode(value), PLACE)
+
+
+def lossy_round_trip(value):
+    encoded = plain.encode({"args": value, "iteration": 7}, lossy=("args",))
+    found = plain.decode(encoded, PLACE)
+    assert found.pop("iteration") == 7
+    return found.get("args")
+
+
+def refusal(value) -> str:
+    """Return what an exact encoding says of `value`."""
+    with pytest.raises(UnsupportedError) as refused:
+        plain.encode(value)
+    return str(refused.value)
+
+
+def refusal_of(*lost: str) -> str:
+    return (
+        f"side state holds what a load cannot restore: {', '.join(lost)}; keep it as tensors, "
+        "numbers, text, or lists and dicts of them, or keep Megatron's own checkpointing for this "
+        "job"
+    )
 
 
 def saved(tree) -> bytes:
@@ -293,7 +320,11 @@ def test_subclasses_of_dict_come_back_as_plain_dicts():
     assert typed(round_trip(ordered)) == typed({"b": 1, "a": {"c": [2]}})
 
 
-@pytest.mark.parametrize(
+class Kind(str):
+    """Text with methods of its own."""
+
+
+unknown = pytest.mark.parametrize(
     "unknown",
     [
         Opaque(),
@@ -303,35 +334,94 @@ def test_subclasses_of_dict_come_back_as_plain_dicts():
         functools.partial(int, "7"),
         sys,
         np.array([object()]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
+        np.ma.masked_array([1, 2], mask=[False, True]),
         np.datetime64("2024-01-01"),
         np.longdouble(1),
-        Pair(1, len),
         range(3),
         bytearray(b"x"),
+        collections.deque([1]),
+        Kind("x"),
         torch.device("cpu"),
         torch.Generator(),
+        torch.eye(2).to_sparse(),
+        Options.A | Options.B,
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_has_no_plain_form_is_left_out_and_the_rest_comes_back(unknown):
+
+
+@unknown
+def test_what_has_no_plain_form_is_refused_with_its_place_and_type(unknown):
+    kind = f"{type(unknown).__module__}.{type(unknown).__qualname__}".replace("builtins.", "")
+    tree = {"u": unknown, "l": [1, {"m": unknown}, 2], "t": (unknown,)}
+    assert refusal(tree) == refusal_of(f"u ({kind})", f"l[1].m ({kind})", f"t[0] ({kind})")
+
+
+@unknown
+def test_what_has_no_plain_form_is_left_out_where_that_is_allowed(unknown):
     tree = {"u": unknown, "l": [1, unknown, 2], "n": argparse.Namespace(a=unknown, b=3)}
-    back = round_trip(tree)
+    back = lossy_round_trip(tree)
     assert typed(back) == typed({"l": [1, 2], "n": argparse.Namespace(b=3)})
 
 
+def test_only_what_is_named_may_be_left_out():
+    tree = {"args": {"f": len}, "scheduler": {"f": len}}
+    with pytest.raises(UnsupportedError, match=r"restore: scheduler\.f \(builtin_function"):
+        plain.encode(tree, lossy=("args",))
+    assert refusal([len]) == refusal_of("[0] (builtin_function_or_method)")
+
+
+def test_the_place_of_what_is_refused_is_named_inside_of_everything_that_has_contents():
+    tree = {
+        TAG: {(1, "a"): len},
+        "namespace": argparse.Namespace(a=[len]),
+        "pair": Pair(1, len),
+        "set": {len},
+        "keys": {len: 1},
+        "ö": len,
+    }
+    kind = "(builtin_function_or_method)"
+    assert refusal(tree) == refusal_of(
+        f"__flashckpt__[(1, 'a')] {kind}",
+        f"namespace.a[0] {kind}",
+        f"pair[1] {kind}",
+        f"set[0] {kind}",
+        f"keys.keys() {kind}",
+        f"ö {kind}",
+    )
+
+
+def test_a_class_that_no_load_could_find_is_refused():
+    class Local(enum.Enum):
+        A = 1
+
+    Triple = collections.namedtuple("Triple", "a b c")
+    place = f"{__name__}.test_a_class_that_no_load_could_find_is_refused.<locals>"
+    assert refusal({"e": Local.A, "t": Triple(1, 2, 3)}) == refusal_of(
+        f"e ({place}.Local)", f"t ({__name__}.Triple)"
+    )
+
+
+def test_a_shape_comes_back_as_a_tuple():
+    assert typed(round_trip({"a": torch.Size([2, 3])})) == typed({"a": (2, 3)})
+
+
 def test_what_has_no_plain_form_is_left_out_of_dicts_with_odd_keys_and_of_sets():
-    tree = {TAG: Opaque(), Opaque(): 1, Colour.RED: 2, "s": {Opaque, 3}}
-    assert typed(round_trip(tree)) == typed({Colour.RED: 2, "s": {3}})
+    tree = {TAG: Opaque(), Opaque(): 1, Colour.RED: 2, "s": {Opaque, 3}, "p": Pair(1, len)}
+    assert typed(lossy_round_trip(tree)) == typed({Colour.RED: 2, "s": {3}})
 
 
-def test_something_without_a_plain_form_by_itself_comes_back_as_none():
-    assert round_trip(Opaque()) is None
+def test_something_without_a_plain_form_by_itself_comes_back_as_nothing():
+    assert lossy_round_trip(Opaque()) is None
 
 
 def test_any_reader_of_the_format_shows_what_is_there_and_what_was_left_out():
-    tree = msgspec.msgpack.decode(plain.encode({"lr": 0.5, "betas": (0.9, 1), "f": len}))
+    encoded = plain.encode({"lr": 0.5, "betas": (0.9, 1), "f": len}, lossy=("f",))
+    tree = msgspec.msgpack.decode(encoded)
     betas = {TAG: "tuple", "value": [0.9, 1]}
-    left_out = {TAG: "repr", "value": "<built-in function len>"}
+    kind = "builtins:builtin_function_or_method"
+    left_out = {TAG: "repr", "class": kind, "value": "<built-in function len>"}
     assert tree == {"lr": 0.5, "betas": betas, "f": left_out}
 
 
@@ -480,7 +570,7 @@ def test_an_enum_made_inside_a_function_is_left_out():
     class Local(enum.Enum):
         A = 1
 
-    assert round_trip({"e": Local.A, "b": 2}) == {"b": 2}
+    assert lossy_round_trip({"e": Local.A, "b": 2}) == {"b": 2}
 
 
 def test_an_enum_of_a_module_that_is_not_imported_is_left_out_and_nothing_is_imported(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 from megatron.core import tensor_parallel
 
-from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.megatron_lm import side_state
+from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.side_state import (
+    encode_common,
     extra_states,
     frame,
     load_extra_states,
@@ -210,3 +212,20 @@ def test_a_tracker_without_generators_takes_a_checkpoint_without_any(gpu: None) 
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     load_rng_state(saved_and_read(rng_state()))
     assert tensor_parallel.get_cuda_rng_tracker().get_states() == {}
+
+
+# ---------------------------------------------------------------------- what is alike on all ranks
+
+
+def test_only_megatrons_args_may_hold_what_a_load_leaves_out() -> None:
+    args = argparse.Namespace(provider=len, lr=0.5)
+    common = {"args": args, "iteration": 7, "opt_param_scheduler": {"num_steps": 3}}
+    assert plain.decode(encode_common(common), PLACE) == {
+        **common,
+        "args": argparse.Namespace(lr=0.5),
+    }
+    common["opt_param_scheduler"] = {"num_steps": 3, "warmup": len}
+    with pytest.raises(
+        UnsupportedError, match=r"restore: opt_param_scheduler\.warmup \(builtin_function"
+    ):
+        encode_common(common)
