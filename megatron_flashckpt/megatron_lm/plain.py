@@ -68,10 +68,26 @@ def decode(encoded: bytes, place: str) -> Any:
     try:
         return from_plain(msgspec.msgpack.decode(encoded))
     except Exception as error:  # whatever the broken bytes lead to
-        raise CorruptCheckpointError(
-            f"{place}: side state is damaged ({type(error).__name__}); load an older iteration "
-            "with --ckpt-step"
-        ) from None
+        raise _damaged(place, error) from None
+
+
+def left_out(encoded: bytes, place: str) -> list[str]:
+    """Return the place and type of everything in `encoded` that `decode` leaves out.
+
+    Raises:
+        CorruptCheckpointError: as `decode`.
+    """
+    try:
+        return list(_lost(msgspec.msgpack.decode(encoded), ""))
+    except Exception as error:
+        raise _damaged(place, error) from None
+
+
+def _damaged(place: str, error: Exception) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{place}: side state is damaged ({type(error).__name__}); load an older iteration "
+        "with --ckpt-step"
+    )
 
 
 def decode_dict(encoded: bytes, place: str, keys: Collection[str]) -> dict[str, Any]:
@@ -189,13 +205,15 @@ def _path(value: Any) -> str:
 
 #: Tags whose value is the list of what is inside.
 _SEQUENCES = frozenset(("tuple", "set", "frozenset", "namedtuple"))
-#: Tags that are left out, or if their class cannot be found.
-_BY_CLASS = frozenset(("repr", "enum", "namedtuple"))
+#: Tags that are left out if this process has no such class or type.
+_NAMED = frozenset(("enum", "namedtuple", "dtype"))
 
 
 def _lost(tree: Any, place: str) -> Iterator[str]:
     """Yield the place and type of everything that `from_plain(tree)` would leave out."""
-    if type(tree) is list:
+    if type(tree) is msgspec.msgpack.Ext:
+        yield f"{place} (MessagePack extension {tree.code})"
+    elif type(tree) is list:
         if not _NESTED.isdisjoint(map(type, tree)):  # states of generators are hundreds of numbers
             for number, item in enumerate(tree):
                 if type(item) in _NESTED:
@@ -209,7 +227,8 @@ def _lost(tree: Any, place: str) -> Iterator[str]:
 
 
 def _lost_of_tagged(tree: dict[str, Any], place: str) -> Iterator[str]:
-    tag, value = tree[_TAG], tree["value"]
+    tag = tree[_TAG] if isinstance(tree[_TAG], str) else ""
+    value: Any = tree.get("value")
     inside: list[str] = []
     if tag in _SEQUENCES or tag == "namespace":
         inside += _lost(value, place)
@@ -219,8 +238,11 @@ def _lost_of_tagged(tree: dict[str, Any], place: str) -> Iterator[str]:
             inside += _lost(key, f"{place}.keys()".lstrip("."))
             inside += _lost(item, at)
     yield from inside
-    if not inside and tag in _BY_CLASS and _restore(tree) is _LEFT_OUT:
-        yield f"{place} ({tree['class'].replace('builtins:', '').replace(':', '.')})"
+    if inside or (tag in _RESTORERS and tag not in _NAMED):
+        return
+    if _restore(tree) is _LEFT_OUT:
+        kind = str(tree.get("class", tag or "unknown"))
+        yield f"{place} ({kind.replace('builtins:', '').replace(':', '.')})"
 
 
 def from_plain(value: Any) -> Any:

@@ -139,13 +139,21 @@ def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
 
 
 def unframe(framed: bytes, place: str) -> dict[str, Any]:
-    """Return the rank state from the bytes of its piece.
+    """Return the rank state from the bytes of its piece; log what this process cannot restore.
 
     Raises:
         CorruptCheckpointError: it is not what `rank_state` returned.
     """
     end = _LENGTH_NBYTES + int.from_bytes(framed[:_LENGTH_NBYTES], "little")
-    return plain.decode_dict(framed[_LENGTH_NBYTES:end], place, _RANK_STATE)
+    encoded = framed[_LENGTH_NBYTES:end]
+    state = plain.decode_dict(encoded, place, _RANK_STATE)
+    if lost := plain.left_out(encoded, place):
+        logger.warning(
+            "%s: side state holds what this process cannot restore, so the load leaves it out: %s",
+            place,
+            ", ".join(lost),
+        )
+    return state
 
 
 def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:

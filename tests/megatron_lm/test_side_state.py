@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from megatron.core import tensor_parallel
@@ -212,6 +213,28 @@ def test_a_tracker_without_generators_takes_a_checkpoint_without_any(gpu: None) 
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     load_rng_state(saved_and_read(rng_state()))
     assert tensor_parallel.get_cuda_rng_tracker().get_states() == {}
+
+
+def test_a_load_says_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
+    """A process that has not imported a class, and checkpoints of releases that saved a `repr`."""
+    tag = "__flashckpt__"
+    optimizer = [
+        {tag: "enum", "class": "no_such.module:Kind", "value": "ONE"},
+        {tag: "repr", "value": "<torch._C.Generator object at 0x7f00e5539bf0>"},
+        {"a": {tag: "of a newer release"}, "b": msgspec.msgpack.Ext(5, b""), "c": 1},
+        {tag: "dtype", "value": "torch.float1"},
+        {tag: "tuple", "value": [{tag: 7}]},
+    ]
+    state = {"rng": None, "optimizer": optimizer, "rerun": None, "objects": {}}
+    encoded = msgspec.msgpack.encode(state)
+    framed = len(encoded).to_bytes(8, "little") + encoded
+    assert unframe(framed, PLACE)["optimizer"] == [{"c": 1}, ()]
+    assert caplog.messages == [
+        f"{PLACE}: side state holds what this process cannot restore, so the load leaves it out: "
+        "optimizer[0] (no_such.module.Kind), optimizer[1] (repr), optimizer[2].a (of a newer "
+        "release), optimizer[2].b (MessagePack extension 5), optimizer[3] (dtype), "
+        "optimizer[4][0] (unknown)"
+    ]
 
 
 # ---------------------------------------------------------------------- what is alike on all ranks
