@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,6 +35,9 @@ IDENTIFIERS: tuple[str, ...] = getattr(
 _EXPERT = "is_expert_parallel"
 #: What makes groups differ in every release.
 _BASIC = ("wd_mult", "lr_mult", "is_decoupled_lr")
+
+#: Settings of how this job computes a step, which no checkpoint changes.
+_OWN_SETTINGS = ("capturable", "differentiable", "foreach", "fused")
 
 #: Says of an entry that there is no step although there are parameters; not in older checkpoints.
 _NO_STEP_MADE = "no_step_made"
@@ -277,16 +281,68 @@ def _settings(group: dict[str, Any]) -> frozenset[str]:
 def _take(
     inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any], step: Any
 ) -> None:
-    # Copies: several groups may take the values of one, and optimizers change tensors in place.
-    kept = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), "params", "step")
-    group.update({key: copy.deepcopy(it) for key, it in values.items() if key not in kept})
+    kept = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), *_OWN_SETTINGS, "params", "step")
+    taken = {
+        key: _overwritten(group.get(key), value, _device(group))
+        for key, value in values.items()
+        if key not in kept
+    }
+    group.update(taken)
     if step is None:
         return
     for optimizer, stepped in groups_below(inner, group):
-        if not type(optimizer).__module__.startswith("torch.optim"):
-            stepped["step"] = step.clone() if isinstance(step, torch.Tensor) else int(step)
-            continue
-        for parameter in stepped["params"]:
-            # One tensor per parameter: a shared one would count every parameter's step.
-            made = torch.tensor(float(step), dtype=torch.float32)
-            optimizer.state[parameter]["step"] = made
+        if type(optimizer).__module__.startswith("torch.optim"):
+            _set_steps_of_parameters(optimizer, stepped, float(step))
+        else:
+            _set_step_of_group(optimizer, stepped, step)
+
+
+def _set_steps_of_parameters(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], step: float
+) -> None:
+    on_device = group.get("capturable") or group.get("fused")
+    for parameter in group["params"]:
+        state = optimizer.state[parameter]
+        # One tensor per parameter: a shared one would count every parameter's step.
+        made = torch.tensor(step, dtype=torch.float32)
+        device = parameter.device if on_device else made.device
+        state["step"] = _overwritten(state.get("step"), made, device)
+
+
+def _set_step_of_group(optimizer: Any, group: dict[str, Any], step: Any) -> None:
+    """Set the step as Apex's and TransformerEngine's optimizers keep it."""
+    if getattr(optimizer, "capturable", isinstance(step, torch.Tensor)):
+        made = step if isinstance(step, torch.Tensor) else torch.tensor([step], dtype=torch.int32)
+        group["step"] = _overwritten(group.get("step"), made, _device(group))
+    else:
+        group["step"] = int(step)
+
+
+def _device(group: dict[str, Any]) -> torch.device:
+    """Return the device of the group's parameters; the CPU if there are none."""
+    return next((parameter.device for parameter in group["params"]), torch.device("cpu"))
+
+
+def _overwritten(current: Any, value: Any, device: torch.device) -> Any:
+    """Return `value` in the form of `current`, shared with no other group.
+
+    Optimizers change tensors in place, and a CUDA graph reads them where they were at its capture.
+    So `current` itself is overwritten if it is a tensor.
+
+    Args:
+        device: for a tensor where `current` is none.
+    """
+    if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor | int | float):
+        new = torch.as_tensor(value, dtype=current.dtype)
+        if new.numel() == current.numel():
+            with torch.no_grad():
+                current.copy_(new.reshape(current.shape))
+            return current
+    if isinstance(value, torch.Tensor):
+        is_number = isinstance(current, int | float) and value.numel() == 1
+        return value.item() if is_number else value.clone().to(device)
+    if type(value) in (list, tuple):
+        olds = current if isinstance(current, list | tuple) else ()
+        pairs = itertools.zip_longest(olds[: len(value)], value)
+        return type(value)(_overwritten(old, new, device) for old, new in pairs)
+    return copy.deepcopy(value)

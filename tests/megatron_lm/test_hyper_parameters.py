@@ -9,6 +9,7 @@ want a GPU. tests/megatron has whole jobs.
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.megatron_lm import hyper_parameters as hyper_module
+from megatron_flashckpt.megatron_lm import plain
 from megatron_flashckpt.megatron_lm.hyper_parameters import (
     IDENTIFIERS,
     check,
@@ -344,6 +346,172 @@ def test_parameters_of_one_optimizer_with_different_steps_are_refused() -> None:
     inner.state[inner.param_groups[0]["params"][1]]["step"] += 1
     with pytest.raises(UnsupportedError, match=r"AdamW have different steps \[5\.0, 6\.0\]"):
         hyper_parameters(wrapped(inner))
+
+
+# ---------------------------------------------------------------------- tensors of CUDA graphs
+
+DEVICE = torch.device("cuda", 0)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor "on a GPU": only a copy takes one of the host beside it."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function == torch.Tensor.device.__get__:
+            return DEVICE
+        others = [it for it in args if isinstance(it, torch.Tensor) and not isinstance(it, cls)]
+        if others and function is not torch.Tensor.copy_:
+            raise RuntimeError(f"{function}: expected all tensors to be on the same device")
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        return made.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else made
+
+
+class Gpu(torch.overrides.TorchFunctionMode):
+    """Make tensors that are to be on the GPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        to_device = function is torch.Tensor.to and DEVICE in args
+        if to_device or kwargs.get("device") == DEVICE:
+            kwargs.pop("device", None)
+            args = tuple(it for it in args if it != DEVICE) if to_device else args
+            made = args[0].clone() if to_device else function(*args, **kwargs)
+            return made.as_subclass(OnDevice)
+        return function(*args, **kwargs)
+
+
+class Capturable(PerGroup):
+    """Counts and keeps its learning rate as TransformerEngine's and Apex's FusedAdam do."""
+
+    def __init__(self, groups: list[Group], *, capturable: bool = True) -> None:
+        super().__init__(groups)
+        self.capturable = capturable
+        for each in self.param_groups if capturable else ():
+            each["params"] = [it.as_subclass(OnDevice) for it in each["params"]]
+            each["lr"] = torch.tensor(each["lr"]).as_subclass(OnDevice)
+
+    def step(self, closure: Any = None) -> None:
+        with Gpu():
+            for each in self.param_groups:
+                one: Any = 1
+                if self.capturable:
+                    one = torch.tensor([1], dtype=torch.int, device=DEVICE)
+                    assert each["lr"].device == DEVICE
+                else:
+                    assert type(each["lr"]) is float
+                if "step" in each:
+                    each["step"] += one
+                else:
+                    each["step"] = one
+
+
+def loaded(inner: torch.optim.Optimizer, saved: Any) -> torch.optim.Optimizer:
+    with Gpu():
+        load_hyper_parameters(wrapped(inner), saved)
+    return inner
+
+
+def counted(inner: torch.optim.Optimizer, steps: int) -> Any:
+    """Return what a checkpoint has of `inner` after so many steps."""
+    for _ in range(steps):
+        inner.step()
+    (entry,) = hyper_parameters(wrapped(inner))
+    return plain.decode(plain.encode([entry]), "the checkpoint")
+
+
+@pytest.mark.parametrize("saving", [True, False], ids=["from a graph", "from no graph"])
+def test_what_a_graph_reads_stays_in_the_same_tensors_on_the_device(saving: bool) -> None:
+    saved = counted(Capturable([group(1.0, lr=0.5)], capturable=saving), 5)
+    inner = Capturable([group(1.0, lr=0.125)])
+    (mine,) = inner.param_groups
+    rate = mine["lr"]
+    loaded(inner, saved)
+    assert mine["lr"] is rate
+    assert torch.equal(rate.as_subclass(torch.Tensor), torch.tensor(0.5))
+    step = mine["step"]
+    assert (step.device, step.dtype, step.tolist()) == (DEVICE, torch.int32, [5])
+    inner.step()
+    assert step.tolist() == [6]
+    loaded(inner, saved)
+    assert mine["step"] is step
+    assert (step.device, step.dtype, step.tolist()) == (DEVICE, torch.int32, [5])
+
+
+def test_a_job_without_graphs_takes_numbers_from_one_with_graphs() -> None:
+    saved = counted(Capturable([group(1.0, lr=0.5)]), 5)
+    assert isinstance(saved[0]["param_groups"][0]["step"], torch.Tensor)
+    inner = loaded(Capturable([group(1.0, lr=0.125)], capturable=False), saved)
+    (mine,) = inner.param_groups
+    assert (type(mine["lr"]), mine["lr"], type(mine["step"]), mine["step"]) == (float, 0.5, int, 5)
+    inner.step()
+    assert mine["step"] == 6
+
+
+@pytest.mark.parametrize("how", ["capturable", "fused"])
+def test_the_steps_of_torchs_optimizers_are_on_the_device_where_a_kernel_reads_them(
+    how: str,
+) -> None:
+    saved = counted(stepped(adam([group(1.0)])), 0)
+    inner = adam([group(1.0, parameters=2)])
+    (mine,) = inner.param_groups
+    mine["params"] = [it.as_subclass(OnDevice) for it in mine["params"]]
+    mine[how] = True
+    loaded(inner, saved)
+    assert mine[how] is True, "how this job computes a step is not the checkpoint's to say"
+    steps = [inner.state[parameter]["step"] for parameter in mine["params"]]
+    assert [(it.device, it.dtype, it.item()) for it in steps] == [(DEVICE, torch.float32, 5.0)] * 2
+    loaded(inner, counted(stepped(adam([group(1.0)]), 7), 0))
+    assert all(inner.state[p]["step"] is it for p, it in zip(mine["params"], steps, strict=True))
+    assert [(it.device, it.dtype, it.item()) for it in steps] == [(DEVICE, torch.float32, 7.0)] * 2
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"fused": True},
+        {"capturable": True, "foreach": False},
+        {"capturable": True, "foreach": False, "betas": (torch.tensor(0.75), torch.tensor(0.5))},
+        {"foreach": False, "betas": (torch.tensor(0.75), torch.tensor(0.5))},
+    ],
+    ids=["fused", "capturable", "capturable betas", "betas"],
+)
+def test_torchs_adam_goes_on_bit_for_bit_with_rates_that_are_tensors(
+    how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("torch.optim.adam")
+    monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda: ["cpu"])
+
+    def made(rate: float) -> torch.optim.AdamW:
+        mine = {**group(1.0), "lr": torch.tensor(rate), **how}
+        mine["betas"] = copy.deepcopy(how.get("betas", (0.75, 0.5)))
+        return torch.optim.AdamW([mine])
+
+    def weights(inner: torch.optim.Optimizer) -> torch.Tensor:
+        return torch.cat([it.detach() for it in inner.param_groups[0]["params"]])
+
+    before = stepped(made(0.5))
+    saved = counted(before, 0)
+    inner = made(0.125)
+    (mine,), (source,) = inner.param_groups, before.param_groups
+    for theirs, parameter in zip(source["params"], mine["params"], strict=True):
+        parameter.data.copy_(theirs.data)
+        state = {key: it.clone() for key, it in before.state[theirs].items() if key != "step"}
+        inner.state[parameter] = state
+    kept = [it for it in (mine["lr"], *mine["betas"]) if isinstance(it, torch.Tensor)]
+    for it in kept[1:]:
+        it.fill_(0.25)
+    load_hyper_parameters(wrapped(inner), saved)
+    now = [it for it in (mine["lr"], *mine["betas"]) if isinstance(it, torch.Tensor)]
+    assert [id(it) for it in now] == [id(it) for it in kept]
+    assert type(mine["betas"]) is tuple
+    for steps in (1, 2):
+        assert torch.equal(weights(stepped(inner, steps)), weights(stepped(before, steps)))
+    assert steps_of(inner) == [[8]]
 
 
 # ---------------------------------------------------------------------- kept or refused
