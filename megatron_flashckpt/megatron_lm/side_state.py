@@ -162,10 +162,39 @@ def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
 
 
 def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]) -> None:
-    """Give modules back what `extra_states` returned."""
+    """Give modules back what `extra_states` returned; log which of them it does not fit."""
+    unfit = []
     for name, module in _keepers(chunks, geometry):
-        if name in saved:
+        if name not in saved:
+            continue
+        if _fits(module, saved[name]):
             module.set_extra_state(saved[name])
+        else:
+            unfit.append(name)
+    if unfit:
+        logger.warning(
+            "%d modules of grouped experts keep the FP8 state that they have, because the "
+            "checkpoint's is of another number of experts per rank (another expert parallel size): "
+            "%s",
+            len(unfit),
+            ", ".join(unfit),
+        )
+
+
+def _fits(module: Any, saved: Any) -> bool:
+    """Return whether an extra state is of as many experts as `module` has.
+
+    Grouped experts have one state of all experts of their rank, saved under the name of the first.
+    TransformerEngine takes the state of another number without an error.
+    """
+    decode = getattr(module, "_decode_extra_state", None)
+    if decode is None:
+        return True
+    state = decode(saved)
+    if state is None:  # saved without FP8
+        return True
+    count = state.get("extra_fp8_variables", {}).get("num_gemms", module.num_gemms)
+    return bool(count == module.num_gemms)
 
 
 def _keepers(chunks: list[Any], geometry: ModelGeometry) -> Iterator[tuple[str, torch.nn.Module]]:

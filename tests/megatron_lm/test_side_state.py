@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,62 @@ def test_extra_states_go_by_global_names_and_come_back() -> None:
 def test_a_chunk_may_itself_have_an_extra_state() -> None:
     only = ModelGeometry((), [], [], [(0, "_extra_state", "chunk")])
     assert extra_states([Keeper("whole")], only) == {"chunk": "whole"}
+
+
+class Experts(Keeper):
+    """Grouped experts as Megatron's TEGroupedLinear: one state of all, named after the first."""
+
+    def __init__(self, num_gemms: int, scale: float) -> None:
+        super().__init__("")
+        self.num_gemms = num_gemms
+        state = {
+            "extra_fp8_variables": {"num_gemms": num_gemms},
+            "scale_fwd": torch.full((3 * num_gemms,), scale),
+        }
+        self.kept = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+    def _decode_extra_state(self, state: torch.Tensor) -> Any:
+        return pickle.loads(state.numpy().tobytes()) if state.numel() else None
+
+
+def experts(num_gemms: int, scale: float) -> tuple[list[torch.nn.Module], ModelGeometry]:
+    """Return a model of two layers of experts, and its geometry under any number of ranks."""
+    layers = [Experts(num_gemms, scale), Experts(num_gemms, 2 * scale)]
+    first = [(0, f"{n}._extra_state", f"{n}._extra_state/shard_0_8") for n in range(2)]
+    others = [
+        (0, f"{n}._extra_state{gemm}", f"{n}._extra_state/shard_{gemm}_8")
+        for n in range(2)
+        for gemm in range(1, num_gemms)
+    ]
+    return [torch.nn.Sequential(*layers)], ModelGeometry((), [], [], [*first, *others])
+
+
+def scales(chunks: list[torch.nn.Module]) -> list[list[float]]:
+    return [it._decode_extra_state(it.kept)["scale_fwd"].tolist() for it in chunks[0].children()]
+
+
+def test_grouped_experts_take_back_their_state(caplog: pytest.LogCaptureFixture) -> None:
+    saved = extra_states(*experts(2, 0.5))
+    chunks, geometry = experts(2, 8.0)
+    load_extra_states(chunks, geometry, saved)
+    assert scales(chunks) == [[0.5] * 6, [1.0] * 6]
+    load_extra_states(chunks, geometry, {name: torch.empty(0) for name in saved})
+    assert [it.kept.numel() for it in chunks[0].children()] == [0, 0], "saved without FP8"
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 4), (2, 1), (1, 2)])
+def test_grouped_experts_refuse_the_state_of_another_number_of_experts(
+    saving: int, loading: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunks, geometry = experts(loading, 8.0)
+    load_extra_states(chunks, geometry, extra_states(*experts(saving, 0.5)))
+    assert scales(chunks) == [[8.0] * 3 * loading, [16.0] * 3 * loading]
+    assert caplog.messages == [
+        "2 modules of grouped experts keep the FP8 state that they have, because the checkpoint's "
+        "is of another number of experts per rank (another expert parallel size): "
+        "0._extra_state/shard_0_8, 1._extra_state/shard_0_8"
+    ]
 
 
 # ---------------------------------------------------------------------- random states
