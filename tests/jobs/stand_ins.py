@@ -25,7 +25,7 @@ from megatron.core.optimizer import HybridDeviceOptimizer, distrib_optimizer, mu
 from megatron.training import training
 from packaging.version import Version
 
-from tests.gpu_random import gpu_random
+from tests.simulated_gpu.generators import gpu_random
 
 
 class FusedAdam(torch.optim.Optimizer):

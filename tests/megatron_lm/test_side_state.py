@@ -24,7 +24,7 @@ from megatron_flashckpt.megatron_lm.side_state import (
     rng_state,
     unframe,
 )
-from tests.gpu_random import gpu_random
+from tests.simulated_gpu.generators import gpu_random
 
 
 class Keeper(torch.nn.Linear):
