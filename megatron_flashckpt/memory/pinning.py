@@ -143,8 +143,8 @@ class PinnedSlab:
         logger.warning(
             "%.2f of %.2f GiB of checkpoint slots are page-locked (%s), so copies into the rest "
             "are slower; this is usually a limit of the kernel or the GPU driver (Linux 6.11 to "
-            "6.13 lock less than 2 GiB per call, driver 580 less than 512 GiB in all): update them, "
-            "or set 'pinned: false' to do without",
+            "6.13 lock less than 2 GiB per call, driver 580 less than 512 GiB in all): update "
+            "them, or set 'pinned: false' to do without",
             self.nbytes / 2**30,
             self._memory.nbytes / 2**30,
             reason,
