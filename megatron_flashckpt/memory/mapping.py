@@ -9,6 +9,7 @@ aligned can only be mapped page by page.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -19,6 +20,8 @@ _MADV_POPULATE_WRITE = 23
 #: Of Linux 6.1.
 _MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
+#: From linux/memfd.h (Linux 6.3); Python's os module does not have it.
+_MFD_NOEXEC_SEAL = 0x8
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,6 +36,22 @@ _libc.mmap.argtypes = [
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def create_memory(name: str) -> int:
+    """Return the descriptor of a new, empty memfd that is called `name` in /proc.
+
+    Nothing in it can ever be executed: with `vm.memfd_noexec=2` some kernels grant no other memfd.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(name, os.MFD_CLOEXEC)  # a kernel that does not know the flag
 
 
 def map_shared(fd: int, nbytes: int) -> memoryview:

@@ -13,7 +13,7 @@ import os
 
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
 from megatron_flashckpt.memory.available import available_nbytes
-from megatron_flashckpt.memory.mapping import allocate, map_shared, populate
+from megatron_flashckpt.memory.mapping import allocate, create_memory, map_shared, populate
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
 
 
@@ -45,18 +45,31 @@ class Slab:
                 errno.ENOMEM,
                 _refusal(geometry, name, f"{available / 2**30:.2f} GiB available"),
             )
-        fd = os.memfd_create(f"flashckpt-{name}", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, geometry.nbytes)
-            slab = cls(fd, geometry)
-            allocate(fd, slab.memory, huge_pages=huge_pages)
+            slab = cls._allocated(geometry, name, huge_pages=huge_pages)
         except OSError as error:
-            os.close(fd)
             raise StorageError(
                 error.errno,
                 _refusal(geometry, name, error.strerror),
             ) from error
         slab.memory[: len(geometry.pack())] = geometry.pack()
+        return slab
+
+    @classmethod
+    def _allocated(cls, geometry: SlabGeometry, name: str, *, huge_pages: bool) -> Slab:
+        """Return a slab of which every page is allocated.
+
+        Raises:
+            OSError: the kernel refuses; nothing is left of it.
+        """
+        fd = create_memory(f"flashckpt-{name}")
+        try:
+            os.ftruncate(fd, geometry.nbytes)
+            slab = cls(fd, geometry)
+            allocate(fd, slab.memory, huge_pages=huge_pages)
+        except OSError:
+            os.close(fd)
+            raise
         return slab
 
     @classmethod

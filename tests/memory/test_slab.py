@@ -259,3 +259,15 @@ def test_closing_unmaps_it_when_its_last_view_goes() -> None:
     del view
     gc.collect()
     assert times_mapped(NAME) == 0
+
+
+def test_a_memfd_that_the_kernel_refuses_is_a_storage_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(StorageError, match=r"slots of rank 5 \(Too many open files\)") as raised:
+        Slab.create(2, 0, PAGE, "5")
+    assert raised.value.errno == errno.EMFILE

@@ -1,0 +1,61 @@
+"""Memory of a memfd: how the kernel is asked for it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+import pytest
+
+from megatron_flashckpt.memory.mapping import create_memory
+from megatron_flashckpt.memory.slab import Slab
+
+#: From linux/memfd.h and linux/fcntl.h; Python's modules do not have them.
+MFD_NOEXEC_SEAL = 0x8
+F_SEAL_EXEC = 0x20
+
+real_memfd_create = os.memfd_create
+
+
+def kernel_knows_the_seal() -> bool:
+    try:
+        os.close(real_memfd_create("probe", MFD_NOEXEC_SEAL))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_slab_can_never_be_executed() -> None:
+    """Systems with vm.memfd_noexec=2 refuse a memfd that does not ask for this."""
+    if not kernel_knows_the_seal():
+        pytest.skip("this kernel does not know MFD_NOEXEC_SEAL (Linux 6.3)")
+    slab = Slab.create(1, 0, 1, "0")
+    assert fcntl.fcntl(slab.fd, fcntl.F_GET_SEALS) & F_SEAL_EXEC
+    assert not os.fstat(slab.fd).st_mode & 0o111
+    slab.close()
+
+
+def test_a_kernel_that_does_not_know_the_seal_is_asked_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    def memfd_create(name: str, flags: int) -> int:
+        asked.append(flags)
+        if flags & MFD_NOEXEC_SEAL:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_memfd_create(name, flags)
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    os.close(create_memory("0"))
+    assert asked == [os.MFD_CLOEXEC | MFD_NOEXEC_SEAL, os.MFD_CLOEXEC]
+
+
+def test_any_other_refusal_of_a_memfd_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memfd_create(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    with pytest.raises(OSError, match="Too many open files"):
+        create_memory("0")
