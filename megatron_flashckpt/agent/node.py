@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.flow import Flow, Pace
+from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.traces import Traces
 from megatron_flashckpt.storage.direct_io import DirectIo, DirectMode
@@ -96,18 +97,18 @@ class Node:
         self.drop_retired(rank)
 
     def drop_retired(self, rank: Trainer) -> None:
-        """Free replaced slabs once nothing reads them."""
+        """Begin to free replaced slabs that nothing reads any more. The lock is held."""
         for slots in [slots for slots in rank.retired if not slots.busy]:
             rank.retired.remove(slots)
-            slots.slab.close()
+            free(slots.slab)
 
     def give_up_slots(self) -> None:
-        """Free all slabs; a trainer may still be connected, and its conversation find them gone."""
+        """Begin to free all slabs. A trainer that is still connected finds its slots gone."""
         with self.changed:
             for rank in self.ranks.values():
                 slots, rank.slots = rank.slots, None
                 if slots is not None:
-                    slots.slab.close()
+                    free(slots.slab)
 
     def is_stuck(self) -> bool:
         """Return whether a shard of a save that was given up is still being written."""

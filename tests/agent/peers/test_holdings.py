@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 
@@ -12,6 +15,7 @@ from megatron_flashckpt.agent.peers.holdings import HoldError, Holdings
 from megatron_flashckpt.agent.peers.messages import Held, Label
 from megatron_flashckpt.agent.peers.topology import Lane, Part
 from megatron_flashckpt.memory.slot import SlabGeometry
+from tests.agent.trainer import eventually
 
 
 def label(rank: int, iteration: int, nbytes: int) -> Label:
@@ -171,3 +175,41 @@ def test_adopting_drops_a_past_that_did_not_happen_and_lanes_of_other_nodes() ->
     assert [iterations(held, rank) for rank in range(3)] == [[10], [], []]
     held.adopt(None, 0, [(0,), (1,)])
     assert iterations(held, 0) == []
+
+
+class NotedMemory(mmap.mmap):
+    """Notes which threads free memory: the kernel needs 0.1 s for a GB."""
+
+    freed_by: ClassVar[list[threading.Thread]] = []
+
+    def close(self) -> None:
+        self.freed_by.append(threading.current_thread())
+        super().close()
+
+    def __del__(self) -> None:
+        if not self.closed:
+            self.freed_by.append(threading.current_thread())
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda held: held.adopt(None, 0, [(0,)]),
+        lambda held: held.adopt("save10", 10, []),
+        lambda held: [held.begin(Part((0,), 0, 1), label(0, n, 4)) for n in (20, 30)],
+        lambda held: [give(held, (0,), 0, n, b"x" * n) for n in (20, 30)],
+    ],
+    ids=["of another past", "of another lane", "left unfinished", "too small"],
+)
+def test_dropped_memory_is_freed_by_a_thread_of_its_own(
+    drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers wait for whoever adopts, and other nodes for whoever begins."""
+    monkeypatch.setattr(holdings.mmap, "mmap", NotedMemory)
+    NotedMemory.freed_by.clear()
+    held = Holdings()
+    give(held, (0,), 0, 10, b"data")
+    drop(held)
+    eventually("the memory is freed", lambda: NotedMemory.freed_by)
+    assert len(NotedMemory.freed_by) == 1
+    assert NotedMemory.freed_by[0] is not threading.current_thread()

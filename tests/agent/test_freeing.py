@@ -1,0 +1,81 @@
+"""Freeing the memory of a large slab takes seconds; meanwhile the agent answers everybody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.memory.slab import Slab
+from tests.agent.conftest import Node
+from tests.agent.test_faulty_storage import agent_here
+from tests.agent.trainer import PATIENCE_S, FakeTrainer, eventually
+
+#: Far less than a blocked agent would need, and more than any answer takes.
+ANSWER_S = 5.0
+
+
+class SlowFreeing:
+    """Lets the agent's threads wait in `Slab.close`, as the kernel does that frees many pages."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.under_way = 0
+        self.go_on = threading.Event()
+        test, close = threading.current_thread(), Slab.close
+
+        def slow_close(slab: Slab) -> None:
+            if threading.current_thread() is not test:
+                self.under_way += 1
+                assert self.go_on.wait(PATIENCE_S)
+            close(slab)
+
+        monkeypatch.setattr(Slab, "close", slow_close)
+        # The agent lives in this process, which a client must not kill.
+        monkeypatch.setattr(AgentClient, "_end_agent", lambda client: None)
+
+
+@pytest.fixture
+def freeing(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowFreeing]:
+    made = SlowFreeing(monkeypatch)
+    yield made
+    made.go_on.set()
+
+
+def replace_slab(trainer: FakeTrainer) -> None:
+    """Have the next save attach another slab."""
+    assert trainer.slab is not None
+    trainer.slab.close()
+    trainer.slab = None
+
+
+def test_ranks_are_answered_while_a_replaced_slab_is_freed(
+    node: Node, root: Path, freeing: SlowFreeing
+) -> None:
+    with agent_here(node, root):
+        config = node.config(answer_timeout_s=ANSWER_S)
+        trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+        for trainer in trainers:
+            trainer.stage(1, "0123456789ab")
+        assert [trainer.outcome().error for trainer in trainers] == [None, None]
+        replace_slab(trainers[0])
+        trainers[0].stage(2, "0123456789cd")
+        eventually("the former slab is being freed", lambda: freeing.under_way == 1)
+        trainers[1].stage(2, "0123456789cd")
+        assert [trainer.outcome().error for trainer in trainers] == [None, None]
+        assert freeing.under_way == 1, "it is still being freed"
+        freeing.go_on.set()
+
+
+def test_a_rank_is_answered_while_the_slabs_of_an_agent_that_ends_are_freed(
+    node: Node, root: Path, freeing: SlowFreeing
+) -> None:
+    with agent_here(node, root) as agent:
+        trainer = node.trainer(root, config=node.config(answer_timeout_s=ANSWER_S))
+        assert trainer.save(1).error is None
+        agent.end_soon()
+        eventually("the slab is being freed", lambda: freeing.under_way == 1)
+        assert trainer.client.poll().finished == ()
+        freeing.go_on.set()
