@@ -14,6 +14,7 @@ import os
 import sys
 from typing import Any
 
+from megatron_flashckpt import forks
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, load_config
@@ -57,6 +58,7 @@ class Session:
         self.has_stepped = False
         self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
+        self._forks = forks.depth()
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`, made on first use."""
@@ -150,7 +152,11 @@ class Session:
         After an unhandled exception no save is awaited, because other ranks may be dead, this
         rank's GPU may hang, and a restart waits for this process to end. The agent finishes alone
         and keeps the slots.
+
+        A forked child does nothing: its parent still trains.
         """
+        if forks.depth() != self._forks:
+            return
         crashed = getattr(sys, "last_value", None) is not None
         try:
             self.finalize(blocking=not crashed)

@@ -26,7 +26,7 @@ HOME = Path(megatron_flashckpt.__file__).parent
 LAYERS = (
     {"errors", "metrics"},
     {""},
-    {"faults"},
+    {"faults", "forks"},
     {"config", "console"},
     {"layout", "storage"},
     {"tracing"},
@@ -48,7 +48,18 @@ LAYERS = (
     {"launch"},
 )
 #: Never torch, neither themselves nor through what they import, not even inside a function.
-TORCH_FREE = ("", "errors", "metrics", "faults", "config", "layout", "storage", "tracing", "agent")
+TORCH_FREE = (
+    "",
+    "errors",
+    "metrics",
+    "faults",
+    "forks",
+    "config",
+    "layout",
+    "storage",
+    "tracing",
+    "agent",
+)
 TORCH_FREE += ("planning", "memory.slot", "memory.slab")
 #: Not when they start; a command that needs torch may import it when it runs.
 TORCH_FREE_AT_START = ("cli", "console", "convert.command", "inspection", "report")

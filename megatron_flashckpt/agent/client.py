@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import megatron_flashckpt
+from megatron_flashckpt import forks
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory
 from megatron_flashckpt.config import Config
@@ -188,7 +189,7 @@ class AgentClient:
 
     def close(self) -> None:
         """Hang up. Without `leave` before, the agent keeps this rank's slots for a restart."""
-        self._sock.close()
+        _close(self._sock)
 
 
 def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClient:
@@ -202,7 +203,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     directory = agent_directory(root, config.runtime_dir)
     deadline = time.monotonic() + config.agent.start_timeout_s
     while True:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock = _new_socket()
         try:
             sock.connect(str(directory / SOCKET))
             if p.peer(sock).uid != os.getuid():
@@ -214,9 +215,9 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _HungUpError):
             # Also where an agent has just left, directory and all: start over. But a refusal (an
             # agent of another release or user) is final.
-            sock.close()
+            _close(sock)
         except BaseException:
-            sock.close()
+            _close(sock)
             raise
         if time.monotonic() > deadline:
             raise AgentError(
@@ -226,6 +227,19 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         if local_rank == 0:
             _start(agent_directory(root, config.runtime_dir), root, config)
         time.sleep(_RETRY_S)
+
+
+def _new_socket() -> socket.socket:
+    """Return a socket that forked children do not keep: they must not speak for this rank."""
+    with forks.held_off():
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        forks.close_in_children(sock)
+    return sock
+
+
+def _close(sock: socket.socket) -> None:
+    with forks.held_off():
+        sock.close()
 
 
 def _start(directory: Path, root: str, config: Config) -> None:

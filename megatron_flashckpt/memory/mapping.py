@@ -14,11 +14,14 @@ import mmap
 import os
 import weakref
 
+from megatron_flashckpt import forks
+
 HUGE_NBYTES = 2 * 2**20
 #: From linux/mman.h; Python's mmap module does not have it, and would hold the interpreter lock.
 _MADV_POPULATE_WRITE = 23
 #: Of Linux 6.1.
 _MADV_COLLAPSE = 25
+_MADV_DONTFORK = 10
 _MAP_FIXED = 0x10
 #: From linux/memfd.h (Linux 6.3); Python's os module does not have it.
 _MFD_NOEXEC_SEAL = 0x8
@@ -57,7 +60,8 @@ def create_memory(name: str) -> int:
 def map_shared(fd: int, nbytes: int) -> memoryview:
     """Return the first `nbytes` bytes of `fd`, shared and writable, at a multiple of 2 MiB.
 
-    They are unmapped with the last view of them.
+    They are unmapped with the last view of them. Forked children do not inherit the mapping. The
+    caller keeps forks held off.
 
     Raises:
         OSError: the kernel refuses.
@@ -75,10 +79,17 @@ def map_shared(fd: int, nbytes: int) -> memoryview:
     if begin > reserved:
         _libc.munmap(reserved, begin - reserved)
     _libc.munmap(end, reserved + reserved_nbytes - end)
+    _libc.madvise(begin, nbytes, _MADV_DONTFORK)
     owner = (ctypes.c_ubyte * nbytes).from_address(begin)
     # Not at exit: other threads may still be reading, and the kernel unmaps what a process leaves.
-    weakref.finalize(owner, _libc.munmap, begin, nbytes).atexit = False
+    weakref.finalize(owner, _unmap, begin, nbytes, forks.depth()).atexit = False
     return memoryview(owner).cast("B")
+
+
+def _unmap(begin: int, nbytes: int, depth: int) -> None:
+    # A forked child inherits this call, but not the mapping: something else may lie there.
+    if depth == forks.depth():
+        _libc.munmap(begin, nbytes)
 
 
 def _map(address: int | None, nbytes: int, access: int, flags: int, fd: int) -> int:

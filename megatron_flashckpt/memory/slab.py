@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 
+from megatron_flashckpt import forks
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
 from megatron_flashckpt.memory.available import available_nbytes
 from megatron_flashckpt.memory.mapping import allocate, create_memory, map_shared, populate
@@ -21,9 +22,11 @@ class Slab:
     """A mapped slab. Owned by the rank that made it, shared with the agent."""
 
     def __init__(self, fd: int, geometry: SlabGeometry) -> None:
+        """Map the memfd `fd`. The caller has kept forks held off since `fd` came to be."""
         self.fd = fd
         self.geometry = geometry
         self.memory = map_shared(fd, geometry.nbytes)
+        forks.close_in_children(self)
 
     @classmethod
     def create(
@@ -62,13 +65,18 @@ class Slab:
         Raises:
             OSError: the kernel refuses; nothing is left of it.
         """
-        fd = create_memory(f"flashckpt-{name}")
+        with forks.held_off():
+            fd = create_memory(f"flashckpt-{name}")
+            try:
+                os.ftruncate(fd, geometry.nbytes)
+                slab = cls(fd, geometry)
+            except OSError:
+                os.close(fd)
+                raise
         try:
-            os.ftruncate(fd, geometry.nbytes)
-            slab = cls(fd, geometry)
             allocate(fd, slab.memory, huge_pages=huge_pages)
         except OSError:
-            os.close(fd)
+            slab.close()
             raise
         return slab
 
@@ -76,18 +84,23 @@ class Slab:
     def attach(cls, fd: int) -> Slab:
         """Map a slab received from another process; takes ownership of `fd` either way."""
         try:
-            nbytes = os.fstat(fd).st_size
-            if nbytes < PAGE:
-                raise CorruptCheckpointError(f"memory of {nbytes} bytes is too small for a slab")
-            with mmap.mmap(fd, PAGE, mmap.MAP_SHARED) as page:
-                geometry = SlabGeometry.unpack(page[:PAGE], nbytes)
-            return cls(fd, geometry)
+            with forks.held_off():
+                return cls._mapped(fd)
         except OSError as error:
             os.close(fd)
             raise StorageError(error.errno, f"not a slab ({error.strerror})") from error
         except FlashCkptError:
             os.close(fd)
             raise
+
+    @classmethod
+    def _mapped(cls, fd: int) -> Slab:
+        nbytes = os.fstat(fd).st_size
+        if nbytes < PAGE:
+            raise CorruptCheckpointError(f"memory of {nbytes} bytes is too small for a slab")
+        with mmap.mmap(fd, PAGE, mmap.MAP_SHARED) as page:
+            geometry = SlabGeometry.unpack(page[:PAGE], nbytes)
+        return cls(fd, geometry)
 
     def populate(self) -> None:
         """Map all pages into this process, so that staging meets no page fault.
@@ -115,10 +128,11 @@ class Slab:
 
     def close(self) -> None:
         """Unmap and close; the memory lives on while another process holds it."""
-        if self.fd < 0:
-            return
-        os.close(self.fd)
-        self.fd = -1
+        with forks.held_off():  # a child would keep the descriptor, or close another one
+            if self.fd < 0:
+                return
+            os.close(self.fd)
+            self.fd = -1
         # A view of the mapping may live on; then the mapping goes when that does.
         with contextlib.suppress(BufferError):
             self.memory.release()

@@ -1,0 +1,220 @@
+"""Forked children, as the workers of a DataLoader are, keep nothing of a trainer's tie to its node.
+
+What they kept would live as long as they do: memory of replaced slabs, and a connection whose end
+the agent could not notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import mmap
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from megatron_flashckpt import forks
+from megatron_flashckpt.checkpointer import Checkpointer
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.memory import slab as slab_module
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import PAGE
+from megatron_flashckpt.session import Session
+from tests.agent.conftest import Node
+from tests.agent.test_while_staging import NUMEL, Job
+from tests.agent.trainer import PATIENCE_S, eventually
+
+
+def in_child(work: Callable[[], Any]) -> Any:
+    """Return what `work` returns in a forked child; it must fit into a pipe as JSON."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, json.dumps(work()).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(said)
+
+
+def links(pid: int | str) -> list[str]:
+    """Return what the descriptors of a process lead to."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(os.readlink(path))
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return found
+
+
+def kept_of_node(pid: int | str, socket: str) -> list[str]:
+    """Return the descriptors and mappings of slabs that a process has, and the agent's socket."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [
+        *(link for link in links(pid) if "memfd:flashckpt-" in link or link == socket),
+        *(line for line in maps if "memfd:flashckpt-" in line),
+    ]
+
+
+def holds_memory(pid: int, inode: int) -> bool:
+    """Return whether a process has the memfd of that number open, or mapped."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    if any("memfd:" in line and line.split()[4] == str(inode) for line in maps):
+        return True
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if "memfd:" in os.readlink(path) and path.stat().st_ino == inode:
+                return True
+        except FileNotFoundError:
+            continue
+    return False
+
+
+@pytest.fixture
+def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    made = Job(root, node.config(), monkeypatch)
+    yield made
+    made.checkpointer.close(leave=False)
+
+
+def socket_of(checkpointer: Checkpointer) -> str:
+    client = checkpointer.link.current
+    assert client is not None
+    return os.readlink(f"/proc/self/fd/{client._sock.fileno()}")
+
+
+def test_a_child_keeps_neither_slab_nor_connection_and_its_parent_works_on(
+    job: Job, root: Path
+) -> None:
+    assert job.save(1) is None
+    socket = socket_of(job.checkpointer)
+    assert len(kept_of_node("self", socket)) == 3, "descriptor, mapping, socket"
+    assert in_child(lambda: kept_of_node("self", socket)) == []
+    assert len(kept_of_node("self", socket)) == 3
+    assert job.save(2) is None
+    job.assert_stored(root, 2)
+
+
+class Holders(Dataset[torch.Tensor]):
+    """Its items say how much of the node a worker keeps."""
+
+    def __init__(self, socket: str) -> None:
+        self._socket = socket
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([os.getpid(), len(kept_of_node("self", self._socket))])
+
+
+def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_lives(
+    job: Job, root: Path
+) -> None:
+    assert job.save(1) is None
+    link = job.checkpointer.link
+    former = os.fstat(link._slab.fd).st_ino
+    agent = link.client().agent_pid
+    assert holds_memory(os.getpid(), former)
+    assert holds_memory(agent, former)
+    items = iter(DataLoader(Holders(socket_of(job.checkpointer)), num_workers=1))
+    worker, kept = next(items)[0].tolist()
+    assert worker != os.getpid()
+    assert kept == 0
+    job.tensors.append(torch.rand(NUMEL))
+    job.checkpointer.model_state.owned = job._owned
+    assert job.save(2) is None
+    for pid in (os.getpid(), agent, worker):
+        eventually(f"process {pid} holds it no more", lambda pid=pid: not holds_memory(pid, former))
+    assert next(items)[0].tolist() == [worker, 0]
+    job.assert_stored(root, 2)
+
+
+def test_what_takes_the_number_or_the_place_of_a_slab_in_a_child_stays() -> None:
+    slab = Slab.create(1, 0, PAGE, "0")
+    number = slab.fd
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(slab.memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+
+    def reuse() -> list[bool]:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), number)
+        libc.mmap(
+            ctypes.c_void_p(address),
+            ctypes.c_size_t(PAGE),
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x100000,  # MAP_FIXED_NOREPLACE
+            -1,
+            ctypes.c_long(0),
+        )
+        nonlocal slab
+        slab.close()
+        del slab
+        gc.collect()
+        mapped = f"{address:x}-" in Path("/proc/self/maps").read_text()
+        return [mapped, os.readlink(f"/proc/self/fd/{number}") == os.devnull]
+
+    assert in_child(reuse) == [True, True]
+    assert bytes(slab.memory[:8]) == b"FLASHSLB"
+    slab.close()
+
+
+def test_a_slab_that_is_being_made_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slabs are made in the background, while data loaders start their workers."""
+    kept: list[str] = []
+
+    def allocate(*_: Any, **__: Any) -> None:
+        kept.extend(in_child(lambda: kept_of_node("self", "no socket")))
+
+    monkeypatch.setattr(slab_module, "allocate", allocate)
+    Slab.create(1, 0, PAGE, "0").close()
+    assert kept == []
+
+
+def test_a_fork_waits_for_who_makes_a_descriptor() -> None:
+    about_to_fork, registered = threading.Event(), []
+    seen: list[list[str]] = []
+
+    def fork() -> None:
+        about_to_fork.set()
+        seen.append(in_child(lambda: registered))
+
+    thread = threading.Thread(target=fork)
+    with forks.held_off():
+        thread.start()
+        assert about_to_fork.wait(PATIENCE_S)
+        for _ in range(1000):
+            os.sched_yield()
+        registered.append("by now")
+    thread.join(PATIENCE_S)
+    assert seen == [["by now"]]
+
+
+def test_a_child_that_ends_asks_the_agent_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process does at its end is inherited, too: it belongs to the trainer alone."""
+    session = Session(Config())
+    done: list[str] = []
+    monkeypatch.setattr(session, "finalize", lambda *, blocking: done.append("finalized"))
+    monkeypatch.setattr(session, "close", lambda *, leave: done.append("closed"))
+
+    def end() -> list[str]:
+        session.at_exit()
+        return done
+
+    assert in_child(end) == []
+    assert end() == ["finalized", "closed"]
