@@ -13,6 +13,7 @@ from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.memory import cuda
+from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlabGeometry, align
 from megatron_flashckpt.memory.stager import Stager
@@ -233,6 +234,7 @@ class NodeLink:
                 data_nbytes,
                 str(self._rank),
                 huge_pages=self._config.huge_pages,
+                numa_node=None if self._device is None else node_of_gpu(self._device),
             )
             slab.populate()
             self._use(slab)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import mmap
 import os
 import weakref
 
 from megatron_flashckpt import forks
+
+logger = logging.getLogger(__name__)
 
 HUGE_NBYTES = 2 * 2**20
 #: From linux/mman.h; Python's mmap module does not have it, and would hold the interpreter lock.
@@ -25,6 +28,12 @@ _MADV_DONTFORK = 10
 _MAP_FIXED = 0x10
 #: From linux/memfd.h (Linux 6.3); Python's os module does not have it.
 _MFD_NOEXEC_SEAL = 0x8
+#: From linux/mempolicy.h, and the numbers of a system call that the C library does not wrap.
+_MPOL_PREFERRED = 1
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_MACHINE = os.uname().machine
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+_NOT_PLACED = "memory is not placed at NUMA node %d: mbind: %s"
 _FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -39,6 +48,8 @@ _libc.mmap.argtypes = [
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
 
 
 def create_memory(name: str) -> int:
@@ -115,6 +126,32 @@ def allocate(fd: int, memory: memoryview, *, huge_pages: bool) -> None:
             os.pwrite(fd, b"\0", begin)  # through the mapping, a lack of memory would be a SIGBUS
         _libc.madvise(_address(memory), whole, _MADV_COLLAPSE)
     os.posix_fallocate(fd, 0, memory.nbytes)
+
+
+def prefer_node(memory: memoryview, node: int) -> None:
+    """Have the pages of `memory` allocated at NUMA node `node`, as long as it has some.
+
+    Call it before `allocate`: pages that exist stay where they are. Where the kernel refuses, only
+    speed is lost, and the debug log has the reason.
+    """
+    number = _MBIND.get(_MACHINE)
+    if number is None:
+        logger.debug(_NOT_PLACED, node, f"unknown on {_MACHINE}")
+        return
+    words = node // _WORD_BITS + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
+    failed = _syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(_address(memory)),
+        ctypes.c_ulong(memory.nbytes),
+        ctypes.c_long(_MPOL_PREFERRED),
+        mask,
+        ctypes.c_ulong(words * _WORD_BITS + 1),  # the kernel ignores the last bit
+        ctypes.c_ulong(0),
+    )
+    if failed:
+        logger.debug(_NOT_PLACED, node, os.strerror(ctypes.get_errno()))
 
 
 def populate(memory: memoryview) -> None:

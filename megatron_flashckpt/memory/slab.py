@@ -14,7 +14,13 @@ import os
 from megatron_flashckpt import forks
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
 from megatron_flashckpt.memory.available import available_nbytes
-from megatron_flashckpt.memory.mapping import allocate, create_memory, map_shared, populate
+from megatron_flashckpt.memory.mapping import (
+    allocate,
+    create_memory,
+    map_shared,
+    populate,
+    prefer_node,
+)
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
 
 
@@ -30,12 +36,23 @@ class Slab:
 
     @classmethod
     def create(
-        cls, slots: int, meta_nbytes: int, data_nbytes: int, name: str, *, huge_pages: bool = True
+        cls,
+        slots: int,
+        meta_nbytes: int,
+        data_nbytes: int,
+        name: str,
+        *,
+        huge_pages: bool = True,
+        numa_node: int | None = None,
     ) -> Slab:
         """Allocate a slab whose slots take `meta_nbytes` and `data_nbytes` each.
 
         All pages are allocated here, and not when they are touched, which took five times as long:
         a node without the memory is told now and not by SIGBUS in the middle of a save.
+
+        Args:
+            numa_node: where to allocate the pages, if there is room; None: wherever the kernel
+                likes.
 
         Raises:
             StorageError: the memory is not there; names the bytes wanted.
@@ -49,7 +66,7 @@ class Slab:
                 _refusal(geometry, name, f"{available / 2**30:.2f} GiB available"),
             )
         try:
-            slab = cls._allocated(geometry, name, huge_pages=huge_pages)
+            slab = cls._allocated(geometry, name, huge_pages=huge_pages, numa_node=numa_node)
         except OSError as error:
             raise StorageError(
                 error.errno,
@@ -59,7 +76,9 @@ class Slab:
         return slab
 
     @classmethod
-    def _allocated(cls, geometry: SlabGeometry, name: str, *, huge_pages: bool) -> Slab:
+    def _allocated(
+        cls, geometry: SlabGeometry, name: str, *, huge_pages: bool, numa_node: int | None
+    ) -> Slab:
         """Return a slab of which every page is allocated.
 
         Raises:
@@ -73,6 +92,8 @@ class Slab:
             except OSError:
                 os.close(fd)
                 raise
+        if numa_node is not None:
+            prefer_node(slab.memory, numa_node)
         try:
             allocate(fd, slab.memory, huge_pages=huge_pages)
         except OSError:

@@ -1,0 +1,178 @@
+"""The memory of a slab lies at the NUMA node of the rank's GPU, as far as that is known."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.memory import mapping
+from megatron_flashckpt.memory import slab as slab_module
+from megatron_flashckpt.memory.numa import node_of_gpu
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import PAGE
+from megatron_flashckpt.node_link import NodeLink
+
+MPOL_PREFERRED = 1
+
+
+class Kernel:
+    """Notes each `mbind` in place of the kernel, and refuses it if told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.refuses = False
+
+    def syscall(self, number: Any, *arguments: Any) -> int:
+        address, nbytes, mode, mask, bits, flags = arguments
+        assert bits.value == 64 * len(mask) + 1
+        said = (number.value, address.value, nbytes.value, mode.value, *mask, flags.value)
+        self.calls.append(said)
+        if self.refuses:
+            ctypes.set_errno(errno.EPERM)
+            return -1
+        return 0
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    made = Kernel()
+    monkeypatch.setattr(mapping, "_syscall", made.syscall)
+    return made
+
+
+def address_of(slab: Slab) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(slab.memory))
+
+
+@pytest.mark.parametrize(("node", "mask"), [(0, (1,)), (5, (1 << 5,)), (64, (0, 1))])
+@pytest.mark.parametrize(("machine", "number"), [("x86_64", 237), ("aarch64", 235)])
+def test_the_kernel_is_asked_for_the_node_before_a_page_is_allocated(
+    kernel: Kernel,
+    monkeypatch: pytest.MonkeyPatch,
+    node: int,
+    mask: tuple[int, ...],
+    machine: str,
+    number: int,
+) -> None:
+    monkeypatch.setattr(mapping, "_MACHINE", machine)
+    asked_before: list[int] = []
+    monkeypatch.setattr(
+        slab_module, "allocate", lambda *_, **__: asked_before.append(len(kernel.calls))
+    )
+    slab = Slab.create(1, 0, PAGE, "0", numa_node=node)
+    nbytes = slab.geometry.nbytes
+    assert kernel.calls == [(number, address_of(slab), nbytes, MPOL_PREFERRED, *mask, 0)]
+    assert asked_before == [1]
+    slab.close()
+
+
+def test_without_a_node_the_kernel_is_asked_for_nothing(kernel: Kernel) -> None:
+    Slab.create(1, 0, PAGE, "0").close()
+    assert kernel.calls == []
+
+
+@pytest.mark.parametrize("why", ["refused", "another machine"])
+def test_a_slab_is_made_where_the_kernel_likes_if_it_does_not_listen(
+    kernel: Kernel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    why: str,
+) -> None:
+    kernel.refuses = True
+    if why == "another machine":
+        monkeypatch.setattr(mapping, "_MACHINE", "riscv64")
+    with caplog.at_level(logging.DEBUG):
+        Slab.create(1, 0, PAGE, "0", numa_node=3).close()
+    reason = os.strerror(errno.EPERM) if why == "refused" else "unknown on riscv64"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"memory is not placed at NUMA node 3: mbind: {reason}"
+    ]
+    assert [record.levelno for record in caplog.records] == [logging.DEBUG]
+
+
+def test_the_real_kernel_places_a_slab_at_node_0() -> None:
+    if not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this kernel knows no NUMA nodes")
+    slab = Slab.create(1, 0, PAGE, "numa", numa_node=0)
+    (line,) = [
+        line
+        for line in Path("/proc/self/numa_maps").read_text().splitlines()
+        if "memfd:flashckpt-numa" in line
+    ]
+    assert line.split()[:2] == [f"{address_of(slab):x}", "prefer:0"]
+    slab.close()
+
+
+def properties(**numbers: int) -> Any:
+    return lambda device: types.SimpleNamespace(**numbers)
+
+
+@pytest.fixture
+def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what the kernel says of one PCI device."""
+    (tmp_path / "0001:dc:0a.0").mkdir()
+    (tmp_path / "0001:dc:0a.0/numa_node").write_text("1\n")
+    numbers = {"pci_domain_id": 1, "pci_bus_id": 0xDC, "pci_device_id": 10}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties(**numbers))
+    return tmp_path
+
+
+def test_the_node_of_a_gpu_is_that_of_its_pci_device(devices: Path) -> None:
+    assert node_of_gpu(3, devices) == 1
+
+
+def test_a_gpu_whose_node_nobody_knows_has_none(
+    devices: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (devices / "0001:dc:0a.0/numa_node").write_text("-1\n")
+    assert node_of_gpu(3, devices) is None
+    (devices / "0001:dc:0a.0/numa_node").unlink()
+    assert node_of_gpu(3, devices) is None
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties(major=9))  # older releases
+    assert node_of_gpu(3, devices) is None
+
+
+@pytest.fixture
+def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeLink]:
+    made = NodeLink(str(tmp_path), 0, Config())
+    monkeypatch.setattr(made, "_connected", lambda: None)
+    monkeypatch.setattr(made, "_attach", lambda slab: None)
+    yield made
+    made.close(leave=False)
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_a_slab_made_in_the_background_lies_at_the_gpu_of_the_training_thread(
+    link: NodeLink, monkeypatch: pytest.MonkeyPatch, initialized: bool
+) -> None:
+    """The device of another thread is 0 until that thread chooses one."""
+    training = threading.current_thread()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(
+        torch.cuda,
+        "current_device",
+        lambda: 5 if threading.current_thread() is training else 0,
+    )
+    monkeypatch.setattr("megatron_flashckpt.node_link.node_of_gpu", lambda device: device + 10)
+    nodes: list[int | None] = []
+    create = Slab.create
+
+    def noted(*sizes: Any, numa_node: int | None, **more: Any) -> Slab:
+        nodes.append(numa_node)
+        return create(*sizes, **more)
+
+    monkeypatch.setattr(Slab, "create", noted)
+    link.prepare(PAGE)
+    link.ensure_slab(10 * PAGE, 0)
+    assert nodes == ([15, 15] if initialized else [None, None])
