@@ -19,7 +19,7 @@ from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE, Optimiz
 
 #: What a plan takes for one piece, beside its key and its axes.
 _PIECE_NBYTES = 256
-#: Room for what a rank keeps beside tensors.
+#: Room for what a rank keeps beside tensors, without the extra states of its modules.
 SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
 
@@ -29,11 +29,13 @@ class Expected:
 
     pieces: list[Piece]
     """With what the optimizer makes in its first step."""
+    side_nbytes: int
+    """Room for the side state: at least what it will take."""
 
     @property
     def nbytes(self) -> int:
-        """With room for the side state."""
-        return sum(piece.nbytes for piece in self.pieces) + SIDE_NBYTES
+        """Bytes of all pieces, with room for the side state."""
+        return sum(piece.nbytes for piece in self.pieces) + self.side_nbytes
 
     @property
     def plan_nbytes(self) -> int:
@@ -47,8 +49,10 @@ def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
     Raises:
         UnsupportedError: the job holds state that cannot be saved.
     """
-    owned = state.owned(state.geometry(chunks), chunks, optimizer, _tensors_after_step)
-    return Expected([local.piece for local in owned])
+    geometry = state.geometry(chunks)
+    owned = state.owned(geometry, chunks, optimizer, _tensors_after_step)
+    side_nbytes = SIDE_NBYTES + side_state.extra_states_nbytes(chunks, geometry)
+    return Expected([local.piece for local in owned], side_nbytes)
 
 
 def _tensors_after_step(entry: OptimizerEntry) -> dict[str, torch.Tensor]:

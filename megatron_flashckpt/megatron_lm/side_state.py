@@ -30,6 +30,13 @@ CHECKPOINT_VERSION = 3.0
 #: The encoded rank state is padded to a multiple of this, so that a counter that grows by a digit
 #: does not change the layout.
 RANK_STATE_STEP = 16 * 1024
+#: Room for one module's extra state. TransformerEngine's takes 2 KiB and its history of absolute
+#: maxima, and is empty before the first step.
+EXTRA_STATE_NBYTES = 16 * 1024
+#: Per step in that history and matrix of the module: 3 fp32 numbers forward, 2 backward.
+_AMAX_NBYTES = 5 * 4
+#: Matrices of a module that does not say how many it has; a layer norm with an MLP has 2.
+_NUM_GEMMS = 2
 _LENGTH_NBYTES = 8
 _RANK_STATE = ("rng", "optimizer", "rerun", "objects")
 COMMON_STATE = (
@@ -159,6 +166,20 @@ def unframe(framed: bytes, place: str) -> dict[str, Any]:
 def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
     """Return what modules keep beside tensors (TransformerEngine's FP8 state), by global name."""
     return {name: module.get_extra_state() for name, module in _keepers(chunks, geometry)}
+
+
+def extra_states_nbytes(chunks: list[Any], geometry: ModelGeometry) -> int:
+    """Return at least what `extra_states` will take, encoded, after the first training step."""
+    histories = [
+        getattr(getattr(chunk, "config", None), "fp8_amax_history_len", 1) for chunk in chunks
+    ]
+    history = max(histories, default=1)
+    return sum(
+        len(plain.encode({name: module.get_extra_state()}))
+        + EXTRA_STATE_NBYTES
+        + _AMAX_NBYTES * history * getattr(module, "num_gemms", _NUM_GEMMS)
+        for name, module in _keepers(chunks, geometry)
+    )
 
 
 def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]) -> None:

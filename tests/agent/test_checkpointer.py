@@ -48,11 +48,11 @@ class Job:
         ]
 
     def request(self, iteration: int, **more: Any) -> SaveRequest:
+        more.setdefault("rank_state", lambda geometry: {"seed": 1})
         return SaveRequest(
             iteration=iteration,
             chunks=[],
             optimizer=None,
-            rank_state=lambda geometry: {"seed": 1},
             common_state=lambda: {"iteration": iteration},
             description={},
             **more,

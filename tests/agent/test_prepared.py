@@ -10,12 +10,16 @@ import torch
 
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.megatron_lm.expectation import SIDE_NBYTES, expect
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
 from tests.agent.trainer import eventually
+from tests.megatron_lm.test_side_state import QuantizedKeeper
 
 
 @pytest.fixture
@@ -87,3 +91,35 @@ def test_side_state_that_no_load_could_restore_is_refused_by_the_rehearsal(job: 
         "optimizer[0].hook (builtin_function_or_method); keep it as tensors, numbers, text, or "
         "lists and dicts of them, or keep Megatron's own checkpointing for this job"
     )
+
+
+def test_one_slab_is_made_for_a_job_whose_modules_have_extra_states(
+    job: Job, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with FP8: 60 states of 2 KiB, which are empty before the first step."""
+    modules = [QuantizedKeeper(history=16) for _ in range(60)]
+    chunks: list[Any] = [torch.nn.ModuleDict({"layers": torch.nn.ModuleList(modules)})]
+    objects = [(0, f"layers.{n}._extra_state", f"layers._extra_state/{n}") for n in range(60)]
+    state = job.checkpointer.model_state
+    monkeypatch.setattr(state, "geometry", lambda chunks: ModelGeometry((), [], [], objects))
+    made: list[Slab] = []
+    create = Slab.create
+
+    def counted(*sizes: Any, **more: Any) -> Slab:
+        made.append(create(*sizes, **more))
+        return made[-1]
+
+    def rank_state(geometry: ModelGeometry) -> dict[str, Any]:
+        return side_state.rank_state(chunks, geometry, None, None, save_rng=False)
+
+    monkeypatch.setattr(Slab, "create", counted)
+    job.checkpointer.prepare(expect(state, chunks, None))
+    assert slab_of(job.checkpointer) is made[0]
+    for module in modules:
+        module.has_stepped = True
+    assert len(plain.encode(rank_state(state.geometry(chunks)))) > SIDE_NBYTES
+    assert job.checkpointer.rehearse(chunks, None, rank_state)
+    assert slab_of(job.checkpointer) is made[0]
+    assert job.save(1, rank_state=rank_state) is None
+    assert made == [slab_of(job.checkpointer)]
+    job.assert_stored(root, 1)

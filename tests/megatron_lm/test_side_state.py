@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,10 @@ from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.side_state import (
+    EXTRA_STATE_NBYTES,
     encode_common,
     extra_states,
+    extra_states_nbytes,
     frame,
     load_extra_states,
     load_rng_state,
@@ -309,3 +312,44 @@ def test_only_megatrons_args_may_hold_what_a_load_leaves_out() -> None:
         UnsupportedError, match=r"restore: opt_param_scheduler\.warmup \(builtin_function"
     ):
         encode_common(common)
+
+
+class QuantizedKeeper(torch.nn.Linear):
+    """As a TransformerEngine module under FP8: its state comes with the first step.
+
+    The state holds the module's history of absolute maxima, 5 numbers per step and matrix.
+    """
+
+    def __init__(self, history: int, num_gemms: int = 1) -> None:
+        super().__init__(1, 1)
+        self.num_gemms = num_gemms
+        self.has_stepped = False
+        self._state_nbytes = 2048 + 20 * history * num_gemms
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(self._state_nbytes if self.has_stepped else 0, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("layers", [2, 60])
+@pytest.mark.parametrize("history", [None, 1, 1024])
+@pytest.mark.parametrize("num_gemms", [1, 8])
+def test_there_is_room_for_extra_states_that_come_with_the_first_step(
+    layers: int, history: int | None, num_gemms: int
+) -> None:
+    modules = torch.nn.ModuleList(QuantizedKeeper(history or 1, num_gemms) for _ in range(layers))
+    only = torch.nn.ModuleDict({"layers": modules})
+    if history is not None:
+        only.config = types.SimpleNamespace(fp8_amax_history_len=history)
+    objects = [(0, f"layers.{n}._extra_state", f"layers._extra_state/{n}") for n in range(layers)]
+    here = ModelGeometry((), [], [], objects)
+    room = extra_states_nbytes([only], here)
+    for module in modules:
+        module.has_stepped = True
+    after = len(plain.encode(extra_states([only], here)))
+    assert after <= room
+    assert room <= after + layers * (EXTRA_STATE_NBYTES + 256)
+    assert extra_states_nbytes([only], here) >= after, "also for states that are there already"
+
+
+def test_modules_without_extra_state_need_no_room() -> None:
+    assert extra_states_nbytes([chunk("x")], ModelGeometry((), [], [], [(0, "norm", "norm")])) == 0
