@@ -33,6 +33,10 @@ def slab_nbytes(slots: int, data_nbytes: int, plan_nbytes: int) -> int:
     return SlabGeometry(slots, align(meta_nbytes), align(data_nbytes)).nbytes
 
 
+def _holds_checkpoint(slab: Slab) -> bool:
+    return any(slot.header.state in COMPLETE for slot in slab.slots)
+
+
 class NodeLink:
     """Connects when first needed, and again after the agent was lost.
 
@@ -83,7 +87,7 @@ class NodeLink:
         crash before that goes on from there.
         """
         slab = self._slab
-        if slab is None or any(slot.header.state in COMPLETE for slot in slab.slots):
+        if slab is None or _holds_checkpoint(slab):
             return
         if not slab.fits(plan_nbytes, nbytes, self._config.slots):
             self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
@@ -228,6 +232,7 @@ class NodeLink:
         slab = self._slab
         if slab is None or not slab.fits(meta_nbytes, data_nbytes, self._config.slots):
             self.stager.wait()
+            self._make_way()
             slab = Slab.create(
                 self._config.slots,
                 meta_nbytes + _META_RESERVE,
@@ -245,6 +250,18 @@ class NodeLink:
             self._attach(slab)
         self._pin()
         return slab
+
+    def _make_way(self) -> None:
+        """Free a slab that holds no checkpoint: the node may lack the memory for two at a time."""
+        slab = self._slab
+        if slab is None or _holds_checkpoint(slab):
+            return
+        if self._attached:
+            self._connected().detach()
+            self._attached = False
+        self.stager.drop_slab()
+        slab.close()
+        self._slab = None
 
     def _attach(self, slab: Slab) -> None:
         self._taken += self._connected().attach(slab)

@@ -114,6 +114,14 @@ class AgentClient:
         """
         return self._ask(p.AttachSlab(), p.Attached, slab.fd)[0].taken
 
+    def detach(self) -> None:
+        """Have the agent let go of this rank's slab, so that closing the slab here frees it.
+
+        Raises:
+            AgentError: the slab holds a checkpoint, or the agent is gone.
+        """
+        self._ask(p.DetachSlab(), p.Done)
+
     def take(self) -> tuple[Slab | None, tuple[p.Offer, ...]]:
         """Return the slab that an earlier incarnation of this rank left, and what is in it."""
         reply, fd = self._ask(p.TakeSlab(), p.SlabOffer)

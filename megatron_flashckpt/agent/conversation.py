@@ -117,6 +117,9 @@ class Conversations:
             return (p.Attached(taken),)
         if fd is not None:
             os.close(fd)
+        if isinstance(request, p.DetachSlab):
+            self._detach(number)
+            return (p.Done(),)
         if isinstance(request, p.Recover):
             ended = self._node.peers is None or self._node.peers.recover(number, request)
             return (p.Recovered(ended),)
@@ -175,6 +178,24 @@ class Conversations:
                 self._node.replace_slots(rank, RankSlots(slab))
                 self._protect(number)
             return self._inherit(number)
+
+    def _detach(self, number: int) -> None:
+        with self._node.changed:
+            rank = self._node.ranks[number]
+            slots = rank.slots
+            if slots is None:
+                return
+            if slots.offers():
+                raise AgentError(
+                    f"the slab of rank {number} holds iteration {slots.offers()[0].iteration}; it "
+                    "is kept for a restart"
+                )
+            self._node.retire_slots(rank)
+            if slots.busy:
+                return
+            rank.retired.remove(slots)
+        # Not in the background: the rank frees the memory next, which needs all of it back.
+        slots.slab.close()
 
     def _protect(self, number: int) -> None:
         """Let other nodes have what a rank brought along, as far as they do not have it already."""

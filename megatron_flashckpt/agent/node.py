@@ -89,9 +89,14 @@ class Node:
         with self.changed:
             self.replace_slots(self.ranks[number], slots)
 
-    def replace_slots(self, rank: Trainer, slots: RankSlots) -> None:
+    def retire_slots(self, rank: Trainer) -> None:
+        """Take a rank's slots from it; `drop_retired` frees them. The lock is held."""
         if rank.slots is not None:
             rank.retired.append(rank.slots)
+            rank.slots = None
+
+    def replace_slots(self, rank: Trainer, slots: RankSlots) -> None:
+        self.retire_slots(rank)
         rank.slots = slots
         self.committed = max(self.committed, slots.committed)
         self.drop_retired(rank)

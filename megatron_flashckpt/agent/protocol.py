@@ -80,6 +80,13 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     """Saves staged in the slab, whose outcome will be told."""
 
 
+class DetachSlab(msgspec.Struct, frozen=True, tag=True):
+    """Lets go of the rank's slab, which holds no checkpoint. Reply: Done.
+
+    When the reply comes, the agent has unmapped the slab, unless a shard of it is still read.
+    """
+
+
 class TakeSlab(msgspec.Struct, frozen=True, tag=True):
     """After a restart. Reply: SlabOffer, with the slab's descriptor if there is one."""
 
@@ -258,6 +265,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 Request = (
     Hello
     | AttachSlab
+    | DetachSlab
     | TakeSlab
     | Adopt
     | Acquire

@@ -109,8 +109,7 @@ class Stager:
         Raises:
             SaveFailedError: CUDA gives no stream on that device; the former slab is not used.
         """
-        self.wait()
-        self.unpin()
+        self.drop_slab()
         self._slab = slab
         # Through a memoryview: it keeps the mapping from being closed under the tensor, which a
         # tensor made from the mapping itself does not.
@@ -146,11 +145,14 @@ class Stager:
         if self._pinned is not None:
             self._pinned.wait()
 
-    def unpin(self) -> None:
-        """Unlock the slab, which is about to be replaced. Copies must have ended."""
+    def drop_slab(self) -> None:
+        """Unlock the slab and let go of its mapping. Waits for copies that are under way."""
+        self.wait()
         if self._pinned is not None:
             self._pinned.unpin()
             self._pinned = None
+        self._slab = None
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def stage(
         self, copies: list[Copy], finish: Callable[[float, BaseException | None], None]

@@ -6,6 +6,7 @@ the agent could not notice.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -51,38 +52,39 @@ def in_child(work: Callable[[], Any]) -> Any:
     return json.loads(said)
 
 
-def links(pid: int | str) -> list[str]:
-    """Return what the descriptors of a process lead to."""
-    found = []
+def slabs_of(pid: int | str) -> list[int]:
+    """Return the inode of each slab that a process has open, or mapped; one that is both twice."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    found = [int(line.split()[4]) for line in maps if "memfd:flashckpt-" in line]
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append(os.readlink(path))
-        except FileNotFoundError:  # closed meanwhile
-            continue
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            if "memfd:flashckpt-" in os.readlink(path):
+                found.append(path.stat().st_ino)
     return found
 
 
-def kept_of_node(pid: int | str, socket: str) -> list[str]:
-    """Return the descriptors and mappings of slabs that a process has, and the agent's socket."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [
-        *(link for link in links(pid) if "memfd:flashckpt-" in link or link == socket),
-        *(line for line in maps if "memfd:flashckpt-" in line),
-    ]
-
-
-def holds_memory(pid: int, inode: int) -> bool:
-    """Return whether a process has the memfd of that number open, or mapped."""
-    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    if any("memfd:" in line and line.split()[4] == str(inode) for line in maps):
-        return True
+def sockets_of(pid: int | str) -> list[str]:
+    found = []
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if "memfd:" in os.readlink(path) and path.stat().st_ino == inode:
-                return True
-        except FileNotFoundError:
-            continue
-    return False
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(path))
+    return [link for link in found if link.startswith("socket:")]
+
+
+class Tie:
+    """What ties a trainer to its node: the agent's socket, and the slab."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        client, slab = checkpointer.link.current, checkpointer.link._slab
+        assert client is not None
+        assert slab is not None
+        self.socket = os.readlink(f"/proc/self/fd/{client._sock.fileno()}")
+        self.inode = os.fstat(slab.fd).st_ino
+
+    def kept_by(self, pid: int | str) -> list[int | str]:
+        """Return the descriptors and mappings by which a process keeps any of it."""
+        slabs = [inode for inode in slabs_of(pid) if inode == self.inode]
+        return [*slabs, *(link for link in sockets_of(pid) if link == self.socket)]
 
 
 @pytest.fixture
@@ -92,55 +94,46 @@ def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job
     made.checkpointer.close(leave=False)
 
 
-def socket_of(checkpointer: Checkpointer) -> str:
-    client = checkpointer.link.current
-    assert client is not None
-    return os.readlink(f"/proc/self/fd/{client._sock.fileno()}")
-
-
 def test_a_child_keeps_neither_slab_nor_connection_and_its_parent_works_on(
     job: Job, root: Path
 ) -> None:
     assert job.save(1) is None
-    socket = socket_of(job.checkpointer)
-    assert len(kept_of_node("self", socket)) == 3, "descriptor, mapping, socket"
-    assert in_child(lambda: kept_of_node("self", socket)) == []
-    assert len(kept_of_node("self", socket)) == 3
+    tie = Tie(job.checkpointer)
+    assert len(tie.kept_by("self")) == 3, "descriptor, mapping, socket"
+    assert in_child(lambda: tie.kept_by("self")) == []
+    assert len(tie.kept_by("self")) == 3
     assert job.save(2) is None
     job.assert_stored(root, 2)
 
 
-class Holders(Dataset[torch.Tensor]):
-    """Its items say how much of the node a worker keeps."""
+class Keeping(Dataset[torch.Tensor]):
+    """Its items say how much of the tie to its node a worker keeps."""
 
-    def __init__(self, socket: str) -> None:
-        self._socket = socket
+    def __init__(self, tie: Tie) -> None:
+        self._tie = tie
 
     def __len__(self) -> int:
         return 100
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([os.getpid(), len(kept_of_node("self", self._socket))])
+        return torch.tensor([os.getpid(), len(self._tie.kept_by("self"))])
 
 
 def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_lives(
     job: Job, root: Path
 ) -> None:
     assert job.save(1) is None
-    link = job.checkpointer.link
-    former = os.fstat(link._slab.fd).st_ino
-    agent = link.client().agent_pid
-    assert holds_memory(os.getpid(), former)
-    assert holds_memory(agent, former)
-    items = iter(DataLoader(Holders(socket_of(job.checkpointer)), num_workers=1))
+    former, agent = Tie(job.checkpointer).inode, job.checkpointer.link.client().agent_pid
+    assert former in slabs_of("self")
+    assert former in slabs_of(agent)
+    items = iter(DataLoader(Keeping(Tie(job.checkpointer)), num_workers=1))
     worker, kept = next(items)[0].tolist()
     assert worker != os.getpid()
     assert kept == 0
     job.tensors.append(torch.rand(NUMEL))
-    job.checkpointer.model_state.owned = job._owned
     assert job.save(2) is None
     for pid in (os.getpid(), agent, worker):
-        eventually(f"process {pid} holds it no more", lambda pid=pid: not holds_memory(pid, former))
+        eventually(f"process {pid} keeps it no more", lambda pid=pid: former not in slabs_of(pid))
     assert next(items)[0].tolist() == [worker, 0]
     job.assert_stored(root, 2)
 
@@ -176,14 +169,16 @@ def test_what_takes_the_number_or_the_place_of_a_slab_in_a_child_stays() -> None
 
 def test_a_slab_that_is_being_made_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slabs are made in the background, while data loaders start their workers."""
-    kept: list[str] = []
+    kept: list[bool] = []
 
-    def allocate(*_: Any, **__: Any) -> None:
-        kept.extend(in_child(lambda: kept_of_node("self", "no socket")))
+    def allocate(fd: int, *_: Any, **__: Any) -> None:
+        inode = os.fstat(fd).st_ino
+        kept.append(inode in slabs_of("self"))
+        kept.append(in_child(lambda: inode in slabs_of("self")))
 
     monkeypatch.setattr(slab_module, "allocate", allocate)
     Slab.create(1, 0, PAGE, "0").close()
-    assert kept == []
+    assert kept == [True, False]
 
 
 def test_a_fork_waits_for_who_makes_a_descriptor() -> None:

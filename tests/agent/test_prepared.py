@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.megatron_lm.expectation import SIDE_NBYTES, expect
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.node_link import NodeLink
@@ -123,3 +125,87 @@ def test_one_slab_is_made_for_a_job_whose_modules_have_extra_states(
     assert job.save(1, rank_state=rank_state) is None
     assert made == [slab_of(job.checkpointer)]
     job.assert_stored(root, 1)
+
+
+class SmallNode:
+    """A node whose memory holds so many bytes of slabs, those of the agent included."""
+
+    def __init__(self, checkpointer: Checkpointer, nbytes: int) -> None:
+        self.memory_nbytes = nbytes
+        self._link = checkpointer.link
+
+    def available_nbytes(self) -> int:
+        return self.memory_nbytes - sum(self.slabs().values())
+
+    def slabs(self) -> dict[int, int]:
+        """Return the bytes of each slab that a process of this node has mapped, by inode."""
+        client, found = self._link.current, dict[int, int]()
+        for pid in (os.getpid(), *([client.agent_pid] if client is not None else [])):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                if "memfd:flashckpt-" in line:
+                    bounds, _, _, _, inode, *_ = line.split()
+                    begin, end = (int(bound, 16) for bound in bounds.split("-"))
+                    found[int(inode)] = end - begin
+        return found
+
+
+@pytest.fixture
+def small_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> SmallNode:
+    """There is room for one slab of this job, not for two."""
+    made = SmallNode(job.checkpointer, 60_000_000)
+    monkeypatch.setattr(slab_module, "available_nbytes", made.available_nbytes)
+    return made
+
+
+def test_a_slab_without_a_checkpoint_goes_before_a_larger_one_is_made(
+    job: Job, root: Path, small_node: SmallNode
+) -> None:
+    job.checkpointer.link.prepare(20_000_000)
+    small = slab_of(job.checkpointer)
+    rehearse(job)
+    enough = slab_of(job.checkpointer)
+    assert enough is not small
+    assert job.save(1) is None
+    assert slab_of(job.checkpointer) is enough
+    assert list(small_node.slabs().values()) == [enough.geometry.nbytes]
+    job.assert_stored(root, 1)
+
+
+def test_a_save_that_finds_an_empty_slab_too_small_replaces_it_on_a_node_with_room_for_one(
+    job: Job, root: Path, small_node: SmallNode
+) -> None:
+    job.checkpointer.link.prepare(20_000_000)
+    slab_of(job.checkpointer)
+    assert job.save(1) is None
+    assert len(small_node.slabs()) == 1
+    job.assert_stored(root, 1)
+
+
+def test_a_slab_with_a_checkpoint_stays_if_the_larger_one_has_no_room(
+    job: Job, small_node: SmallNode
+) -> None:
+    job.checkpointer.link.prepare(20_000_000)
+    small = slab_of(job.checkpointer)
+    small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "0123456789ab", 0, 100))
+    error = job.save(2)
+    assert error is not None
+    assert "cannot reserve 0.04 GiB of host memory for 2 checkpoint slots of rank 0" in error
+    assert slab_of(job.checkpointer) is small
+    again, offers = job.checkpointer.link.client().take()
+    assert again is not None
+    again.close()
+    assert [offer.iteration for offer in offers] == [1]
+
+
+def test_a_slab_that_could_not_be_made_is_tried_again_by_the_next_save(
+    job: Job, root: Path, small_node: SmallNode
+) -> None:
+    job.checkpointer.link.prepare(20_000_000)
+    slab_of(job.checkpointer)
+    small_node.memory_nbytes = 10_000_000
+    error = job.save(1)
+    assert error is not None
+    assert "cannot reserve" in error
+    small_node.memory_nbytes = 60_000_000
+    assert job.save(2) is None
+    job.assert_stored(root, 2)

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
+from tests.agent.test_resources import open_files
 from tests.agent.trainer import PATIENCE_S, content, held_back, new_save_id
 
 
@@ -226,3 +228,32 @@ def test_saves_that_wait_for_their_commit_do_not_pile_up(
     there.stage(1, save_ids[0])
     assert here.outcome().save_id == save_ids[0]
     assert here.begin(9, new_save_id(), PATIENCE_S) is not None
+
+
+def memfds(pid: int) -> list[str]:
+    return [path for path in open_files(pid) if "memfd:flashckpt-" in path]
+
+
+def test_the_agent_lets_go_of_a_slab_without_a_checkpoint(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    trainer.begin(1, new_save_id())
+    agent = trainer.client.agent_pid
+    assert len(memfds(agent)) == 1
+    trainer.client.detach()
+    assert memfds(agent) == []
+    assert "memfd:flashckpt-" not in Path(f"/proc/{agent}/maps").read_text()
+    trainer.client.detach()  # nothing more to let go of
+    with pytest.raises(AgentError, match="a slot was asked for before a slab was attached"):
+        trainer.client.acquire(1, new_save_id(), 0.0)
+    assert trainer.slab is not None
+    trainer.slab.close()
+    trainer.slab = None
+    assert trainer.save(2).error is None
+
+
+def test_the_agent_keeps_a_slab_with_a_checkpoint(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    with pytest.raises(AgentError, match="the slab of rank 0 holds iteration 1; it is kept"):
+        trainer.client.detach()
+    assert [offer.iteration for offer in trainer.take()] == [1]
