@@ -8,7 +8,6 @@ releases before core 0.7, which have no such call, of what Megatron calls in its
 
 from __future__ import annotations
 
-import os
 import time
 from typing import Any
 
@@ -17,6 +16,7 @@ import xxhash
 from megatron.core import package_info
 
 import megatron_flashckpt
+from megatron_flashckpt import node_memory
 from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
@@ -27,8 +27,8 @@ from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.expectation import Expected, expect
 from megatron_flashckpt.megatron_lm.features import exists
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
-from megatron_flashckpt.memory.available import available_nbytes
 from megatron_flashckpt.node_link import slab_nbytes
+from megatron_flashckpt.node_memory import Need, shown
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
 from megatron_flashckpt.session import session
 
@@ -67,6 +67,7 @@ def begin(model: list[Any], optimizer: Any) -> None:
 
     Raises:
         UnsupportedError: as `check`; or some element would be saved not at all, or twice.
+        StorageError: the slabs of a node's ranks do not fit into its memory together.
     """
     margs = stock.checkpointing().get_args()
     if not margs.save or _is_checked(margs, model, optimizer):
@@ -79,7 +80,9 @@ def begin(model: list[Any], optimizer: Any) -> None:
     state = checkpointer.model_state
     kinds = (WEIGHT, BUFFER, MASTER) if state.derived(saved) else (WEIGHT, BUFFER)
     _add_up(tally(expected.pieces, state.stands_for(chunks, saved), kinds))
-    _announce(margs, checkpointer, expected, started)
+    needs = _needs(checkpointer, expected)
+    node_memory.check(needs, checkpointer.config.slots)
+    _announce(margs, checkpointer, expected, needs, started)
     checkpointer.prepare(expected)
     checkpointer.start_run()
     _note_checked(margs, model, optimizer)
@@ -198,14 +201,22 @@ def _add_up(mine: dict[str, Tally]) -> None:
     )
 
 
-def _announce(margs: Any, checkpointer: Checkpointer, expected: Expected, started: float) -> None:
-    """Say what will happen, on rank 0. Collective."""
+def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
+    """Return what each rank needs of its node's memory, in rank order. Collective."""
     config = checkpointer.config
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
-    available = available_nbytes()
-    largest = reduce_int(slab, "max")
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    needed = int(largest * ranks * (1 + _held_for_others(config)))
+    held = int(slab * _held_for_others(config))
+    return node_memory.gather_needs(slab, held, is_there=checkpointer.link.has_slab)
+
+
+def _announce(
+    margs: Any, checkpointer: Checkpointer, expected: Expected, needs: list[Need], started: float
+) -> None:
+    """Say what will happen, on rank 0."""
+    config = checkpointer.config
+    node = node_memory.around(needs, checkpointer.rank)
+    largest = max(need.slab_nbytes for need in needs)
+    needed = sum(needs[rank].nbytes for rank in node.ranks)
     took = time.perf_counter() - started
     every = getattr(margs, "save_interval", None)
     lines = [
@@ -213,9 +224,9 @@ def _announce(margs: Any, checkpointer: Checkpointer, expected: Expected, starte
         f"{package_info.__version__}, torch {torch.__version__}",
         f"saves to {checkpointer.root}{f' every {every} iterations' if every else ''}"
         f"{_in_between(margs)}; {_kept(config.retention, margs)}; redundancy: {config.redundancy}",
-        f"host memory: {config.slots} slots of {_shown(expected.nbytes)} on rank 0, at most "
-        f"{_shown(largest)} per rank; {_shown(needed)} on this node ({ranks} ranks) of "
-        f"{_shown(available)} available",
+        f"host memory: {config.slots} slots of {shown(expected.nbytes)} on rank 0, at most "
+        f"{shown(largest)} per rank; {shown(needed)} on this node ({len(node.ranks)} ranks) "
+        f"of {shown(node.left_nbytes)} available",
         f"self-check of {len(expected.pieces)} pieces on rank 0 passed in {1000 * took:.0f} ms; "
         + (
             "memory of the run before is used again"
@@ -224,11 +235,6 @@ def _announce(margs: Any, checkpointer: Checkpointer, expected: Expected, starte
             "no more than later ones"
         ),
     ]
-    if needed > available and not checkpointer.link.has_slab:
-        lines.append(
-            f"WARNING: this node lacks {_shown(needed - available)} of memory, so saves will fail; "
-            "free memory, lower 'slots', or use more nodes"
-        )
     if (flag := changes_beside_steps(margs)) is not None and config.staging != "blocking":
         lines.append(
             f"each save copies everything before it returns, as with 'staging: blocking', because "
@@ -260,8 +266,3 @@ def _kept(rules: Retention, margs: Any) -> str:
     }
     kept = [f"{name} {value}" for name, value in given.items() if value is not None]
     return f"kept: {', '.join(kept) or 'all'}"
-
-
-def _shown(nbytes: int) -> str:
-    unit, said = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
-    return f"{nbytes / unit:.1f} {said}"

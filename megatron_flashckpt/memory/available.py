@@ -1,30 +1,60 @@
-"""How much memory this process may still take: the node's, or less if a control group says so."""
+"""Memory that this process may still take: the machine's, or less if a control group bounds it."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-#: By version of control groups: the limit, the use, and what of the use is cache that can go.
+#: Files by version of control groups: the limit, the use, and the field of `memory.stat` for cache
+#: that the kernel can drop.
 _FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
-def available_nbytes(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes that can be taken without swapping or being killed, as far as is known.
+class Limit(NamedTuple):
+    """One bound on the memory that processes may take together."""
 
-    Containers and batch systems limit a job's memory by control groups, which `MemAvailable`
-    knows nothing of; the kernel kills who takes more.
+    key: str
+    """The same for all processes that it bounds, in whatever containers of a machine."""
+    place: str
+    """What bounds them, for messages."""
+    left_nbytes: int
+    """What they may still take without swapping or being killed."""
+
+
+def available_nbytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
+    """Return the bytes that can be taken without swapping or being killed, as far as is known."""
+    return max(0, min(limit.left_nbytes for limit in limits(proc, groups)))
+
+
+def limits(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Limit]:
+    """Return every bound on this process's memory, that of the machine first.
+
+    Containers and batch systems bound a job's memory by control groups, which `MemAvailable`
+    ignores; the kernel kills who takes more. A memfd counts to them.
     """
+    machine = _machine(proc)
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    return max(0, min([available, *_left_in_groups(proc, groups)]))
+    return [Limit(machine, "the machine", available), *_groups(proc, groups, machine)]
 
 
-def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
-    """Yield what each memory group around this process has left."""
+def _machine(proc: Path) -> str:
+    """Return a name that no other running machine has, the same in all of its containers."""
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def _groups(proc: Path, groups: Path, machine: str) -> Iterator[Limit]:
+    """Yield the limit of each memory group around this process."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -41,7 +71,9 @@ def _left_in_groups(proc: Path, groups: Path) -> Iterator[int]:
         group = root / path.lstrip("/")
         for each in (group, *group.parents):
             if each.is_relative_to(root) and (left := _left(each, version)) is not None:
-                yield left
+                # Containers see their groups under other paths; the inode is the kernel's.
+                key = f"{machine} {version} {each.stat().st_ino}"
+                yield Limit(key, f"control group {each}", left)
 
 
 def _left(group: Path, version: int) -> int | None:

@@ -25,8 +25,9 @@ from megatron.core import parallel_state
 from megatron.training import checkpointing, get_args
 from megatron.training.initialize import initialize_megatron
 
-from megatron_flashckpt import starting
+from megatron_flashckpt import node_memory, starting
 from megatron_flashckpt.checkpointing import save_checkpoint
+from megatron_flashckpt.memory.available import Limit
 from megatron_flashckpt.session import session
 
 RANK = int(os.environ["RANK"])
@@ -248,6 +249,16 @@ def first_step(job: Job) -> None:
         training.train_step(*job)
 
 
+def with_memory_for(nbytes: int, job: Job) -> None:
+    """Begin on a machine that has `nbytes` for slabs of 10 MiB."""
+    machine = [Limit("boot", "the machine", nbytes)]
+    with (
+        changed(node_memory, "limits", lambda: machine),
+        changed(starting, "slab_nbytes", lambda *_: 10 * 2**20),
+    ):
+        starting.begin(*job)
+
+
 def main() -> None:
     initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
     args = get_args()
@@ -258,6 +269,8 @@ def main() -> None:
     for name, change in CASES.items():
         with change(job):
             caught(name, lambda: starting.begin(*job))
+    for name, mib in {"memory for one": 15, "memory for all": 20}.items():
+        caught(name, functools.partial(with_memory_for, mib * 2**20, job))
     calls: dict[str, dict[str, Any]] = {
         "arguments at their defaults": {"pipeline_rank": None, "tp_group": None},
         "own group": {"tp_group": parallel_state.get_tensor_model_parallel_group()},

@@ -6,6 +6,7 @@ chained optimizers' shards were in no checkpoint, without a word.
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -112,7 +113,7 @@ def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
 def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
     said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
-    assert sum("self-check of" in line for line in said) == len(accepted) + 1  # and the step's
+    assert sum("self-check of" in line for line in said) == len(accepted) + 2  # memory, first step
     start = "\n".join(said[:4])
     for pattern in (
         r"called by the training script itself; megatron-core 0\.\d+\.\d+, torch",
@@ -122,6 +123,20 @@ def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
         r"self-check of \d+ pieces on rank 0 passed in \d+ ms; agent and memory are made ready",
     ):
         assert re.search(pattern, start), start
+
+
+def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_step(
+    ran: Result,
+) -> None:
+    """Though each of them would fit alone."""
+    for error in errors(ran, "memory for one"):
+        assert error is not None
+        assert error[0] == "StorageError"
+        need = f"{platform.node()}: 2 ranks (0 to 1) need 20.0 MiB; the machine has 15.0 MiB left"
+        assert need in error[1]
+    assert errors(ran, "memory for all") == [None] * RANKS
+    line = "at most 10.0 MiB per rank; 20.0 MiB on this node (2 ranks) of 20.0 MiB available"
+    assert ran.log.count(line) == 1
 
 
 @pytest.mark.parametrize("door", ["launch", "swap"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import uuid
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.memory.available import available_nbytes
+from megatron_flashckpt.memory.available import Limit, available_nbytes, limits
 
 GIB = 2**30
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -96,3 +97,26 @@ def test_a_slab_that_the_real_control_group_does_not_allow_is_refused_and_nobody
         pytest.skip(f"no process can join a control group here: {done.stderr}")
     assert done.returncode == 1, "not killed"
     assert "cannot reserve 1.00 GiB of host memory for 2 checkpoint slots" in done.stderr
+
+
+def test_each_limit_has_a_name_that_all_containers_of_the_machine_know(made: Path) -> None:
+    (made / "proc/sys/kernel/random").mkdir(parents=True)
+    (made / "proc/sys/kernel/random/boot_id").write_text("b00d\n")
+    (made / "proc/self/cgroup").write_text("0::/pod/step\n")
+    group(made / "groups/pod", 6 * GIB, GIB, 0)
+    found = limits(made / "proc", made / "groups")
+    inode = (made / "groups/pod").stat().st_ino
+    assert found == [
+        Limit("b00d", "the machine", 8 * GIB),
+        Limit(f"b00d 2 {inode}", f"control group {made}/groups/pod", 5 * GIB),
+    ]
+    # The same group as a container sees it, in which it is the root.
+    (made / "proc/self/cgroup").write_text("0::/\n")
+    inside = limits(made / "proc", made / "groups/pod")
+    assert [(limit.key, limit.left_nbytes) for limit in inside] == [
+        (limit.key, limit.left_nbytes) for limit in found
+    ]
+
+
+def test_a_machine_without_a_boot_id_goes_by_its_host_name(made: Path) -> None:
+    assert limits(made / "proc", made / "groups")[0].key == platform.node()

@@ -1,0 +1,111 @@
+"""Ranks of a node share its memory: what fits for one of them may not fit for all."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from megatron_flashckpt import node_memory
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.memory.available import Limit, limits
+from megatron_flashckpt.node_memory import Need, around, check, gather_needs
+
+GIB = 2**30
+BEGIN = (
+    "the 2 checkpoint slots of each rank do not fit into host memory, so saves would fail or "
+    "processes be killed:\n  "
+)
+REMEDY = (
+    "\nfree memory there, lower 'slots', use more nodes, or raise what the job may use (the "
+    "memory request of its pod or batch job)"
+)
+
+
+def need(
+    host: str,
+    gib: float,
+    left_gib: float,
+    *groups: tuple[str, float],
+    held: float = 0,
+    is_there: bool = False,
+) -> Need:
+    machine = Limit(f"boot of {host}", "the machine", int(left_gib * GIB))
+    inner = [Limit(f"{host} {key}", f"control group {key}", int(n * GIB)) for key, n in groups]
+    return Need(host, int(gib * GIB), int(held * GIB), is_there, (machine, *inner))
+
+
+def refusal(needs: list[Need]) -> str:
+    with pytest.raises(StorageError) as raised:
+        check(needs, 2)
+    assert raised.value.errno == errno.ENOMEM
+    assert raised.value.strerror.startswith(BEGIN)
+    assert raised.value.strerror.endswith(REMEDY)
+    return raised.value.strerror[len(BEGIN) : -len(REMEDY)]
+
+
+def test_slabs_that_fit_one_by_one_but_not_together_are_refused() -> None:
+    check([need("n0", 60, 100)], 2)
+    check([need("n0", 50, 100), need("n0", 50, 101)], 2)
+    assert refusal([need("n0", 60, 100), need("n0", 60, 90)]) == (
+        "n0: 2 ranks (0 to 1) need 120.0 GiB; the machine has 90.0 GiB left"
+    )
+
+
+def test_each_node_has_its_own_memory_and_all_that_lack_some_are_named() -> None:
+    needs = [need(host, 60, 130) for host in ("n0", "n0", "n1", "n1")]
+    check(needs, 2)
+    assert refusal([need("n0", 60, 50), *needs[:2], need("n2", 9, 8.5)]) == (
+        "n0: 3 ranks (0 to 2) need 180.0 GiB; the machine has 50.0 GiB left\n"
+        "  n2: rank 3 needs 9.0 GiB; the machine has 8.5 GiB left"
+    )
+
+
+def test_of_many_nodes_some_are_named() -> None:
+    lines = refusal([need(f"n{number}", 60, 50) for number in range(12)]).splitlines()
+    assert len(lines) == 11
+    assert lines[-1] == "  and 2 more"
+
+
+def test_a_control_group_bounds_the_ranks_in_it_and_the_machine_all_of_its_containers() -> None:
+    def pod(name: str, left: float) -> Need:
+        return need("n0", 60, 500, (name, left))
+
+    check([pod("/a", 61), pod("/b", 62)], 2)
+    assert refusal([pod("/a", 61), pod("/b", 59)]) == (
+        "n0: rank 1 needs 60.0 GiB; control group /b has 59.0 GiB left"
+    )
+    assert refusal([pod("/a", 100), pod("/a", 100), pod("/b", 62)]) == (
+        "n0: 2 ranks (0 to 1) need 120.0 GiB; control group /a has 100.0 GiB left"
+    )
+    assert refusal([need("n0", 60, 110, (name, 61)) for name in ("/a", "/b")]) == (
+        "n0: 2 ranks (0 to 1) need 120.0 GiB; the machine has 110.0 GiB left"
+    )
+
+
+def test_of_several_limits_around_the_same_ranks_the_tightest_is_named() -> None:
+    job = [need("n0", 60, 110, ("/job", 90), ("/", 100)) for _ in range(2)]
+    assert refusal(job) == (
+        "n0: 2 ranks (0 to 1) need 120.0 GiB; control group /job has 90.0 GiB left"
+    )
+    assert around(job, 1).place == "control group /job"
+
+
+def test_memory_held_for_other_nodes_counts() -> None:
+    check([need("n0", 60, 100, held=40)], 2)
+    assert refusal([need("n0", 60, 100, held=60)]) == (
+        "n0: rank 0 needs 120.0 GiB, 60.0 GiB of it for other nodes; the machine has 100.0 GiB left"
+    )
+
+
+def test_ranks_that_have_their_slabs_already_need_nothing() -> None:
+    there = need("n0", 60, 0.5, held=60, is_there=True)
+    check([there, there], 2)
+    check([need("n0", 60, 70, is_there=True), need("n0", 60, 70)], 2)
+
+
+def test_every_rank_says_what_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_memory.platform, "node", lambda: "n7")
+    (mine,) = gather_needs(5, 6, is_there=True)
+    assert (mine.host, mine.slab_nbytes, mine.held_nbytes, mine.is_there) == ("n7", 5, 6, True)
+    assert [limit[:2] for limit in mine.limits] == [limit[:2] for limit in limits()]
