@@ -63,6 +63,16 @@ class Call:
     device: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """A host thread that had to wait for a device."""
+
+    thread: str
+    queued_nbytes: int
+    """Copies to the host that were asked for and not done when the wait began: its price at most,
+    however busy the machine is that simulates the device."""
+
+
 class Node:
     """Several devices of one host.
 
@@ -77,6 +87,7 @@ class Node:
     ) -> None:
         self.d2h_bytes_per_s = d2h_bytes_per_s
         self.calls: list[Call] = []
+        self.waits: list[Wait] = []
         self.refusals: dict[str, Callable[[], None]] = {}
         """By call name: what is done instead of the call, such as raising an error."""
         self.captures: list[Capture] = []
@@ -271,6 +282,10 @@ class Device:
         Raises:
             AcceleratorError: the device has failed.
         """
+        if not mark.is_set():
+            self.node.waits.append(
+                Wait(threading.current_thread().name, self.to_host.queued_nbytes)
+            )
         while not mark.wait(_LOOK_S):
             self.check()
             if self.node.is_closed:
