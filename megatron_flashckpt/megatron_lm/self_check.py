@@ -12,7 +12,7 @@ from megatron.core import package_info
 
 import megatron_flashckpt
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
-from megatron_flashckpt.megatron_lm import features
+from megatron_flashckpt.megatron_lm import features, quantized
 from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 
@@ -28,7 +28,7 @@ def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> No
     Raises:
         UnsupportedError: names everything that differs.
     """
-    found = features.missing(args)
+    found = [*features.missing(args), *quantized.unsupported(args, chunks)]
     if not found:  # what is looked up next would fail for the same reason
         found = _of_model(state, chunks) + unaccounted(chunks, optimizer)
     if not found and state.derives and optimizer is not None:

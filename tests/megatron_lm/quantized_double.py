@@ -1,0 +1,197 @@
+"""CPU stand-ins for TransformerEngine's FP8 weights (`QuantizedTensor` and its subclasses).
+
+No machine here has TransformerEngine. The stand-ins follow the dispatch rules of its
+`quantized_tensor.py`, `float8_tensor.py` and `mxfp8_tensor.py`, releases 1.x to 2.x, as far as a
+checkpoint can meet them; `test_quantized_double.py` pins each rule.
+
+- The class is a wrapper: it has a nominal dtype (bfloat16), and its bytes are in other tensors.
+- `detach` and `.data` return another wrapper of the same bytes.
+- `copy_` into a quantized tensor quantizes the source; `copy_` out of one dequantizes it.
+- Every other operator runs on dequantized copies, slices too: what is written to a slice is lost.
+- An operator that changes its arguments writes whole tensors back. Lists of tensors are written
+  back since 2025 only (`writes_lists_back`).
+- `float`, `bfloat16`, `half` and `cpu` return plain tensors; `expand_as(self)` stays quantized.
+- Scaling in blocks (MXFP8) refuses views that change the last axis, so it has no `view(-1)`.
+- Casting a shard of a master takes the largest magnitude of all shards, rounds to the nominal dtype
+  first, and writes the bytes of this shard only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+_aten = torch.ops.aten
+_FP8 = torch.float8_e4m3fn
+_LARGEST = 448.0
+BLOCK = 32
+
+
+class _Identity(torch.autograd.Function):
+    """Gives a parameter an autograd node, through which DDP finds where gradients accumulate."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+class QuantizedDouble(torch.Tensor):
+    """An FP8 tensor with one scale, computed from its largest magnitude (`Float8Tensor`)."""
+
+    raw: torch.Tensor
+    """The FP8 bytes, as uint8, in the shape of the tensor."""
+    scale_inv: torch.Tensor
+    """What the FP8 values are multiplied by."""
+    writes_lists_back = True
+    dequantizations = 0
+    """How often any tensor of any of these classes was dequantized."""
+
+    @staticmethod
+    def __new__(
+        cls, raw: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    ) -> QuantizedDouble:
+        made = torch.Tensor._make_wrapper_subclass(cls, raw.shape, dtype=dtype, device=raw.device)
+        made.raw, made.scale_inv = raw, scale_inv
+        return made
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> QuantizedDouble:
+        """Return `values`, quantized."""
+        made = cls(torch.zeros(values.shape, dtype=torch.uint8), cls.no_scale(values.shape))
+        return made.quantize_(values.detach())
+
+    @staticmethod
+    def no_scale(shape: torch.Size) -> torch.Tensor:
+        return torch.ones(1)
+
+    def quantize_(self, values: torch.Tensor) -> QuantizedDouble:
+        self.scale_inv.copy_(_scale_inv(values.float().abs().max()))
+        self.raw.copy_(_to_fp8(values, self.scale_inv))
+        return self
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        QuantizedDouble.dequantizations += 1
+        return (self.raw.view(_FP8).float() * self.scale_inv).to(dtype or self.dtype)
+
+    def quantize_shard(
+        self, master: torch.Tensor | None, start: int | None, group: Any = None
+    ) -> None:
+        """Quantize elements `[start, start + len(master))`; the other ranks of `group` the others.
+
+        Args:
+            master: fp32; None: this rank has none of this tensor.
+        """
+        rounded = None if master is None else master.to(self.dtype).float()
+        largest = torch.zeros(1) if rounded is None else rounded.abs().max().view(1)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
+        self.scale_inv.copy_(_scale_inv(largest))
+        if rounded is not None and start is not None:
+            self.raw.view(-1)[start : start + rounded.numel()] = _to_fp8(rounded, self.scale_inv)
+
+    def alias(self, raw: torch.Tensor | None = None) -> QuantizedDouble:
+        """Return another wrapper of the same bytes."""
+        return type(self)(self.raw if raw is None else raw, self.scale_inv, self.dtype)
+
+    def viewed(self, shape: list[int]) -> QuantizedDouble:
+        return self.alias(self.raw.view(shape))
+
+    def detach(self) -> QuantizedDouble:
+        return self.alias()
+
+    def float(self) -> torch.Tensor:
+        return self.dequantize(torch.float32)
+
+    def bfloat16(self) -> torch.Tensor:
+        return self.dequantize(torch.bfloat16)
+
+    def half(self) -> torch.Tensor:
+        return self.dequantize(torch.float16)
+
+    def cpu(self) -> torch.Tensor:
+        return self.dequantize()
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        return _Identity.apply(self) if other is self else super().expand_as(other)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{type(self).__name__}({tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.detach.default:
+            return args[0].alias()
+        if func is _aten.copy_.default:
+            return _copy(*args[:2])
+        if func is _aten.view.default:
+            return args[0].viewed(args[1])
+        plain_args, plain_kwargs = tree_map(_plain, args), tree_map(_plain, kwargs)
+        out = func(*plain_args, **plain_kwargs)
+        if not func._schema.is_mutable:
+            return out
+        for argument, plain, schema in zip(args, plain_args, func._schema.arguments, strict=False):
+            if schema.alias_info is not None and schema.alias_info.is_write:
+                cls._write_back(argument, plain)
+        return None
+
+    @classmethod
+    def _write_back(cls, argument: Any, plain: Any) -> None:
+        if isinstance(argument, QuantizedDouble):
+            argument.quantize_(plain)
+        elif isinstance(argument, list | tuple) and cls.writes_lists_back:
+            for one, its_plain in zip(argument, plain, strict=True):
+                cls._write_back(one, its_plain)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+
+class BlockDouble(QuantizedDouble):
+    """An FP8 tensor with a scale for every 32 elements of a row (`MXFP8Tensor`)."""
+
+    @staticmethod
+    def no_scale(shape: torch.Size) -> torch.Tensor:
+        return torch.ones(*shape[:-1], shape[-1] // BLOCK, 1)
+
+    def quantize_(self, values: torch.Tensor) -> QuantizedDouble:
+        blocks = values.float().reshape(*self.shape[:-1], -1, BLOCK)
+        self.scale_inv.copy_(_scale_inv(blocks.abs().amax(-1, keepdim=True)))
+        self.raw.copy_(_to_fp8(blocks, self.scale_inv).view(self.shape))
+        return self
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        QuantizedDouble.dequantizations += 1
+        blocks = self.raw.view(_FP8).float().view(*self.shape[:-1], -1, BLOCK)
+        return (blocks * self.scale_inv).view(self.shape).to(dtype or self.dtype)
+
+    def viewed(self, shape: list[int]) -> QuantizedDouble:
+        if len(shape) < 2 or shape[-1] != self.shape[-1]:
+            raise ValueError(f"no view of size {tuple(shape)} of a {self!r}: blocks lie in rows")
+        return self.alias(self.raw.view(shape))
+
+
+def _plain(argument: Any) -> Any:
+    return argument.dequantize() if isinstance(argument, QuantizedDouble) else argument
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if isinstance(target, QuantizedDouble):
+        target.quantize_(_plain(source))
+    else:
+        target.copy_(_plain(source))
+
+
+def _scale_inv(largest: torch.Tensor) -> torch.Tensor:
+    return torch.where(largest > 0, largest / _LARGEST, torch.ones_like(largest))
+
+
+def _to_fp8(values: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
+    return (values.float() / scale_inv).clamp(-_LARGEST, _LARGEST).to(_FP8).view(torch.uint8)

@@ -1,0 +1,97 @@
+"""The rules of TransformerEngine's quantized tensors that the stand-ins follow, one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.megatron_lm.quantized_double import BLOCK, BlockDouble, QuantizedDouble
+
+KINDS = [QuantizedDouble, BlockDouble]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> type[QuantizedDouble]:
+    return request.param
+
+
+def values(seed: int = 0) -> torch.Tensor:
+    return torch.randn(4, 2 * BLOCK, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def test_the_nominal_type_is_not_that_of_the_bytes(kind: type[QuantizedDouble]) -> None:
+    tensor = torch.nn.Parameter(kind.of(values()))
+    assert type(tensor) is kind
+    assert isinstance(tensor, torch.nn.Parameter)
+    assert (tensor.dtype, tensor.raw.dtype) == (torch.bfloat16, torch.uint8)
+    assert tensor.dequantize().sub(values()).abs().max() < 0.2, "about the values"
+    assert not torch.equal(tensor.dequantize(), values()), "but not exactly"
+
+
+def test_detach_and_data_alias_the_bytes(kind: type[QuantizedDouble]) -> None:
+    tensor = torch.nn.Parameter(kind.of(values()))
+    for alias in (tensor.detach(), tensor.data):
+        assert type(alias) is kind
+        alias.copy_(values(1))
+        assert torch.equal(tensor.raw, kind.of(values(1)).raw)
+        tensor.data.copy_(values())
+
+
+def test_copies_quantize_on_the_way_in_and_dequantize_on_the_way_out(
+    kind: type[QuantizedDouble],
+) -> None:
+    tensor, plain = kind.of(values()), torch.empty(values().shape)
+    tensor.copy_(values(1))
+    assert torch.equal(tensor.raw, kind.of(values(1)).raw)
+    plain.copy_(tensor)
+    assert torch.equal(plain, tensor.dequantize().float())
+
+
+def test_slices_are_dequantized_copies(kind: type[QuantizedDouble]) -> None:
+    tensor = kind.of(values())
+    part = tensor[1:3]
+    assert type(part) is torch.Tensor
+    part.fill_(7)
+    assert torch.equal(tensor.raw, kind.of(values()).raw), "the slice was a copy"
+
+
+def test_changed_arguments_are_written_back_as_wholes(
+    kind: type[QuantizedDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = kind.of(values())
+    tensor.add_(1)
+    assert torch.equal(tensor.raw, kind.of(kind.of(values()).dequantize() + 1).raw)
+    torch._foreach_copy_([tensor], [values(1)])
+    assert torch.equal(tensor.raw, kind.of(values(1)).raw)
+    monkeypatch.setattr(QuantizedDouble, "writes_lists_back", False)
+    torch._foreach_copy_([tensor], [values(2)])
+    assert torch.equal(tensor.raw, kind.of(values(1)).raw), "releases up to 2025 lose it"
+
+
+def test_casts_are_plain_and_what_ddp_needs_is_not(kind: type[QuantizedDouble]) -> None:
+    tensor = torch.nn.Parameter(kind.of(values()))
+    for cast in (tensor.float(), tensor.bfloat16(), tensor.half(), tensor.cpu()):
+        assert type(cast) is torch.Tensor
+    node = tensor.expand_as(tensor).grad_fn
+    assert node is not None
+    assert node.next_functions[0][0].variable is tensor
+
+
+def test_only_scaling_by_tensor_has_flat_views() -> None:
+    flat = QuantizedDouble.of(values()).view(-1)
+    assert flat.shape == (8 * BLOCK,)
+    tensor = BlockDouble.of(values())
+    assert tensor.view(2, 2, 2 * BLOCK).shape == (2, 2, 2 * BLOCK)
+    for flatten in (lambda it: it.view(-1), lambda it: it.reshape(-1)):
+        with pytest.raises(ValueError, match="blocks lie in rows"):
+            flatten(tensor)
+
+
+def test_shards_of_a_master_make_what_quantizing_all_of_it_does() -> None:
+    master = values().float() + 0.001
+    whole, cast = QuantizedDouble.of(master.bfloat16()), QuantizedDouble.of(torch.zeros(4, 64))
+    cast.quantize_shard(master.view(-1), 0)
+    assert torch.equal(cast.raw, whole.raw)
+    assert torch.equal(cast.scale_inv, whole.scale_inv)
+    cast.quantize_shard(master.view(-1)[10:20], 10)
+    cast.quantize_shard(None, None)
