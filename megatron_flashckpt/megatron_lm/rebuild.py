@@ -112,6 +112,7 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
         "--mtp-num-layers": getattr(args, "mtp_num_layers", None),
         "--use-megatron-fsdp": getattr(args, "use_megatron_fsdp", False),
         "--fp8-param-gather": getattr(args, "fp8_param_gather", False),
+        "--fp4-param-gather": getattr(args, "fp4_param_gather", False),
         "--multi-latent-attention under Transformer Engine": (
             transformer_engine and getattr(args, "multi_latent_attention", False)
         ),
