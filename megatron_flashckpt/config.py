@@ -228,7 +228,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     weights: Weights = "store"
     """16-bit weights: `store` them, or `derive` them from their fp32 masters when they are loaded,
     which takes a seventh less memory and storage. `derive` needs optimizers that shard the state of
-    every 16-bit parameter (`--use-distributed-optimizer`) and keep whole masters."""
+    every 16-bit parameter (`--use-distributed-optimizer`) and keep whole masters. FP8 and FP4
+    weights are always derived."""
 
     replicated: Replicated = Replicated()
     retention: Retention = Retention()

@@ -84,6 +84,7 @@ def plan_load(
     found: SavedJob,
     rank: int,
     check: Callable[[Names], None],
+    unread: Names,
 ) -> LoadPlan:
     """Return the reads of this rank, coverage checked. Collective.
 
@@ -93,6 +94,7 @@ def plan_load(
     Args:
         wanted: returns what this rank wants.
         check: raises if something else speaks against filling such names.
+        unread: names that this rank's model has, but makes of others.
 
     Raises:
         MissingStateError: on every rank; lists all differences, nothing was overwritten.
@@ -107,7 +109,7 @@ def plan_load(
         # Between them ranks look at all shards, in the layout that was saved each at its own.
         shards = found.sources[rank :: world_size()] if request.fill else []
         kinds = {WEIGHT, BUFFER} | (_optimizer_kinds(found) if request.optimizer else set())
-        unwanted = superfluous(names, shards, kinds)
+        unwanted = superfluous(names | unread, shards, kinds)
         lacking = names - known
         absent = {f"{kind}/{key}" for kind, key in lacking}
         if lacking and not request.strict:
@@ -123,7 +125,7 @@ def plan_load(
     planned, everyone = gathered(look)
     unwanted = set().union(*(found.unwanted for found in everyone))
     if unwanted:  # by one rank; the others may want it
-        mine = {f"{kind}/{key}" for kind, key in planned.names}
+        mine = {f"{kind}/{key}" for kind, key in planned.names | unread}
         unwanted = set.intersection(*gather_objects(unwanted - mine))
     differences = [line for found in everyone for line in found.differences]
     if differences or (unwanted and request.strict):

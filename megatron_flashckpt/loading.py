@@ -18,17 +18,19 @@ import msgspec
 import torch
 
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.in_memory import InMemory
 from megatron_flashckpt.layout.names import common_name
+from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, optimizer_states, plan_load
 from megatron_flashckpt.load_side_state import SideReads, SideState
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
+from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
@@ -230,14 +232,20 @@ def _load(
         )
 
     def wanted() -> list[LocalPiece]:
-        return state.wanted(request.chunks, request.optimizer, states) if request.fill else []
+        if not request.fill:
+            return []
+        refuse_unmastered(request, found.place)
+        return state.wanted(request.chunks, request.optimizer, states)
 
     def check(names: Names) -> None:
         if request.fill and request.optimizer is not None:
             hyper_parameters.check(request.optimizer, side.optimizer)
         refuse_mixture(request, names, found.place)
 
-    plan = plan_load(request, wanted, found, rank, check)
+    unread: Names = set()
+    if request.fill:
+        unread = {(WEIGHT, key) for key in state.geometry(request.chunks).quantized_keys}
+    plan = plan_load(request, wanted, found, rank, check, unread)
     request.overwritten.update(plan.names)
     reach("load.planned")
     together(plan.zero_padding)
@@ -286,6 +294,17 @@ def _side(
         for family, kinds in theirs.items():
             states[family].update(kinds)
     return common, side, states
+
+
+def refuse_unmastered(request: LoadRequest, place: str) -> None:
+    """Raise if this rank has FP8 or FP4 weights that nothing would fill."""
+    lines = unquantizable(request.chunks, request.optimizer)
+    if lines:
+        raise UnsupportedError(
+            f"{place}: {'; '.join(lines)}. A load makes such weights of their masters, so it needs "
+            "the optimizer (no --finetune, no --no-load-optim); or load them without "
+            "--fp8-param-gather and --fp4-param-gather. Nothing was loaded"
+        )
 
 
 def refuse_mixture(request: LoadRequest, names: Names, place: str) -> None:

@@ -18,6 +18,7 @@ from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.features import feature, takes
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.recovery import Candidates, Named, named_in
 from megatron_flashckpt.restore.collectives import from_first
@@ -160,6 +161,9 @@ def _go_on(
     _finish_optimizer(call, margs, loaded)
     chunks = unwrap(call.model)
     side_state.load_extra_states(chunks, state.geometry(chunks), loaded.side.objects)
+    # Behind the extra states, in which delayed scaling keeps its scales.
+    if not call.skip_model_and_optimizer and state.geometry(chunks).quantized:
+        fill_from_masters(call.model, call.optimizer)
     if not margs.finetune:
         _finish_rank(margs, common["args"], loaded.side.rank_state)
     if _goes_on_in_place(margs, load_dir):

@@ -22,11 +22,12 @@ from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
 from megatron_flashckpt.layout.completeness import Tally, tally
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
-from megatron_flashckpt.megatron_lm import self_check, side_state, stock
+from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.expectation import Expected, expect
 from megatron_flashckpt.megatron_lm.features import exists
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
+from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.node_link import slab_nbytes
 from megatron_flashckpt.node_memory import Need, shown
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
@@ -48,16 +49,30 @@ def check(model: list[Any], optimizer: Any) -> None:
         AgentError: this node has no place for an agent.
     """
     margs = stock.checkpointing().get_args()
-    if margs.save and not _is_checked(margs, model, optimizer):
-        together(lambda: _check_own(margs, model, optimizer))
+    if not margs.save or _is_checked(margs, model, optimizer):
+        return
+    keys = together(lambda: _check_own(margs, model, optimizer))
+    state = session.checkpointer(margs.save).model_state
+    # One number says whether any rank has FP8 or FP4 weights; nearly always none has.
+    everyone = gather_objects(keys) if reduce_int(bool(keys), "max") else []
+    state.note_quantized(frozenset().union(*everyone))
+    if everyone:
+        together(lambda: _check_derived(state, *_saved(margs, model, optimizer)))
 
 
 def check_alone(model: list[Any], optimizer: Any) -> None:
     """Do what `check` does on this rank alone, for saves that nothing came before."""
     margs = stock.checkpointing().get_args()
-    if not _is_checked(margs, model, optimizer):
-        _check_own(margs, model, optimizer)
-        _note_checked(margs, model, optimizer)
+    if _is_checked(margs, model, optimizer):
+        return
+    if _check_own(margs, model, optimizer) and parallel.model_cut()[1] > 1:
+        raise self_check.refusal(
+            [
+                "FP8 or FP4 weights in a pipeline, whose stages must agree on what is saved: call "
+                "load_checkpoint or Megatron's train_step before the first save"
+            ]
+        )
+    _note_checked(margs, model, optimizer)
 
 
 def begin(model: list[Any], optimizer: Any) -> None:
@@ -76,10 +91,13 @@ def begin(model: list[Any], optimizer: Any) -> None:
     check(model, optimizer)
     checkpointer = session.checkpointer(margs.save)
     chunks, saved = _saved(margs, model, optimizer)
-    expected = together(lambda: expect(checkpointer.model_state, chunks, saved))
     state = checkpointer.model_state
-    kinds = (WEIGHT, BUFFER, MASTER) if state.derived(saved) else (WEIGHT, BUFFER)
-    _add_up(tally(expected.pieces, state.stands_for(chunks, saved), kinds))
+    expected = together(lambda: expect(state, chunks, saved))
+    geometry = state.geometry(chunks)
+    pieces = [
+        it for it in expected.pieces if it.kind != MASTER or state.derives_key(geometry, it.key)
+    ]
+    _add_up(tally(pieces, state.stands_for(chunks, saved), (WEIGHT, BUFFER, MASTER)))
     needs = _needs(checkpointer, expected)
     node_memory.check(needs, checkpointer.config.slots)
     _announce(margs, checkpointer, expected, needs, started)
@@ -171,11 +189,20 @@ def _note_checked(margs: Any, model: list[Any], optimizer: Any) -> None:
     session.note_checked(margs.save, *_saved(margs, model, optimizer))
 
 
-def _check_own(margs: Any, model: list[Any], optimizer: Any) -> None:
+def _check_own(margs: Any, model: list[Any], optimizer: Any) -> frozenset[str]:
+    """Check this rank; return the keys under which it has FP8 or FP4 weights."""
     state = session.checkpointer(margs.save).model_state
-    self_check.check(margs, state, *_saved(margs, model, optimizer))
+    chunks, saved = _saved(margs, model, optimizer)
+    self_check.check(margs, state, chunks, saved)
     # Where no agent can be, no save would ever be committed.
     agent_directory(margs.save, session.config.runtime_dir)
+    return state.geometry(chunks).quantized_keys
+
+
+def _check_derived(state: ModelState, chunks: list[Any], saved: Any) -> None:
+    """Check plain weights that share keys with FP8 or FP4 weights of any rank."""
+    if found := self_check.of_derived(state, chunks, saved):
+        raise self_check.refusal(found)
 
 
 def _add_up(mine: dict[str, Tally]) -> None:

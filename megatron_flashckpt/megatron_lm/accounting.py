@@ -16,7 +16,6 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import optimizer_state
-from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT
 from megatron_flashckpt.megatron_lm.offload import below
 from megatron_flashckpt.megatron_lm.optimizer_state import (
     BUFFERS,
@@ -25,7 +24,10 @@ from megatron_flashckpt.megatron_lm.optimizer_state import (
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,
     OptimizerEntry,
+    keeps_masters,
 )
+from megatron_flashckpt.megatron_lm.quantized import is_known_to_megatron, is_quantized
+from megatron_flashckpt.megatron_lm.requantization import quantizes_masters
 
 #: What is looked up in optimizers of each kind: one name of each tuple must be there.
 _ATTRIBUTES: tuple[tuple[type, tuple[tuple[str, ...], ...]], ...] = (
@@ -84,30 +86,33 @@ def has_states(optimizer: Any) -> bool:
     return any(states)
 
 
-def underivable(chunks: list[Any], optimizer: Any) -> list[str]:
-    """Return what keeps 16-bit weights from being made of their masters (`weights: derive`).
+def underivable(chunks: list[Any], optimizer: Any, derivable: set[int], reason: str) -> list[str]:
+    """Return what keeps weights from being made of their masters in a load.
 
-    Only of this rank. The masters that it has are rounded and compared with the weights.
+    Checks this rank only. The masters that it has are rounded and compared with plain weights.
+
+    Args:
+        derivable: ids of the 16-bit parameters whose masters are to stand for them.
+        reason: why they are, which every line begins with.
     """
     names = _names(chunks)
     sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
-    parameters = [it for chunk in chunks for it in chunk.parameters() if it.dtype in SIXTEEN_BIT]
     entries = [
         entry
         for entry in optimizer_state.entries(optimizer)
-        if entry.sharded and entry.parameter.dtype in SIXTEEN_BIT
+        if entry.sharded and id(entry.parameter) in derivable
     ]
     return [
         *_line(
-            "'weights: derive', but no optimizer that shards its state steps",
-            (names[id(it)] for it in parameters if id(it) not in sharded),
+            f"{reason}, but no optimizer that shards its state steps",
+            (name for key, name in names.items() if key in derivable - sharded),
         ),
         *_line(
-            "'weights: derive', but the optimizer has no fp32 master of",
+            f"{reason}, but the optimizer has no fp32 master of",
             (_name(it.parameter, names) for it in entries if not _has_master(it)),
         ),
         *_line(
-            "'weights: derive', but the weight is not its rounded master of",
+            f"{reason}, but the weight is not its rounded master of",
             (
                 _name(it.parameter, names)
                 for it in entries
@@ -117,11 +122,54 @@ def underivable(chunks: list[Any], optimizer: Any) -> list[str]:
     ]
 
 
+def unquantizable(chunks: list[Any], optimizer: Any) -> list[str]:
+    """Return what keeps FP8 and FP4 weights from being made of fp32 masters, line by line.
+
+    Checks this rank only.
+
+    Args:
+        optimizer: the one that is saved or loaded; None: only weights are.
+
+    Raises:
+        UnsupportedError: the optimizer is of a kind that cannot be saved.
+    """
+    quantized = [
+        parameter for chunk in chunks for parameter in chunk.parameters() if is_quantized(parameter)
+    ]
+    if not quantized:
+        return []
+    names = _names(chunks)
+    subs = [it for it in optimizer_state.sub_optimizers(optimizer) if keeps_masters(it)]
+    mastered = {id(parameter) for sub in subs for parameter in optimizer_state.sharded(sub)}
+    idle = [sub for sub in subs if not quantizes_masters(sub)]
+    unfilled = {id(parameter) for sub in idle for parameter in optimizer_state.sharded(sub)}
+    return [
+        *_line(
+            "tensors of a class that Megatron does not quantize masters into",
+            (
+                f"{names[id(it)]} ({type(it).__name__})"
+                for it in quantized
+                if not is_known_to_megatron(it)
+            ),
+        ),
+        *_line(
+            "FP8 or FP4 weights of which no DistributedOptimizer here holds fp32 masters",
+            (names[id(it)] for it in quantized if id(it) not in mastered),
+        ),
+        *_line(
+            "FP8 or FP4 weights that Megatron does not make of their masters",
+            (names[id(it)] for it in quantized if id(it) in unfilled),
+        ),
+    ]
+
+
 def _has_master(entry: OptimizerEntry) -> bool:
     return entry.is_master and entry.owned.dtype == torch.float32
 
 
 def _is_rounded_master(entry: OptimizerEntry) -> bool:
+    if is_quantized(entry.parameter):  # made of the rounded master, but not equal to it
+        return True
     weight = entry.parameter.data.reshape(-1)[entry.start : entry.end]
     return torch.equal(entry.owned.reshape(-1).to(weight.dtype).to(weight.device), weight)
 

@@ -9,6 +9,7 @@ without storage shows which elements go where.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.megatron_lm import legacy_geometry
 from megatron_flashckpt.megatron_lm.features import takes
+from megatron_flashckpt.megatron_lm.quantized import is_quantized
 from megatron_flashckpt.megatron_lm.runs import Geometry, Run
 
 #: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
@@ -45,6 +47,13 @@ class ModelGeometry:
     objects: list[tuple[int, str, str]]
     """Chunk, state-dict name and global name (the same under any layout) of things that are not
     tensors (TransformerEngine's extra state)."""
+    quantized: dict[int, Geometry] = dataclasses.field(default_factory=dict)
+    """The FP8 and FP4 parameters among `parameters`, by id."""
+
+    @functools.cached_property
+    def quantized_keys(self) -> frozenset[str]:
+        """Keys of the global tensors of which this rank has a quantized parameter."""
+        return frozenset(run.key for geo in self.quantized.values() for run in geo.runs)
 
 
 def signature(chunks: list[Any]) -> tuple[Any, ...]:
@@ -93,6 +102,7 @@ def model_geometry(chunks: list[Any]) -> ModelGeometry:
             f"the global tensors is unknown: {', '.join(lost)}; give their modules a "
             "sharded_state_dict"
         )
+    result.quantized = {id(p): geo for p, geo in result.parameters if is_quantized(p)}
     return result
 
 

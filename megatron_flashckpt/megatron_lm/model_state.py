@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -54,8 +54,9 @@ class ModelState:
 
     def __init__(self, replicated: Replicated, weights: Weights = "store") -> None:
         self._replicated = replicated
-        self.derives = weights == "derive"
-        """Whether masters stand for their 16-bit weights."""
+        self.derives_all = weights == "derive"
+        """Whether masters stand for all 16-bit weights."""
+        self._quantized_keys: frozenset[str] = frozenset()
         self._geometry: ModelGeometry | None = None
 
     def geometry(self, chunks: list[Any]) -> ModelGeometry:
@@ -66,6 +67,22 @@ class ModelState:
         if self._geometry is None or self._geometry.signature != signature(chunks):
             self._geometry = model_geometry(chunks)
         return self._geometry
+
+    def note_quantized(self, keys: Iterable[str]) -> None:
+        """Note which keys have FP8 or FP4 parameters on any rank.
+
+        Layers share a key, and some of them may be plain: `--first-last-layers-bf16`. A global
+        tensor is saved either as a weight or as a master, so masters stand for all of its layers.
+
+        Args:
+            keys: of all ranks.
+        """
+        self._quantized_keys = frozenset(keys)
+
+    def derives_key(self, geometry: ModelGeometry, key: str) -> bool:
+        """Return whether masters stand for the 16-bit weights under `key`."""
+        keys = (self._quantized_keys, geometry.quantized_keys)
+        return self.derives_all or any(key in of for of in keys)
 
     @torch.no_grad()
     def owned(
@@ -87,7 +104,7 @@ class ModelState:
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
-        derived = self.derived(optimizer)
+        derived = self.derived(geometry, optimizer)
         writers = functools.cache(_writers)  # Megatron takes its time to say
         for entry in optimizer_state.entries(optimizer):
             geo = by_id.get(id(entry.parameter))
@@ -117,6 +134,12 @@ class ModelState:
         for parameter, geo in geometry.parameters:
             if id(parameter) in sharded:
                 continue
+            if id(parameter) in geometry.quantized:
+                raise UnsupportedError(
+                    f"{geo.name}: an FP8 or FP4 weight without a master in a DistributedOptimizer "
+                    "cannot be saved; train it and save the optimizer, or start without "
+                    "--fp8-param-gather and --fp4-param-gather"
+                )
             group = _replica_group(geo, parameter, writers)
             whole = _Replicated(geo, WEIGHT, parameter)
             shared[(*group, self._replicated.weight)].append(whole)
@@ -127,14 +150,30 @@ class ModelState:
                 found += _cut(geo, BUFFER, tensor, 0, tensor.numel(), early=True)
         return found
 
-    def derived(self, optimizer: Any) -> set[int]:
+    def derived(self, geometry: ModelGeometry, optimizer: Any) -> set[int]:
         """Return the ids of the parameters whose weights are not saved: their masters say all.
 
         The same parameters on every replica, also where all of one is other replicas' part.
         """
-        if not self.derives:
+        derivable = self.derivable(geometry)
+        if not derivable:
+            return derivable
+        return derivable & {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
+
+    def derivable(self, geometry: ModelGeometry) -> set[int]:
+        """Return the ids of the parameters whose masters are to stand for them, if they have any.
+
+        With `weights: derive` these are all 16-bit parameters, else the FP8 and FP4 ones, and those
+        that share a key with them.
+        """
+        if not (self.derives_all or self._quantized_keys or geometry.quantized):
             return set()
-        return {id(it) for it in optimizer_state.sharded(optimizer) if it.dtype in SIXTEEN_BIT}
+        return {
+            id(parameter)
+            for parameter, geo in geometry.parameters
+            if parameter.dtype in SIXTEEN_BIT
+            and any(self.derives_key(geometry, run.key) for run in geo.runs)
+        }
 
     def stands_for(self, chunks: list[Any], optimizer: Any) -> list[tuple[str, str, Shape]]:
         """Return kind, key and global shape of the tensors that begin on this rank.
@@ -143,7 +182,7 @@ class ModelState:
         ranks write the tensor makes no difference.
         """
         geometry = self.geometry(chunks)
-        derived = self.derived(optimizer)
+        derived = self.derived(geometry, optimizer)
         described = [
             (MASTER if id(parameter) in derived else WEIGHT, geo)
             for parameter, geo in geometry.parameters
@@ -165,7 +204,8 @@ class ModelState:
     ) -> list[LocalPiece]:
         """Return everything that this rank holds, duplicates included: what a load must fill.
 
-        Optimizer state is allocated where it does not exist yet (which is why this is separate).
+        FP8 and FP4 weights are left out: `requantization` makes them of their masters. Optimizer
+        state is allocated where it does not exist yet (which is why this is separate).
 
         Args:
             optimizer: None: weights and buffers only.
@@ -180,7 +220,8 @@ class ModelState:
             for kind, tensor in tensors.items():
                 found += _cut(geo, kind, _writable(geo, tensor), entry.start, entry.end)
         for parameter, geo in geometry.parameters:
-            found += _cut(geo, WEIGHT, _writable(geo, parameter.data), 0, parameter.numel())
+            if id(parameter) not in geometry.quantized:
+                found += _cut(geo, WEIGHT, _writable(geo, parameter.data), 0, parameter.numel())
         for geo, tensor in self._buffers(chunks, geometry):
             found += _cut(geo, BUFFER, _writable(geo, tensor), 0, tensor.numel())
         return found

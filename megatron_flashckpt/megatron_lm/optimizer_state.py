@@ -231,6 +231,10 @@ def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
     # Before core 0.7 an overlapped all-gather lands in a buffer beside the parameters, even on the
     # rank that owns a range; the next forward copies it over.
     stale = getattr(sub, "overlap_param_gather", False) and hasattr(sub, "param_buffer_copied")
+    # With MXFP8 weights in the gradient buffer the masters are copied as late as the next forward.
+    stale = stale or (
+        reuses_gradient_buffer(sub) and getattr(sub.config, "overlap_param_gather", False)
+    )
     aware = _is_precision_aware(sub)
     offloaded = steppers(sub.optimizer) if is_offloading(sub.optimizer) else {}
     halves = sub.shard_float16_groups if aware else sub.shard_fp32_from_float16_groups
@@ -254,6 +258,24 @@ def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
                         stale_weight=is_master and stale,
                         keeps_master=aware,
                     )
+
+
+def keeps_masters(sub: Any) -> bool:
+    """Return whether `sub` is a DistributedOptimizer that holds all fp32 masters itself.
+
+    Precision-aware optimizers hold them in their state, offloading ones in host memory.
+    """
+    return (
+        isinstance(sub, DistributedOptimizer)
+        and not _is_precision_aware(sub)
+        and not is_offloading(sub.optimizer)
+    )
+
+
+def reuses_gradient_buffer(sub: Any) -> bool:
+    """Return whether weights are gathered in the gradient buffer (MXFP8)."""
+    config = getattr(sub, "config", None)
+    return bool(getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
 def _is_precision_aware(sub: Any) -> bool:

@@ -1,20 +1,21 @@
 """FP8 and FP4 weights: parameters of tensor classes that run every operator themselves.
 
 TransformerEngine's `QuantizedTensor` has a nominal 16-bit dtype and keeps its bytes elsewhere. A
-slice of it is a dequantized copy, so a save would store other bytes than those that training uses,
-and what a load writes into a slice is lost.
+slice of it is a dequantized copy: a save that took slices would store other values than training
+uses, and a load that filled slices would lose what it filled. So saves leave such weights to their
+fp32 masters, and loads have Megatron quantize the masters again (`requantization`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from typing import Any
+import importlib
 
 import torch
 
-#: Megatron's arguments that make such weights.
-_FLAGS = ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+from megatron_flashckpt.megatron_lm.features import exists
+
+#: Modules of megatron.core, each with its function that recognizes the classes it can quantize.
+_RECOGNIZERS = {"fp8_utils": "is_float8tensor", "fp4_utils": "is_nvfp4tensor"}
 
 
 def is_quantized(tensor: torch.Tensor) -> bool:
@@ -25,22 +26,10 @@ def is_quantized(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
-def unsupported(args: Any, chunks: list[Any]) -> Iterator[str]:
-    """Yield one line per flag and per class of parameters that keep this job from being saved."""
-    for flag in _FLAGS:
-        if getattr(args, flag, False):
-            yield (
-                f"--{flag.replace('_', '-')}: weights that are kept in FP8 or FP4 cannot be saved "
-                "by this release; start without this flag"
-            )
-    names: dict[str, list[str]] = defaultdict(list)
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if is_quantized(parameter):
-                names[type(parameter).__name__].append(name)
-    for kind, of_kind in names.items():
-        yield (
-            f"parameters of type {kind}, whose bytes this release cannot save: "
-            f"{', '.join(of_kind)}; start without --fp8-param-gather, --fp4-param-gather and "
-            "whatever else quantizes weights"
-        )
+def is_known_to_megatron(tensor: torch.Tensor) -> bool:
+    """Return whether Megatron quantizes masters into tensors of this class."""
+    for module, recognizer in _RECOGNIZERS.items():
+        home = f"megatron.core.{module}"
+        if exists(home) and getattr(importlib.import_module(home), recognizer)(tensor):
+            return True
+    return False

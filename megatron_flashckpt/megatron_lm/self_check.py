@@ -12,13 +12,21 @@ from megatron.core import package_info
 
 import megatron_flashckpt
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
-from megatron_flashckpt.megatron_lm import features, quantized
-from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable
+from megatron_flashckpt.megatron_lm import features
+from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable, unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+
+#: What to do about FP8 or FP4 weights that a load could not make of their masters.
+QUANTIZED_REMEDY = (
+    "such weights are saved and loaded as masters only: train all of them with "
+    "--use-distributed-optimizer, save the optimizer (no --no-save-optim), no "
+    "--optimizer-cpu-offload and no precision-aware optimizer with delayed scaling; or start "
+    "without --fp8-param-gather and --fp4-param-gather"
+)
 
 
 def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> None:
-    """Raise unless all of this rank's state can be saved. No communication, and no copies.
+    """Raise unless all of this rank's state can be saved. No communication.
 
     Args:
         state: keeps the geometry that is found here for the saves to come.
@@ -28,11 +36,14 @@ def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> No
     Raises:
         UnsupportedError: names everything that differs.
     """
-    found = [*features.missing(args), *quantized.unsupported(args, chunks)]
-    if not found:  # what is looked up next would fail for the same reason
-        found = _of_model(state, chunks) + unaccounted(chunks, optimizer)
-    if not found and state.derives and optimizer is not None:
-        found = underivable(chunks, optimizer)
+    # What is looked up next would fail for the same reason as what was looked up before.
+    found = (
+        features.missing(args)
+        or _of_geometry(state, chunks) + unaccounted(chunks, optimizer)
+        or _of_quantized(chunks, optimizer)
+        or of_derived(state, chunks, optimizer)
+        or _of_tensors(state, chunks, optimizer)
+    )
     if found:
         raise refusal(found)
 
@@ -49,9 +60,32 @@ def refusal(found: list[str]) -> UnsupportedError:
     )
 
 
-def _of_model(state: ModelState, chunks: list[Any]) -> list[str]:
+def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
+    """Return what keeps weights that are not saved from being made of their masters."""
+    derivable = state.derivable(state.geometry(chunks))
+    if not derivable or optimizer is None:
+        return []
+    shared = "FP8 or FP4 weights of the same name in other layers"
+    reason = "'weights: derive'" if state.derives_all else shared
+    return underivable(chunks, optimizer, derivable, reason)
+
+
+def _of_quantized(chunks: list[Any], optimizer: Any) -> list[str]:
+    found = unquantizable(chunks, optimizer)
+    return [f"{line}; {QUANTIZED_REMEDY}" for line in found]
+
+
+def _of_geometry(state: ModelState, chunks: list[Any]) -> list[str]:
     try:
-        state.owned(state.geometry(chunks), chunks, None)
+        state.geometry(chunks)
+    except FlashCkptError as error:
+        return [str(error)]
+    return []
+
+
+def _of_tensors(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
+    try:
+        state.owned(state.geometry(chunks), chunks, optimizer)
     except FlashCkptError as error:
         return [str(error)]
     return []

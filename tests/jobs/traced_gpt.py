@@ -11,6 +11,8 @@ Environment:
     MEASURE       trace what this process and the agent use, once per iteration
     SCALARS       be the writers of TensorBoard and of Weights & Biases, and trace what they get
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
+    QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
+                  at every save, and after a load how they compare with their masters
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
@@ -113,9 +115,12 @@ class CountCalls(torch.utils._python_dispatch.TorchDispatchMode):
 def watched_save(save: Any) -> Any:
     @functools.wraps(save)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before = dequantizations()
         with CountCalls() as counter:
             result = save(*args, **kwargs)
         trace(event="save", iteration=args[0], calls=counter.calls)
+        if "QUANTIZED" in os.environ:
+            trace_quantized("saved weights", args[1], args[2], before)
         if os.environ.get("CONTROL"):
             with CountCalls() as control:
                 dist.all_reduce(torch.zeros(1))
@@ -248,14 +253,35 @@ def traced_load(load: Any) -> Any:
     @functools.wraps(load)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         PosixStorage.read_into = counting
+        before = dequantizations()
         try:
             result = load(*args, **kwargs)
         finally:
             PosixStorage.read_into = read_into
         trace(event="load", iteration=result[0], read_nbytes=nbytes)
+        if "QUANTIZED" in os.environ and result[0]:
+            trace_quantized("loaded weights", args[0], args[1], before)
         return result
 
     return wrapper
+
+
+def dequantizations() -> int:
+    if "QUANTIZED" not in os.environ:
+        return 0
+    from tests.jobs import quantized_weights
+
+    return quantized_weights.dequantizations()
+
+
+def trace_quantized(event: str, chunks: list[Any], optimizer: Any, dequantized: int) -> None:
+    """Trace all FP8 weights, and how many were dequantized since there were `dequantized`."""
+    from tests.jobs import quantized_weights
+
+    count = dequantizations() - dequantized
+    different = quantized_weights.unlike_their_masters(chunks, optimizer)
+    digests = quantized_weights.digests(chunks)
+    trace(event=event, digests=digests, different=different, dequantizations=count)
 
 
 def trace_slabs() -> None:
@@ -324,6 +350,10 @@ if __name__ == "__main__":
     if "SCALARS" in os.environ:
         be_the_writers()
     trace_slabs()
+    if "QUANTIZED" in os.environ:
+        from tests.jobs import quantized_weights
+
+        quantized_weights.install(os.environ["QUANTIZED"])
     training.save_checkpoint = watched_save(training.save_checkpoint)
     training.load_checkpoint = traced_load(training.load_checkpoint)
     tiny.loss_func = traced_loss(tiny.loss_func)

@@ -1,21 +1,35 @@
-"""Weights that are tensors of their own kind (FP8, FP4): what is refused, and why."""
+"""FP8 and FP4 weights: which are refused because no load could make them of masters.
+
+`tests/megatron/test_quantized_weights.py` saves and loads those that are not.
+"""
 
 from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from megatron.core import fp8_utils
 
+from megatron_flashckpt import starting
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.load_plan import LoadRequest
+from megatron_flashckpt.loading import refuse_unmastered
 from megatron_flashckpt.megatron_lm import parallel, self_check
+from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from tests.megatron_lm.quantized_double import QuantizedDouble
+from megatron_flashckpt.megatron_lm.optimizer_state import DistributedOptimizer
+from megatron_flashckpt.megatron_lm.quantized import is_quantized
+from tests.megatron_lm.quantized_double import BlockDouble, QuantizedDouble
 from tests.megatron_lm.test_model_state import Job
 
-FLAGS = ("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+WITHOUT_MASTER = (
+    "FP8 or FP4 weights of which no DistributedOptimizer here holds fp32 masters: layer.matrix"
+)
+NOT_FILLED = "FP8 or FP4 weights that Megatron does not make of their masters: layer.matrix"
 
 
 @pytest.fixture(autouse=True)
@@ -23,30 +37,145 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "data_parallel", lambda: (1, 0))
 
 
-def check(job: Job, **args: bool) -> None:
-    state, job.optimizer.grad_scaler = ModelState(Replicated()), None
-    self_check.check(SimpleNamespace(**args), state, [job], job.optimizer)
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Megatron take the stand-ins for TransformerEngine's classes."""
+    monkeypatch.setattr(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True)
+    monkeypatch.setattr(fp8_utils, "FP8_TENSOR_CLASS", QuantizedDouble)
 
 
-def test_plain_weights_are_accepted() -> None:
-    check(Job(), **dict.fromkeys(FLAGS, False))
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_quantized_weights_are_refused_by_name(trained: bool) -> None:
+def quantized_job(*, trained: bool = True) -> Job:
+    """Return a job with one FP8 weight; its optimizer holds all of its masters on every replica."""
     job = Job()
     weight = torch.nn.Parameter(QuantizedDouble.of(job.layer.matrix), requires_grad=trained)
     job.layer.matrix = job.optimizer.float16_groups[0][0] = weight
-    text = (
-        "parameters of type QuantizedDouble, whose bytes this release cannot save: layer.matrix; "
-        "start without --fp8-param-gather, --fp4-param-gather and whatever else quantizes weights"
-    )
+    job.optimizer.grad_scaler = None
+    return job
+
+
+def sharding(job: Job, **config: Any) -> DistributedOptimizer:
+    """Return a DistributedOptimizer of the job's weights, as far as it is asked for masters."""
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+    optimizer.is_stub_optimizer = False
+    optimizer.optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    optimizer.buffers = [SimpleNamespace(param_index_map=dict.fromkeys(job.parameters()))]
+    settings = {"fp8_param_gather": True, "fp4_param_gather": False, **config}
+    optimizer.config = optimizer.ddp_config = SimpleNamespace(**settings)
+    chunk = SimpleNamespace(ddp_config=optimizer.ddp_config, start_param_sync=print)
+    chunk.bucket_groups = chunk.expert_parallel_bucket_groups = []
+    optimizer.model_chunks = [chunk]
+    return optimizer
+
+
+def check(job: Job, optimizer: Any) -> None:
+    self_check.check(SimpleNamespace(), ModelState(Replicated()), [job], optimizer)
+
+
+def test_only_classes_that_run_operators_themselves_count_as_quantized() -> None:
+    class Labelled(torch.Tensor):
+        pass
+
+    plain = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), torch.nn.Buffer(torch.zeros(2))]
+    plain.append(torch.zeros(2).as_subclass(Labelled))
+    assert [is_quantized(tensor) for tensor in plain] == [False] * len(plain)
+    values = torch.zeros(2, 32)
+    doubles = [kind.of(values) for kind in (QuantizedDouble, BlockDouble)]
+    assert all(is_quantized(tensor) for tensor in doubles)
+    assert all(is_quantized(torch.nn.Parameter(tensor)) for tensor in doubles)
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("case", ["replicated", "frozen", "not saved"])
+def test_weights_without_a_sharded_master_are_refused_before_the_first_step(case: str) -> None:
+    job = quantized_job(trained=case != "frozen")
+    optimizer = None if case == "not saved" else job.optimizer
+    with pytest.raises(UnsupportedError) as refused:
+        check(job, optimizer)
+    assert f"  {WITHOUT_MASTER}; {self_check.QUANTIZED_REMEDY}\n" in str(refused.value)
+
+
+@pytest.mark.usefixtures("known")
+def test_a_load_without_the_optimizer_is_refused() -> None:
+    job = quantized_job()
+    text = f"/save/iter_0000003: {WITHOUT_MASTER}. A load makes such weights of their masters, so "
     with pytest.raises(UnsupportedError, match=re.escape(text)):
-        check(job)
+        refuse_unmastered(LoadRequest([job], None, strict=True), "/save/iter_0000003")
+    refuse_unmastered(LoadRequest([job], sharding(job), strict=True), "/save/iter_0000003")
+    refuse_unmastered(LoadRequest([Job()], None, strict=True), "/save/iter_0000003")
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_flags_that_quantize_weights_are_refused(flag: str) -> None:
-    text = f"--{flag.replace('_', '-')}: weights that are kept in FP8 or FP4"
-    with pytest.raises(UnsupportedError, match=text):
-        check(Job(), **{flag: True})
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({}, None),
+        ({"fp8_param_gather": False, "fp4_param_gather": True}, None),
+        ({"fp8_param_gather": False}, NOT_FILLED),
+        ({"use_precision_aware_optimizer_no_fp8_or_ds_fp8": True}, WITHOUT_MASTER),
+        ({"reuse_grad_buf_for_mxfp8_param_ag": True}, None),
+    ],
+)
+def test_masters_must_be_the_optimizers_own_and_megatron_must_copy_them(
+    config: dict[str, bool], line: str | None
+) -> None:
+    job = quantized_job()
+    assert unquantizable([job], sharding(job, **config)) == ([] if line is None else [line])
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("name", ["start_param_sync", "bucket_groups"])
+def test_releases_that_gather_weights_otherwise_are_refused(name: str) -> None:
+    job = quantized_job()
+    optimizer = sharding(job)
+    delattr(optimizer.model_chunks[0], name)
+    assert unquantizable([job], optimizer) == [NOT_FILLED]
+
+
+@pytest.mark.usefixtures("known")
+def test_masters_in_host_memory_are_no_masters_of_fp8_weights() -> None:
+    job = quantized_job()
+    optimizer = sharding(job)
+    optimizer.optimizer = SimpleNamespace(param_to_inner_param={}, sub_optimizers=[])
+    assert unquantizable([job], optimizer) == [WITHOUT_MASTER]
+
+
+def test_classes_that_megatron_does_not_know_are_refused() -> None:
+    job = quantized_job()
+    assert unquantizable([job], sharding(job)) == [
+        "tensors of a class that Megatron does not quantize masters into: "
+        "layer.matrix (QuantizedDouble)"
+    ]
+
+
+def test_no_save_takes_slices_of_a_weight_without_a_master() -> None:
+    job, state = quantized_job(), ModelState(Replicated())
+    before = QuantizedDouble.dequantizations
+    with pytest.raises(UnsupportedError, match=r"layer\.matrix: an FP8 or FP4 weight without a"):
+        state.owned(state.geometry([job]), [job], job.optimizer)
+    assert QuantizedDouble.dequantizations == before
+
+
+def test_plain_weights_that_share_a_key_with_fp8_ones_need_masters_too() -> None:
+    job, state = Job(), ModelState(Replicated())
+    assert self_check.of_derived(state, [job], job.optimizer) == []
+    state.note_quantized({"layer.matrix"})
+    assert self_check.of_derived(state, [job], job.optimizer) == [
+        "FP8 or FP4 weights of the same name in other layers, but no optimizer that shards its "
+        "state steps: layer.matrix"
+    ]
+
+
+@pytest.mark.parametrize(("keys", "stages"), [({"w"}, 1), (set(), 2), ({"w"}, 2)])
+def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
+    keys: set[str], stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting.stock, "checkpointing", lambda: SimpleNamespace(get_args=dict))
+    monkeypatch.setattr(starting, "_is_checked", lambda *_: False)
+    monkeypatch.setattr(starting, "_check_own", lambda *_: frozenset(keys))
+    monkeypatch.setattr(starting, "_note_checked", lambda *_: None)
+    monkeypatch.setattr(parallel, "model_cut", lambda: (1, stages, 1))
+    if not keys or stages == 1:
+        starting.check_alone([], None)
+        return
+    with pytest.raises(UnsupportedError, match="call load_checkpoint or Megatron's train_step"):
+        starting.check_alone([], None)

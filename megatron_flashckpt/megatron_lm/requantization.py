@@ -1,0 +1,69 @@
+"""FP8 and FP4 weights are made of their loaded masters, by the methods that Megatron itself has.
+
+After an optimizer step Megatron quantizes the masters that each replica owns, and gathers the
+others. The same two calls after a load give the weights that a run had when it saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.megatron_lm.optimizer_state import (
+    DistributedOptimizer,
+    reuses_gradient_buffer,
+    sub_optimizers,
+)
+
+#: Settings with which Megatron's own copy of masters quantizes them.
+_SETTINGS = ("fp8_param_gather", "fp4_param_gather")
+#: What a model chunk gathers weights with; in releases before core 0.9 some of it is missing.
+_GATHERERS = ("ddp_config", "start_param_sync", "bucket_groups", "expert_parallel_bucket_groups")
+
+
+def quantizes_masters(sub: Any) -> bool:
+    """Return whether `fill_from_masters` works for the DistributedOptimizer `sub`."""
+    config = getattr(sub, "ddp_config", None)
+    chunks = getattr(sub, "model_chunks", ())
+    return (
+        any(getattr(config, name, False) for name in _SETTINGS)
+        and hasattr(sub, _method(sub))
+        and len(chunks) > 0
+        and all(hasattr(chunk, name) for chunk in chunks for name in _GATHERERS)
+    )
+
+
+def fill_from_masters(model: list[Any], optimizer: Any) -> None:
+    """Make all 16-bit and quantized weights of their masters, as Megatron does after a step.
+
+    Called by all ranks of a data-parallel group: the group exchanges magnitudes, then weights. All
+    masters must be loaded, and so must the extra states of modules, which may hold scales.
+
+    Args:
+        model: the chunks with their DistributedDataParallel wrappers.
+    """
+    with torch.no_grad():
+        for sub in sub_optimizers(optimizer):
+            if isinstance(sub, DistributedOptimizer):
+                getattr(sub, _method(sub))()
+        for chunk in model:
+            _gather(chunk)
+
+
+def _method(sub: Any) -> str:
+    # With the shared buffer Megatron gathers 16-bit values, and every rank quantizes all of them.
+    shared = reuses_gradient_buffer(sub)
+    return "_copy_main_params_to_param_buffer" if shared else "_copy_main_params_to_model_params"
+
+
+def _gather(chunk: Any) -> None:
+    """Gather the weights of a chunk that other replicas have made, and wait for them."""
+    if not chunk.ddp_config.overlap_param_gather:
+        chunk.start_param_sync()
+        return
+    # `start_param_sync(force_sync=True)` would leave MXFP8 weights in the gradient buffer, and
+    # would not make the transposes: Megatron does both in `finish_param_sync`.
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        group.start_param_sync()
+        group.finish_param_sync(skip_next_bucket_dispatch=True)

@@ -1,0 +1,211 @@
+"""Gives real Megatron models FP8 weights: stand-ins for TransformerEngine's, which needs a GPU.
+
+`install` has Megatron's own DDP and DistributedOptimizer treat the stand-ins of
+`tests/megatron_lm/quantized_double.py` as TransformerEngine's classes. What TransformerEngine would
+do for them is replaced: the class checks, moving the bytes into DDP's buffer, casting shards of
+masters, and what follows an all-gather. Which masters are copied when, and what is gathered, is
+Megatron's.
+
+The weights of the linear layers are swapped once the model is bfloat16, before DDP wraps it;
+Megatron's local layers then compute with dequantized copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import fp8_utils, parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.training import get_args, training
+
+from tests.megatron_lm.quantized_double import BlockDouble, QuantizedDouble
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """One of Megatron's FP8 recipes, and what it means for weights."""
+
+    tensor: type[QuantizedDouble]
+    fp8_recipe: str
+    reuse_gradient_buffer: bool = False
+    first_layers_plain: bool = False
+
+
+class DelayedDouble(QuantizedDouble):
+    """An FP8 tensor whose scale is kept, and was computed long ago (delayed scaling)."""
+
+    def quantize_(self, values: torch.Tensor) -> QuantizedDouble:
+        self.raw.copy_(self._cast(values))
+        return self
+
+    def quantize_shard(
+        self, master: torch.Tensor | None, start: int | None, group: Any = None
+    ) -> None:
+        if master is not None and start is not None:
+            rounded = master.to(self.dtype)
+            self.raw.view(-1)[start : start + master.numel()] = self._cast(rounded)
+
+    def _cast(self, values: torch.Tensor) -> torch.Tensor:
+        scaled = (values.float() / self.scale_inv).clamp(-448, 448)
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+RECIPES = {
+    "tensorwise": Recipe(QuantizedDouble, "tensorwise"),
+    "plain-ends": Recipe(QuantizedDouble, "tensorwise", first_layers_plain=True),
+    "delayed": Recipe(DelayedDouble, "delayed"),
+    "mxfp8": Recipe(BlockDouble, "mxfp8", reuse_gradient_buffer=True),
+}
+
+
+def install(name: str) -> None:
+    """Give every model that Megatron makes in this process FP8 weights of recipe `name`."""
+    recipe = RECIPES[name]
+    swap = functools.partial(quantize_models, recipe)
+    mock.patch.object(training, "correct_amax_history_if_needed", swap).start()
+    patches = {
+        "HAVE_TE_FP8_TENSOR_CLASS": True,
+        "FP8_TENSOR_CLASS": QuantizedDouble,
+        "HAVE_TE_MXFP8TENSOR": True,
+        "MXFP8Tensor": BlockDouble,
+        "_modify_underlying_storage_impl": move_bytes,
+        "_quantize_param_shard_impl": quantize_shards,
+        "te_post_all_gather_processing": finish_gather,
+    }
+    mock.patch.multiple(fp8_utils, create=True, **patches).start()
+
+
+def quantize_models(recipe: Recipe, chunks: list[torch.nn.Module]) -> None:
+    """Swap the weights of the linear layers, and set the arguments that come with FP8 weights."""
+    args = get_args()  # as set by the command line if TransformerEngine were there
+    args.fp8_param_gather = True
+    args.fp8_recipe = recipe.fp8_recipe
+    args.reuse_grad_buf_for_mxfp8_param_ag = recipe.reuse_gradient_buffer
+    for chunk in chunks:
+        for name, module in chunk.named_modules():
+            is_linear = isinstance(module, ColumnParallelLinear | RowParallelLinear)
+            if not is_linear or ".layers." not in name:
+                continue
+            layer = chunk.get_submodule(name.partition(".layers.")[0] + ".layers")
+            number = layer[int(name.partition(".layers.")[2].partition(".")[0])].layer_number
+            if recipe.first_layers_plain and number == 1:
+                continue
+            quantize(module, recipe.tensor)
+
+
+def quantize(module: Any, kind: type[QuantizedDouble]) -> None:
+    plain = module.weight
+    values = plain.detach()
+    double = kind(torch.zeros(values.shape, dtype=torch.uint8), kind.no_scale(values.shape))
+    if kind is DelayedDouble:
+        # A process that resumes begins with another scale, as it has seen other weights.
+        resumes = Path(get_args().load, "latest_checkpointed_iteration.txt").exists()
+        double.scale_inv.copy_(values.float().abs().max() / (70 if resumes else 100))
+        keep_scale(module, double)
+    weight = torch.nn.Parameter(double.quantize_(values))
+    for name, value in vars(plain).items():
+        setattr(weight, name, value)
+    # TransformerEngine keeps what the weight was before, so that masters begin exact.
+    weight.get_high_precision_init_val = lambda: values
+    weight.clear_high_precision_init_val = lambda: None
+    module.weight = weight
+
+
+def keep_scale(module: Any, double: QuantizedDouble) -> None:
+    """Keep the scale in the module's extra state, where delayed scaling has it."""
+    module.get_extra_state = lambda: {"scale_inv": double.scale_inv.clone()}
+    module.set_extra_state = lambda state: double.scale_inv.copy_(state["scale_inv"])
+
+
+def dequantizations() -> int:
+    """Return how often a weight was dequantized in this process."""
+    return QuantizedDouble.dequantizations
+
+
+def move_bytes(tensor: QuantizedDouble, raw: torch.Tensor) -> None:
+    raw.detach().copy_(tensor.raw)
+    tensor.raw = raw
+
+
+def quantize_shards(
+    weights: list[QuantizedDouble],
+    masters: list[torch.Tensor | None],
+    starts: list[int | None],
+    group: Any,
+    *_: Any,
+) -> None:
+    for weight, master, start in zip(weights, masters, starts, strict=True):
+        weight.quantize_shard(master, start, group)
+
+
+finished: list[QuantizedDouble] = []
+
+
+def finish_gather(weights: list[QuantizedDouble]) -> None:
+    """Note for which weights TransformerEngine would make the transposes anew."""
+    finished.extend(weights)
+
+
+def quantized(chunks: list[Any]) -> Iterator[tuple[str, QuantizedDouble]]:
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            if isinstance(parameter, QuantizedDouble):
+                yield f"{number}:{name}", parameter
+
+
+def digests(chunks: list[Any]) -> dict[str, str]:
+    """Return a digest of bytes and scales of every FP8 weight of this rank, by name."""
+    return {
+        name: hashlib.sha256(
+            weight.raw.contiguous().numpy().tobytes() + weight.scale_inv.numpy().tobytes()
+        ).hexdigest()
+        for name, weight in quantized(chunks)
+    }
+
+
+def unlike_their_masters(chunks: list[Any], optimizer: Any) -> list[str]:
+    """Return the names of FP8 weights that differ from what quantizing the whole master gives.
+
+    Collective: masters are put together from the parts of all replicas.
+    """
+    masters = whole_masters(optimizer)
+    different = []
+    for name, weight in quantized(chunks):
+        master = masters(weight)
+        expected = type(weight)(torch.zeros_like(weight.raw), weight.scale_inv.clone())
+        expected.quantize_(master.to(weight.dtype))
+        equal = (
+            torch.equal(weight.raw, expected.raw)
+            and torch.equal(weight.scale_inv, expected.scale_inv)
+            and torch.equal(weight.dequantize(), expected.dequantize())
+        )
+        if not equal:
+            different.append(name)
+    return different
+
+
+def whole_masters(optimizer: Any) -> Callable[[torch.nn.Parameter], torch.Tensor]:
+    owned = {}
+    for sub in optimizer.chained_optimizers:
+        for models, masters in zip(
+            sub.model_float16_groups, sub.shard_fp32_from_float16_groups, strict=True
+        ):
+            for model, master in zip(models, masters, strict=True):
+                owned[id(model)] = sub._get_model_param_range_map(model)["param"], master
+
+    def whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+        master = torch.zeros(parameter.numel())
+        if id(parameter) in owned:
+            extent, part = owned[id(parameter)]
+            master[extent.start : extent.end] = part.detach()
+        torch.distributed.all_reduce(master, group=parallel_state.get_data_parallel_group())
+        return master.view(parameter.shape)
+
+    return whole
