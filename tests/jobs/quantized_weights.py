@@ -1,4 +1,4 @@
-"""Gives real Megatron models FP8 weights: stand-ins for TransformerEngine's, which needs a GPU.
+"""Gives real Megatron models FP8 or FP4 weights: stand-ins, as TransformerEngine needs a GPU.
 
 `install` has Megatron's own DDP and DistributedOptimizer treat the stand-ins of
 `tests/megatron_lm/quantized_double.py` as TransformerEngine's classes. What TransformerEngine would
@@ -21,11 +21,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core import fp8_utils, parallel_state
+from megatron.core import fp4_utils, fp8_utils, parallel_state
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.training import get_args, training
 
-from tests.megatron_lm.quantized_double import BlockDouble, QuantizedDouble
+from tests.megatron_lm.quantized_double import BlockDouble, PackedDouble, QuantizedDouble
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +38,16 @@ class Recipe:
     reuse_gradient_buffer: bool = False
     first_layers_plain: bool = False
 
+    @property
+    def packed(self) -> bool:
+        return self.tensor is PackedDouble
+
 
 class DelayedDouble(QuantizedDouble):
     """An FP8 tensor whose scale is kept, and was computed long ago (delayed scaling)."""
 
-    def quantize_(self, values: torch.Tensor) -> QuantizedDouble:
-        self.raw.copy_(self._cast(values))
-        return self
-
-    def quantize_shard(
-        self, master: torch.Tensor | None, start: int | None, group: Any = None
-    ) -> None:
-        if master is not None and start is not None:
-            rounded = master.to(self.dtype)
-            self.raw.view(-1)[start : start + master.numel()] = self._cast(rounded)
-
-    def _cast(self, values: torch.Tensor) -> torch.Tensor:
-        scaled = (values.float() / self.scale_inv).clamp(-448, 448)
-        return scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+    def _set_scale(self, largest: torch.Tensor) -> None:
+        """Keep the scale, whatever the values are."""
 
 
 RECIPES = {
@@ -62,6 +55,7 @@ RECIPES = {
     "plain-ends": Recipe(QuantizedDouble, "tensorwise", first_layers_plain=True),
     "delayed": Recipe(DelayedDouble, "delayed"),
     "mxfp8": Recipe(BlockDouble, "mxfp8", reuse_gradient_buffer=True),
+    "nvfp4": Recipe(PackedDouble, "tensorwise"),
 }
 
 
@@ -80,12 +74,15 @@ def install(name: str) -> None:
         "te_post_all_gather_processing": finish_gather,
     }
     mock.patch.multiple(fp8_utils, create=True, **patches).start()
+    packed = {"HAVE_TE_FP4_TENSOR_CLASS": True, "FP4_TENSOR_CLASS": PackedDouble}
+    mock.patch.multiple(fp4_utils, **packed).start()
+    mock.patch.object(distrib_optimizer, "quantize_nvfp4_param_shard", quantize_shards).start()
 
 
 def quantize_models(recipe: Recipe, chunks: list[torch.nn.Module]) -> None:
     """Swap the weights of the linear layers, and set the arguments that come with FP8 weights."""
     args = get_args()  # as set by the command line if TransformerEngine were there
-    args.fp8_param_gather = True
+    args.fp8_param_gather, args.fp4_param_gather = not recipe.packed, recipe.packed
     args.fp8_recipe = recipe.fp8_recipe
     args.reuse_grad_buf_for_mxfp8_param_ag = recipe.reuse_gradient_buffer
     for chunk in chunks:
@@ -103,7 +100,7 @@ def quantize_models(recipe: Recipe, chunks: list[torch.nn.Module]) -> None:
 def quantize(module: Any, kind: type[QuantizedDouble]) -> None:
     plain = module.weight
     values = plain.detach()
-    double = kind(torch.zeros(values.shape, dtype=torch.uint8), kind.no_scale(values.shape))
+    double = kind.zeros(values.shape)
     if kind is DelayedDouble:
         # A process that resumes begins with another scale, as it has seen other weights.
         resumes = Path(get_args().load, "latest_checkpointed_iteration.txt").exists()

@@ -37,6 +37,8 @@ CASES = {
     "delayed": ("delayed", []),
     "mxfp8": ("mxfp8", []),
     "mxfp8, overlapped": ("mxfp8", OVERLAP),
+    "nvfp4": ("nvfp4", []),
+    "nvfp4, overlapped": ("nvfp4", OVERLAP),
     "plain ends": ("plain-ends", []),
     "plain ends, pipeline": ("plain-ends", PIPELINE),
 }

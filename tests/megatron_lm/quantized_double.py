@@ -1,8 +1,8 @@
-"""CPU stand-ins for TransformerEngine's FP8 weights (`QuantizedTensor` and its subclasses).
+"""CPU stand-ins for TransformerEngine's FP8 and FP4 weights (subclasses of `QuantizedTensor`).
 
 No machine here has TransformerEngine. The stand-ins follow the dispatch rules of its
-`quantized_tensor.py`, `float8_tensor.py` and `mxfp8_tensor.py`, releases 1.x to 2.x, as far as a
-checkpoint can meet them; `test_quantized_double.py` pins each rule.
+`quantized_tensor.py`, `float8_tensor.py`, `mxfp8_tensor.py` and `nvfp4_tensor.py`, releases 1.x to
+2.x, as far as a checkpoint can meet them; `test_quantized_double.py` pins each rule.
 
 - The class is a wrapper: it has a nominal dtype (bfloat16), and its bytes are in other tensors.
 - `detach` and `.data` return another wrapper of the same bytes.
@@ -11,7 +11,8 @@ checkpoint can meet them; `test_quantized_double.py` pins each rule.
 - An operator that changes its arguments writes whole tensors back. Lists of tensors are written
   back since 2025 only (`writes_lists_back`).
 - `float`, `bfloat16`, `half` and `cpu` return plain tensors; `expand_as(self)` stays quantized.
-- Scaling in blocks (MXFP8) refuses views that change the last axis, so it has no `view(-1)`.
+- Scaling in blocks (MXFP8, NVFP4) refuses views that change the last axis: there is no `view(-1)`.
+- FP4 packs two neighbours of a row into a byte, and Megatron knows these bytes by name.
 - Casting a shard of a master takes the largest magnitude of all shards, rounds to the nominal dtype
   first, and writes the bytes of this shard only.
 """
@@ -56,24 +57,43 @@ class QuantizedDouble(torch.Tensor):
     def __new__(
         cls, raw: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype = torch.bfloat16
     ) -> QuantizedDouble:
-        made = torch.Tensor._make_wrapper_subclass(cls, raw.shape, dtype=dtype, device=raw.device)
+        shape = cls.shape_of(raw)
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=raw.device)
         made.raw, made.scale_inv = raw, scale_inv
         return made
 
     @classmethod
     def of(cls, values: torch.Tensor) -> QuantizedDouble:
         """Return `values`, quantized."""
-        made = cls(torch.zeros(values.shape, dtype=torch.uint8), cls.no_scale(values.shape))
-        return made.quantize_(values.detach())
+        return cls.zeros(values.shape).quantize_(values.detach())
+
+    @classmethod
+    def zeros(cls, shape: torch.Size) -> QuantizedDouble:
+        """Return a tensor of that shape, its bytes zero."""
+        return cls(torch.zeros(cls.raw_shape(shape), dtype=torch.uint8), cls.no_scale(shape))
 
     @staticmethod
     def no_scale(shape: torch.Size) -> torch.Tensor:
         return torch.ones(1)
 
+    @staticmethod
+    def raw_shape(shape: torch.Size) -> tuple[int, ...]:
+        return tuple(shape)
+
+    @staticmethod
+    def shape_of(raw: torch.Tensor) -> tuple[int, ...]:
+        return tuple(raw.shape)
+
     def quantize_(self, values: torch.Tensor) -> QuantizedDouble:
-        self.scale_inv.copy_(_scale_inv(values.float().abs().max()))
-        self.raw.copy_(_to_fp8(values, self.scale_inv))
+        self._set_scale(values.float().abs().max())
+        self._store(values.float().reshape(-1), 0)
         return self
+
+    def _set_scale(self, largest: torch.Tensor) -> None:
+        self.scale_inv.copy_(_scale_inv(largest))
+
+    def _store(self, values: torch.Tensor, start: int) -> None:
+        self.raw.view(-1)[start : start + values.numel()] = _to_fp8(values, self.scale_inv)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         QuantizedDouble.dequantizations += 1
@@ -91,9 +111,9 @@ class QuantizedDouble(torch.Tensor):
         largest = torch.zeros(1) if rounded is None else rounded.abs().max().view(1)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
-        self.scale_inv.copy_(_scale_inv(largest))
+        self._set_scale(largest)
         if rounded is not None and start is not None:
-            self.raw.view(-1)[start : start + rounded.numel()] = _to_fp8(rounded, self.scale_inv)
+            self._store(rounded, start)
 
     def alias(self, raw: torch.Tensor | None = None) -> QuantizedDouble:
         """Return another wrapper of the same bytes."""
@@ -179,6 +199,51 @@ class BlockDouble(QuantizedDouble):
         if len(shape) < 2 or shape[-1] != self.shape[-1]:
             raise ValueError(f"no view of size {tuple(shape)} of a {self!r}: blocks lie in rows")
         return self.alias(self.raw.view(shape))
+
+
+class PackedDouble(QuantizedDouble):
+    """An FP4 tensor, two values in a byte; one scale instead of NVFP4's many (`NVFP4Tensor`)."""
+
+    @property
+    def _rowwise_data(self) -> torch.Tensor:
+        """The bytes, under the name by which Megatron moves them into its buffer."""
+        return self.raw
+
+    @_rowwise_data.setter
+    def _rowwise_data(self, raw: torch.Tensor) -> None:
+        self.raw = raw
+
+    @staticmethod
+    def raw_shape(shape: torch.Size) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] // 2)
+
+    @staticmethod
+    def shape_of(raw: torch.Tensor) -> tuple[int, ...]:
+        return (*raw.shape[:-1], raw.shape[-1] * 2)
+
+    def _set_scale(self, largest: torch.Tensor) -> None:
+        self.scale_inv.copy_(torch.where(largest > 0, largest / 7, torch.ones_like(largest)))
+
+    def _codes(self) -> torch.Tensor:
+        """Return the 4-bit codes, one in a byte, flat: 8 means zero."""
+        flat = self.raw.reshape(-1)
+        return torch.stack([flat & 15, flat >> 4], -1).view(-1)
+
+    def _store(self, values: torch.Tensor, start: int) -> None:
+        codes = self._codes()
+        made = (values / self.scale_inv).round().clamp(-7, 7) + 8
+        codes[start : start + values.numel()] = made.to(torch.uint8)
+        self.raw.copy_((codes[::2] | codes[1::2] << 4).view(self.raw.shape))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        QuantizedDouble.dequantizations += 1
+        values = (self._codes().float() - 8) * self.scale_inv
+        return values.view(self.shape).to(dtype or self.dtype)
+
+    def viewed(self, shape: list[int]) -> QuantizedDouble:
+        if len(shape) < 2 or shape[-1] != self.shape[-1]:
+            raise ValueError(f"no view of size {tuple(shape)} of a {self!r}: blocks lie in rows")
+        return self.alias(self.raw.view(self.raw_shape(torch.Size(shape))))
 
 
 def _plain(argument: Any) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.megatron_lm.quantized_double import BLOCK, BlockDouble, QuantizedDouble
+from tests.megatron_lm.quantized_double import BLOCK, BlockDouble, PackedDouble, QuantizedDouble
 
-KINDS = [QuantizedDouble, BlockDouble]
+KINDS = [QuantizedDouble, BlockDouble, PackedDouble]
 
 
 @pytest.fixture(params=KINDS)
@@ -24,7 +24,7 @@ def test_the_nominal_type_is_not_that_of_the_bytes(kind: type[QuantizedDouble]) 
     assert type(tensor) is kind
     assert isinstance(tensor, torch.nn.Parameter)
     assert (tensor.dtype, tensor.raw.dtype) == (torch.bfloat16, torch.uint8)
-    assert tensor.dequantize().sub(values()).abs().max() < 0.2, "about the values"
+    assert tensor.dequantize().sub(values()).abs().max() < 0.3, "about the values"
     assert not torch.equal(tensor.dequantize(), values()), "but not exactly"
 
 
@@ -80,18 +80,29 @@ def test_casts_are_plain_and_what_ddp_needs_is_not(kind: type[QuantizedDouble]) 
 def test_only_scaling_by_tensor_has_flat_views() -> None:
     flat = QuantizedDouble.of(values()).view(-1)
     assert flat.shape == (8 * BLOCK,)
-    tensor = BlockDouble.of(values())
-    assert tensor.view(2, 2, 2 * BLOCK).shape == (2, 2, 2 * BLOCK)
-    for flatten in (lambda it: it.view(-1), lambda it: it.reshape(-1)):
-        with pytest.raises(ValueError, match="blocks lie in rows"):
-            flatten(tensor)
+    for kind in (BlockDouble, PackedDouble):
+        tensor = kind.of(values())
+        assert tensor.view(2, 2, 2 * BLOCK).shape == (2, 2, 2 * BLOCK)
+        for flatten in (lambda it: it.view(-1), lambda it: it.reshape(-1)):
+            with pytest.raises(ValueError, match="blocks lie in rows"):
+                flatten(tensor)
 
 
-def test_shards_of_a_master_make_what_quantizing_all_of_it_does() -> None:
+@pytest.mark.parametrize("kind", [QuantizedDouble, PackedDouble])
+def test_shards_of_a_master_make_what_quantizing_all_of_it_does(
+    kind: type[QuantizedDouble],
+) -> None:
     master = values().float() + 0.001
-    whole, cast = QuantizedDouble.of(master.bfloat16()), QuantizedDouble.of(torch.zeros(4, 64))
+    whole, cast = kind.of(master.bfloat16()), kind.of(torch.zeros(4, 64))
     cast.quantize_shard(master.view(-1), 0)
     assert torch.equal(cast.raw, whole.raw)
     assert torch.equal(cast.scale_inv, whole.scale_inv)
-    cast.quantize_shard(master.view(-1)[10:20], 10)
+    cast.quantize_shard(master.view(-1)[11:20], 11)
     cast.quantize_shard(None, None)
+
+
+def test_fp4_has_two_values_in_a_byte() -> None:
+    tensor = PackedDouble.of(values())
+    assert (tensor.shape, tensor.raw.shape) == ((4, 2 * BLOCK), (4, BLOCK))
+    tensor._rowwise_data = moved = tensor.raw.clone()
+    assert tensor.detach().raw is moved
