@@ -170,16 +170,18 @@ def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
 
 def extra_states_nbytes(chunks: list[Any], geometry: ModelGeometry) -> int:
     """Return at least what `extra_states` will take, encoded, after the first training step."""
-    histories = [
-        getattr(getattr(chunk, "config", None), "fp8_amax_history_len", 1) for chunk in chunks
-    ]
-    history = max(histories, default=1)
-    return sum(
-        len(plain.encode({name: module.get_extra_state()}))
-        + EXTRA_STATE_NBYTES
-        + _AMAX_NBYTES * history * getattr(module, "num_gemms", _NUM_GEMMS)
-        for name, module in _keepers(chunks, geometry)
-    )
+    configs = [getattr(chunk, "config", None) for chunk in chunks]
+    quantized = any(getattr(config, name, None) for config in configs for name in ("fp8", "fp4"))
+    history = max((getattr(config, "fp8_amax_history_len", 1) for config in configs), default=1)
+    nbytes = 0
+    for name, module in _keepers(chunks, geometry):
+        state = module.get_extra_state()
+        # Megatron's own linear layers say None for ever, TransformerEngine's may until they have
+        # seen FP8.
+        if state is not None or quantized:
+            nbytes += len(plain.encode({name: state})) + EXTRA_STATE_NBYTES
+            nbytes += _AMAX_NBYTES * history * getattr(module, "num_gemms", _NUM_GEMMS)
+    return nbytes
 
 
 def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]) -> None:

@@ -339,7 +339,7 @@ def test_there_is_room_for_extra_states_that_come_with_the_first_step(
     modules = torch.nn.ModuleList(QuantizedKeeper(history or 1, num_gemms) for _ in range(layers))
     only = torch.nn.ModuleDict({"layers": modules})
     if history is not None:
-        only.config = types.SimpleNamespace(fp8_amax_history_len=history)
+        only.config = types.SimpleNamespace(fp8="hybrid", fp8_amax_history_len=history)
     objects = [(0, f"layers.{n}._extra_state", f"layers._extra_state/{n}") for n in range(layers)]
     here = ModelGeometry((), [], [], objects)
     room = extra_states_nbytes([only], here)
@@ -349,6 +349,28 @@ def test_there_is_room_for_extra_states_that_come_with_the_first_step(
     assert after <= room
     assert room <= after + layers * (EXTRA_STATE_NBYTES + 256)
     assert extra_states_nbytes([only], here) >= after, "also for states that are there already"
+
+
+class Silent(torch.nn.Linear):
+    """Says None: as Megatron's own linear layers for ever, or as others before they see FP8."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def get_extra_state(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("precision", [{}, {"fp8": None}, {"fp8": "e4m3"}, {"fp4": "e2m1"}])
+def test_there_is_room_for_a_state_that_is_none_only_if_the_job_quantizes(
+    precision: dict[str, str | None],
+) -> None:
+    only = torch.nn.ModuleDict({"layer": Silent()})
+    only.config = types.SimpleNamespace(**precision)
+    here = ModelGeometry((), [], [], [(0, "layer._extra_state", "layer._extra_state")])
+    room = extra_states_nbytes([only], here)
+    assert (room > EXTRA_STATE_NBYTES) == any(precision.values())
+    assert room == 0 or any(precision.values())
 
 
 def test_modules_without_extra_state_need_no_room() -> None:
