@@ -31,6 +31,7 @@ def run_rank(rank: int, count: int, door: str, where: Path, port: str, files: li
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(count),
         WORLD_SIZE=str(count),
         UPSTREAM_DOOR=door,
         UPSTREAM_RESULTS=str(where),
@@ -39,7 +40,7 @@ def run_rank(rank: int, count: int, door: str, where: Path, port: str, files: li
     with open(where / f"rank_{rank}.log", "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    torch.cuda.current_device = lambda: rank
+    torch.cuda.set_device(rank)  # not all of these tests do that themselves
     return pytest.main(
         [
             *("-p", "upstream_plugin", "-p", "no:cacheprovider", "-c", "/dev/null"),

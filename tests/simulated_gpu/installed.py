@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 from torch.cuda._utils import _get_device_index
 
-from megatron_flashckpt.memory import cuda
 from tests.simulated_gpu.node import Event, Node, Stream
 from tests.simulated_gpu.runtime import Runtime
 from tests.simulated_gpu.tensor import DeviceTensor
@@ -21,30 +20,51 @@ _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange")
 
 
 @contextlib.contextmanager
-def simulated_gpus(devices: int = 8, **settings: Any) -> Iterator[Node]:
+def simulated_gpus(devices: int = 8, *, kind: type[Node] = Node, **settings: Any) -> Iterator[Node]:
     """Have `torch.cuda` and tensors on "cuda" mean a simulated node inside the context.
 
     Args:
         devices: number of devices of the node.
+        kind: class of the node.
         settings: of `Node`.
     """
-    node = Node(devices, **settings)
+    node = kind(devices, **settings)
     node.runtime = Runtime(node)
     DeviceTensor.node = node
     with contextlib.ExitStack() as stack:
-        for name, value in _torch_cuda(node).items():
+        for name, value in torch_cuda(node).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for name in _FACTORIES:
             factory = _factory(node, getattr(torch, name))
             stack.enter_context(mock.patch.object(torch, name, factory))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", functools.partialmethod(_cuda)))
-        library = mock.patch.object(cuda, "runtime_library", return_value=node.runtime)
-        stack.enter_context(library)
+        # By its name: ranks import this module before the package, which reads its settings then.
+        library = "megatron_flashckpt.memory.cuda.runtime_library"
+        stack.enter_context(mock.patch(library, return_value=node.runtime))
         stack.callback(node.close)
         yield node
 
 
-def _torch_cuda(node: Node) -> dict[str, Any]:
+class _MadeByNode(type):
+    """A class of `torch.cuda` whose instances the node makes."""
+
+    kind: type
+    make: Callable[..., Any]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.make(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.kind)
+
+
+def _class_of(kind: type, make: Callable[..., Any]) -> type:
+    return _MadeByNode(kind.__name__, (), {"kind": kind, "make": staticmethod(make)})
+
+
+def torch_cuda(node: Node) -> dict[str, Any]:
+    """Return what stands for the members of `torch.cuda` that concern devices and streams."""
+
     def index_of(device: Any) -> int:
         return _get_device_index(device, optional=True)
 
@@ -65,8 +85,8 @@ def _torch_cuda(node: Node) -> dict[str, Any]:
         "set_device": lambda device: node.set_device(_get_device_index(device)),
         "_exchange_device": node.exchange_device,
         "_maybe_exchange_device": node.exchange_device,
-        "Stream": make_stream,
-        "Event": functools.partial(Event, node),
+        "Stream": _class_of(Stream, make_stream),
+        "Event": _class_of(Event, functools.partial(Event, node)),
         "current_stream": lambda device=None: node.current_stream(index_of(device)),
         "default_stream": lambda device=None: node.devices[index_of(device)].default_stream,
         "set_stream": node.set_stream,

@@ -97,6 +97,10 @@ class Node:
         self.here = _Thread()
         self.devices = [Device(self, index, memory_nbytes) for index in range(devices)]
 
+    def make_default_stream(self, device: Device) -> Stream:
+        """Return the default stream of one device."""
+        return Stream(device)
+
     def call(
         self,
         name: str,
@@ -208,8 +212,8 @@ class Node:
         for stream in streams:
             stream.end()
         deadline = time.monotonic() + _CLOSE_S
-        for stream in streams:
-            stream.thread.join(max(0.0, deadline - time.monotonic()))
+        for thread in [stream.thread for stream in streams if stream.thread is not None]:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Device:
@@ -228,7 +232,7 @@ class Device:
         so other devices go on.
         """
         self.streams: list[Stream] = []
-        self.default_stream = Stream(self)
+        self.default_stream = node.make_default_stream(self)
         self._pools: dict[int, list[Stream]] = {}
         self._turns = [itertools.count() for _ in range(PRIORITIES)]
         self._pools_lock = threading.Lock()
@@ -305,9 +309,14 @@ class Stream:
         # A finalizer may enqueue while this thread enqueues: no lock, only calls that are atomic.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         gpu.streams.append(self)
-        name = f"cuda:{gpu.index} stream {len(gpu.streams) - 1}"
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
+        self.thread = self._start()
+
+    def _start(self) -> threading.Thread | None:
+        """Start the thread that does the work."""
+        name = f"cuda:{self.gpu.index} stream {len(self.gpu.streams) - 1}"
+        thread = threading.Thread(target=self._run, name=name, daemon=True)
+        thread.start()
+        return thread
 
     @property
     def device(self) -> torch.device:
@@ -323,12 +332,16 @@ class Stream:
             work = self._pending[0]
             if work is None:
                 return
-            if self.gpu.await_running():
-                try:
-                    work()
-                except Exception as failure:
-                    self.gpu.fail(f"{type(failure).__name__}: {failure}")
+            self._do(work)
             self._pending.popleft()
+
+    def _do(self, work: Work) -> None:
+        """Do `work` when the device runs; a failure breaks the device."""
+        if self.gpu.await_running():
+            try:
+                work()
+            except Exception as failure:
+                self.gpu.fail(f"{type(failure).__name__}: {failure}")
 
     def end(self) -> None:
         self._append(None)

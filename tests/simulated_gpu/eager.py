@@ -1,0 +1,95 @@
+"""A node for programs that compute on host tensors at once, as Megatron does on CPU ranks.
+
+The default stream of each device works in the calling thread: what a thread enqueues there is done
+before the call returns, and a wait of that stream blocks the thread. So the program's computation,
+which no stream knows of, is in order with the default stream. All other streams work later, as on
+any simulated node.
+
+The node shows work that comes too late: copies on a side stream that read a tensor after the
+program has changed it, an event or a stream of the wrong device, a thread whose device nobody set.
+It cannot show work that comes too early: whatever the program has computed is complete when a side
+stream reads it, with or without a wait for the default stream.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import threading
+from typing import Any
+
+import torch
+
+from tests.simulated_gpu.node import Device, Node, Stream, Work
+from tests.simulated_gpu.runtime import Runtime
+from tests.simulated_gpu.tensor import DeviceTensor
+
+_MEMORY_NBYTES = 64 << 20
+
+
+class CallerStream(Stream):
+    """A stream whose work the calling thread does. A held device blocks that thread."""
+
+    def __init__(self, gpu: Device) -> None:
+        self._turn = threading.RLock()
+        """Threads take turns, because the work of one stream never overlaps."""
+        super().__init__(gpu)
+
+    def _start(self) -> None:
+        """Start no thread."""
+
+    def _append(self, work: Work | None) -> None:
+        if work is not None:
+            with self._turn:
+                self._do(work)
+
+    def enqueue_to_host(self, nbytes: int, copy: Work) -> None:
+        if self.capture is not None:
+            super().enqueue_to_host(nbytes, copy)
+            return
+        with self.gpu.to_host.changed:
+            work = self.gpu.to_host.ask(nbytes, copy)
+        self._append(work)  # without the lock, which the copies ahead of this one need
+
+
+class EagerNode(Node):
+    """A node whose default streams work in the calling thread."""
+
+    def make_default_stream(self, device: Device) -> Stream:
+        return CallerStream(device)
+
+
+class RankNode(EagerNode):
+    """The node that one rank's process sees: it has LOCAL_WORLD_SIZE devices.
+
+    The devices are made at their first use, and again in a forked process, which inherits no
+    threads. The node keeps no list of calls, unless `calls` is set to one: a rank makes many.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        del self.devices
+        self.calls = collections.deque(maxlen=0)  # type: ignore[assignment]
+        self.runtime = Runtime(self)
+
+    @functools.cached_property
+    def devices(self) -> list[Device]:  # type: ignore[override]
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return [Device(self, index, _MEMORY_NBYTES) for index in range(count)]
+
+
+class _HostBlock:
+    """Stands for a device's block of memory; the host tensor is kept by its own reference."""
+
+    def record_stream(self, stream: Stream) -> None:
+        """Record nothing: the memory is not the allocator's to give away."""
+
+
+def on_device(host: torch.Tensor, index: int) -> Any:
+    """Return a tensor of device `index` that has its values in a host tensor's memory.
+
+    What the program does to the host tensor it does to this one, at once. What is done with this
+    one is enqueued on the current stream of its device.
+    """
+    return DeviceTensor(host.detach(), _HostBlock(), index)  # type: ignore[arg-type]

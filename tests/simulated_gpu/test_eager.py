@@ -1,0 +1,222 @@
+"""`EagerNode` and `RankNode`: what they do differently from `Node`, and what they cannot show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.agent.trainer import PATIENCE_S, eventually
+from tests.simulated_gpu import Node, simulated_gpus
+from tests.simulated_gpu.eager import EagerNode, RankNode, on_device
+from tests.simulated_gpu.test_conformance import begin, elsewhere, locked
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with simulated_gpus(2, kind=EagerNode) as node:
+        yield node
+
+
+@pytest.fixture
+def go() -> Iterator[threading.Event]:
+    """Lets a busy stream continue."""
+    go = threading.Event()
+    yield go
+    go.set()
+
+
+class TestDefaultStream:
+    def test_its_work_is_done_when_the_call_returns(self, node: Node) -> None:
+        made = torch.ones(3, device="cuda")
+        made.add_(1.0)
+        assert torch.equal(made.backing, torch.full((3,), 2.0))
+
+    def test_an_event_that_it_records_is_done(self, node: Node) -> None:
+        event = torch.cuda.current_stream().record_event()
+        assert event.mark is not None
+        assert event.mark.is_set()
+        assert torch.cuda.current_stream().query()
+
+    def test_its_wait_for_an_event_blocks_the_calling_thread(
+        self, node: Node, go: threading.Event
+    ) -> None:
+        side = torch.cuda.Stream()
+        side.enqueue(go.wait)
+        event = side.record_event()
+        waiting = begin(lambda: torch.cuda.current_stream().wait_event(event))
+        eventually("the wait", lambda: "Stream.wait_event" in {call.name for call in node.calls})
+        assert not waiting.done()
+        go.set()
+        waiting.result(PATIENCE_S)
+        assert event.query()
+
+    def test_two_threads_take_turns(self, node: Node, go: threading.Event) -> None:
+        """What one thread enqueues waits for what another has the stream do."""
+        begun = threading.Event()
+        stream = torch.cuda.default_stream(0)
+
+        def long_work() -> None:
+            begun.set()
+            go.wait()
+
+        first = begin(lambda: stream.enqueue(long_work))
+        assert begun.wait(PATIENCE_S)
+        second = begin(stream.record_event)
+        assert not second.done()
+        go.set()
+        first.result(PATIENCE_S)
+        assert second.result(PATIENCE_S).query()
+
+    def test_a_held_device_blocks_the_calling_thread(self, node: Node) -> None:
+        with node.devices[0].held():
+            waiting = begin(lambda: torch.ones(3, device="cuda"))
+            eventually("the kernel", lambda: "kernel fill" in {call.name for call in node.calls})
+            assert not waiting.done()
+        assert torch.equal(waiting.result(PATIENCE_S).backing, torch.ones(3))
+
+    def test_work_that_fails_breaks_the_device(self, node: Node) -> None:
+        def fail() -> None:
+            raise ValueError("no such index")
+
+        torch.cuda.current_stream().enqueue(fail)
+        with pytest.raises(torch.AcceleratorError, match="ValueError: no such index"):
+            torch.cuda.synchronize()
+
+    def test_a_copy_to_the_host_waits_for_the_copies_that_were_asked_for_before(
+        self, node: Node, go: threading.Event
+    ) -> None:
+        side, made, target = torch.cuda.Stream(), torch.ones(1024, device="cuda"), locked(4096)
+        with torch.cuda.stream(side):
+            side.enqueue(go.wait)
+            target.view(torch.float32).copy_(made, non_blocking=True)
+        small = begin(lambda: torch.ones(1, device="cuda").item())
+        eventually("the copy", lambda: node.devices[0].to_host.queued_nbytes == 4096 + 4)
+        assert not small.done()
+        go.set()
+        assert small.result(PATIENCE_S) == 1.0
+
+    def test_it_starts_no_thread(self, node: Node) -> None:
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("cuda:")]
+
+
+class TestOtherStreams:
+    def test_their_work_comes_later(self, node: Node, go: threading.Event) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()) as _:
+            torch.cuda.current_stream().enqueue(go.wait)
+            made = torch.ones(3, device="cuda")
+            assert not torch.cuda.current_stream().query()
+        go.set()
+        torch.cuda.synchronize()
+        assert torch.equal(made.backing, torch.ones(3))
+
+    def test_a_copy_that_comes_too_late_reads_what_the_program_has_changed(
+        self, node: Node, go: threading.Event
+    ) -> None:
+        """What this node is made for: training changes a tensor before its copy was made."""
+        weight, target, side = torch.zeros(1024), locked(4096), torch.cuda.Stream()
+        side.enqueue(go.wait)
+        with torch.cuda.stream(side):
+            target.view(torch.float32).copy_(on_device(weight, 0), non_blocking=True)
+        weight.add_(1.0)
+        go.set()
+        torch.cuda.synchronize()
+        assert torch.equal(target.view(torch.float32), torch.ones(1024))
+
+    def test_a_copy_that_waits_for_nothing_is_right_all_the_same(self, node: Node) -> None:
+        """What this node cannot show: on a GPU this copy could read `weight` before the addition,
+        because its stream does not wait for the default stream."""
+        weight, target = torch.zeros(1024), locked(4096)
+        weight.add_(1.0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            target.view(torch.float32).copy_(on_device(weight, 0), non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(target.view(torch.float32), torch.ones(1024))
+
+
+class TestTensorsInHostMemory:
+    def test_they_are_of_their_device_and_share_the_memory(self, node: Node) -> None:
+        host = torch.arange(4.0)
+        made = on_device(host, 1)
+        assert made.is_cuda
+        assert made.device == torch.device("cuda", 1)
+        assert made[1:].data_ptr() == host[1:].data_ptr()
+        host.add_(1.0)
+        assert torch.equal(made[1:].cpu(), torch.arange(2.0, 5.0))
+
+    def test_their_memory_is_not_given_away(self, node: Node) -> None:
+        made = on_device(torch.arange(4.0), 0)
+        made.record_stream(torch.cuda.Stream())
+        del made
+        assert node.devices[0].allocator.allocated == 0
+
+
+class TestRankNode:
+    def test_it_has_as_many_devices_as_the_machine_has_ranks(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        node = RankNode()
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # known later than the node is made
+        assert len(node.devices) == 3
+        assert len(RankNode().devices) == 3
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        assert len(RankNode().devices) == 1
+        assert len(node.devices) == 3
+
+    def test_every_thread_begins_on_device_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        node = RankNode()
+        node.set_device(1)
+        assert node.here.device == 1
+        assert elsewhere(lambda: node.here.device) == 0
+
+    def test_it_keeps_calls_only_when_asked(self) -> None:
+        node = RankNode()
+        node.synchronize()
+        assert list(node.calls) == []
+        node.calls = []
+        node.synchronize()
+        assert [call.name for call in node.calls] == ["synchronize"]
+
+
+_RANK = """
+import os, sys, threading
+import torch
+
+assert "tests" not in sys.modules  # Megatron has a package of that name
+assert not [name for name in sys.modules if name.startswith("megatron_flashckpt")]
+assert REPO not in sys.path
+assert torch.cuda.device_count() == 2
+torch.cuda.set_device(1)
+stream = torch.cuda.Stream()
+assert isinstance(stream, torch.cuda.Stream) and stream.device_index == 1
+seen = []
+other = threading.Thread(target=lambda: seen.append(torch.cuda.current_device()))
+other.start()
+other.join()
+assert seen == [0]
+if (child := os.fork()) == 0:
+    torch.cuda.Stream().synchronize()  # its threads stayed behind: the child makes others
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+
+
+def test_a_cpu_rank_has_this_node_wherever_it_is_started(tmp_path: Path) -> None:
+    """`cpu_cuda` finds it by its own place, and leaves `sys.path` and `tests` to Megatron."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPO / "tests/cpu_megatron"),
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    script = f"REPO = {str(REPO)!r}\n{_RANK}"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env=environment)
