@@ -13,6 +13,7 @@ Environment:
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load how they compare with their masters
+    GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
@@ -344,11 +345,17 @@ def report_counters() -> None:
             shared=counters.shared_hits,
             misses=counters.misses,
         )
+        if "GPU" in os.environ:
+            on_gpu.report(trace, each.checkpointer.link.stager)
 
 
 if __name__ == "__main__":
     if "SCALARS" in os.environ:
         be_the_writers()
+    if "GPU" in os.environ:
+        from tests.jobs import on_gpu
+
+        on_gpu.install(trace, iteration)
     trace_slabs()
     if "QUANTIZED" in os.environ:
         from tests.jobs import quantized_weights

@@ -1,0 +1,88 @@
+"""Have the checkpoints of a CPU rank copied from the rank's simulated GPU; for `traced_gpt.py`.
+
+Megatron computes on host tensors. What a save copies later is given to the copy thread as tensors
+of the device that the rank has set, in the same memory (`tests/simulated_gpu/eager.py`). The side
+state stays in host memory, where it is on a real rank, too.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import cpu_cuda
+import msgspec
+import torch
+
+from megatron_flashckpt.memory import cuda, stager
+from megatron_flashckpt.memory.stager import Copy, Stager
+from tests.simulated_gpu import DeviceTensor
+from tests.simulated_gpu.eager import on_device
+
+#: Copies are asked for in parts of this size: dozens for the tiny model.
+PART_NBYTES = 32 * 1024
+#: While training computes, each part takes 50 ms, so no save ends before the next step is due.
+SLOW = PART_NBYTES / 0.05
+#: While training waits, each part takes 5 ms, so a step that does not wait changes what is copied.
+FAST = PART_NBYTES / 0.005
+
+
+def install(trace: Callable[..., None], iteration: Callable[[], int]) -> None:
+    """Put the simulated GPU between Megatron's tensors and the slab.
+
+    Args:
+        trace: appends an event to what the test reads.
+        iteration: returns the iteration that is being trained.
+    """
+    node = cpu_cuda.node
+    DeviceTensor.node, node.calls = node, []
+    cuda.current_device = torch.cuda.current_device
+    cuda.runtime_library = lambda: node.runtime
+    stager.PART_NBYTES = PART_NBYTES
+    stage, before_change, wait = Stager.stage, Stager.before_change, Stager.wait
+
+    def staged_on_device(self: Stager, copies: list[Copy], finish: Any) -> None:
+        self.wait()
+        node.d2h_bytes_per_s = SLOW
+        index = torch.cuda.current_device()
+        stage(self, [copy if copy.early else _on_device(copy, index) for copy in copies], finish)
+
+    def hurried(self: Stager, *args: Any) -> bool:
+        if self._current is not None:
+            node.d2h_bytes_per_s = FAST
+        return wait(self, *args)
+
+    def traced_change(self: Stager) -> None:
+        job = self._current
+        if job is not None:
+            trace(event="change", iteration=iteration(), under_way=not job.copied.is_set())
+            node.d2h_bytes_per_s = FAST
+        before_change(self)
+
+    Stager.stage, Stager.before_change, Stager.wait = staged_on_device, traced_change, hurried
+
+
+def _on_device(copy: Copy, index: int) -> Copy:
+    return msgspec.structs.replace(copy, source=on_device(copy.source, index))
+
+
+def report(trace: Callable[..., None], stager: Stager) -> None:
+    """Trace on which devices the calls of each thread were made, and what was page-locked.
+
+    Waits for copies that are under way.
+    """
+    stager.wait()
+    devices: dict[str, set[int]] = collections.defaultdict(set)
+    copies: dict[str, int] = collections.Counter()
+    for call in cpu_cuda.node.calls:
+        if call.name != "set_device":  # is noted with the device that the thread had before
+            devices[call.thread].add(call.device)
+        copies[call.thread] += call.name == "copy to host"
+    locked = [[thread, device] for _, thread, device in cpu_cuda.node.runtime.registered_by]
+    trace(
+        event="gpu",
+        devices={thread: sorted(found) for thread, found in devices.items()},
+        copies=copies,
+        locked=locked,
+    )
