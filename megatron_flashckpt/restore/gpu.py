@@ -63,13 +63,25 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
         except RuntimeError as error:
             # PyTorch has taken the error out of CUDA's state of this thread when it raises, so no
             # later kernel of the training thread fails because of it.
-            logger.warning(
-                "a buffer of %d bytes could not be page-locked (%s), so this load copies to the "
-                "GPU more slowly; look for a limit on locked memory of this process or container",
-                nbytes,
-                error,
-            )
+            _warn_once(nbytes, str(error))
     return torch.empty(nbytes, dtype=torch.uint8)
+
+
+#: Reasons that this process has logged. A load makes a buffer per thread and per round of sends,
+#: and CUDA refuses them all for one reason.
+_reported: set[str] = set()
+
+
+def _warn_once(nbytes: int, reason: str) -> None:
+    if reason in _reported:
+        return
+    _reported.add(reason)
+    logger.warning(
+        "a buffer of %d bytes could not be page-locked (%s), so this load copies to the GPU more "
+        "slowly; look for a limit on locked memory of this process or container",
+        nbytes,
+        reason,
+    )
 
 
 def synchronize() -> None:

@@ -1,186 +1,364 @@
-"""Loads use a rank's GPU as its training thread does; CUDA's calls are recorded, none is made."""
+"""Loads copy to the GPU of their rank on the training thread's stream, from page-locked memory.
+
+The GPUs are `tests.simulated_gpu`, which follows CUDA's rules for order, threads and memory.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_flashckpt.layout.coverage import Read, ReadPlan
+from megatron_flashckpt.layout.coverage import Read, read_plan
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.restore import gpu
 from megatron_flashckpt.restore.gpu import Gpu
-from megatron_flashckpt.restore.reader import ChunkReader, Part, chunk_reads
+from megatron_flashckpt.restore.reader import ChunkReader, Part, chunk_reads, read_all
+from megatron_flashckpt.restore.replicas import Sharing, read_with_replicas
 from megatron_flashckpt.restore.targets import Targets
+from tests.agent.trainer import PATIENCE_S, eventually
+from tests.layout.worlds import whole
+from tests.restore.made import Made, content, make
+from tests.simulated_gpu import Node, simulated_gpus
+
+RANK = 5
+TRAINING = "training"
+NUMEL = CHUNK_NBYTES // 2 + 7
+STORED = [
+    whole("a", "master", "F32", (NUMEL,), (0,), (NUMEL,)),
+    whole("b", "master", "F32", (999,), (0,), (999,)),
+    whole("c", "master", "F32", (1001,), (0,), (1001,)),
+    whole("d", "weight", "BF16", (1001, 2003), (0, 0), (1001, 2003)),
+    whole("e", "buffer", "U8", (NUMEL,), (0,), (NUMEL,)),
+]
+#: The tensor of this piece has 16-bit elements, to which the masters are rounded.
+ROUNDED = 2
+#: Of this piece some columns are wanted, so that it is copied run by run.
+CUT = 3
+WANTED = list(STORED)
+WANTED[CUT] = whole("d", "weight", "BF16", (1001, 2003), (0, 11), (1001, 1500))
 
 
-class RecordedGpu:
-    """A GPU that makes the copies asked of it when somebody waits for them, and not before."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._asked: list[Callable[[], object]] = []
-        self._entered = threading.local()
-        self.made: list[int] = []
-        """Lengths of the host memory that was made for it."""
-        self.entered: set[int] = set()
-        real_foreach, real_copy = torch._foreach_copy_, torch.Tensor.copy_
-
-        def foreach(targets: Any, sources: Any, non_blocking: bool = False) -> None:
-            assert non_blocking
-            self._asked.append(lambda: real_foreach(targets, sources))
-
-        def copy(target: Any, source: Any, non_blocking: bool = False) -> None:
-            assert non_blocking
-            self._asked.append(lambda: real_copy(target, source))
-
-        monkeypatch.setattr(torch, "_foreach_copy_", foreach)
-        monkeypatch.setattr(torch.Tensor, "copy_", copy)
-
-    def enter_thread(self) -> None:
-        self._entered.yes = True
-        self.entered.add(threading.get_ident())
-
-    def is_entered(self) -> bool:
-        return hasattr(self._entered, "yes")
-
-    def host_memory(self, nbytes: int) -> memoryview:
-        self.made.append(nbytes)
-        return memoryview(bytearray(nbytes))
-
-    def synchronize(self) -> None:
-        while self._asked:
-            self._asked.pop(0)()
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("gpu") / "save", ranks=[STORED])
 
 
-def test_a_buffer_that_cannot_be_page_locked_is_an_ordinary_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture(scope="module")
+def expected() -> list[torch.Tensor]:
+    flat = [values(piece) for piece in STORED]
+    flat[CUT] = flat[CUT].view(1001, 2003)[:, 11:1511].reshape(-1)
+    flat[ROUNDED] = flat[ROUNDED].to(torch.bfloat16)
+    return flat
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with simulated_gpus(8) as node:
+        yield node
+
+
+@pytest.fixture
+def training(node: Node) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """The training thread of local rank 5, whose current stream is not the default one."""
+
+    def enter() -> None:
+        torch.cuda.set_device(RANK)
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+    with concurrent.futures.ThreadPoolExecutor(1, TRAINING, initializer=enter) as pool:
+        pool.submit(node.calls.clear).result(PATIENCE_S)
+        yield pool
+        node.close()  # no thread waits for work that a failed test has left queued
+
+
+@pytest.fixture(autouse=True)
+def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test see the warning that a process logs once."""
+    monkeypatch.setattr(gpu, "_reported", set())
+
+
+def values(piece: Piece) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content(piece)), dtype=torch_dtype(piece.dtype))
+
+
+def empty_targets(device: str = "cuda") -> list[torch.Tensor]:
+    dtypes = [torch_dtype(piece.dtype) for piece in WANTED]
+    dtypes[ROUNDED] = torch.bfloat16
+    return [
+        torch.empty(piece.numel, dtype=dtype, device=device)
+        for piece, dtype in zip(WANTED, dtypes, strict=True)
+    ]
+
+
+class Meeting:
+    """A checkpoint whose first chunks are read by `threads` threads at the same time."""
+
+    def __init__(self, made: Made, threads: int) -> None:
+        self._stored = made.stored()
+        self._barrier = threading.Barrier(threads, timeout=PATIENCE_S)
+        self._met = threading.local()
+
+    def sources(self) -> Any:
+        return self._stored.sources()
+
+    def data_nbytes(self, rank: int) -> int:
+        return self._stored.data_nbytes(rank)
+
+    def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+        if not hasattr(self._met, "yes"):
+            self._met.yes = True
+            self._barrier.wait()
+        self._stored.read_chunk(rank, number, parts)
+
+
+def load(made: Made, tensors: list[torch.Tensor], threads: int) -> None:
+    """Fill `tensors`, the targets of `WANTED`. Called by the training thread."""
+    source = Meeting(made, threads)
+    plan = read_plan(WANTED, source.sources(), "the checkpoint")
+    targets = Targets(WANTED, tensors)
+    read_all(source, plan, WANTED, targets, threads, targets.gpu)
+
+
+def names(node: Node) -> list[str]:
+    return [call.name for call in node.calls]
+
+
+def are_equal(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    on_host = [tensor.cpu() for tensor in tensors]
+    # Random bits hold NaNs, so the bytes are compared.
+    pairs = zip(on_host, expected, strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def let_load_begin(node: Node, loading: Future[Any]) -> None:
+    """Return when a copy was asked for and no stream but the training thread's has work left."""
+
+    def is_waiting() -> bool:
+        busy = [stream for stream in node.devices[RANK].streams if stream._pending]
+        return len(busy) <= 1 and "copy to device" in names(node)
+
+    eventually("a copy was asked for", lambda: loading.done() or is_waiting())
+
+
+# ---------------------------------------------------------------------- threads and order
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_thread_of_a_load_uses_the_gpu_of_its_rank_alone(
+    node: Node,
+    training: concurrent.futures.ThreadPoolExecutor,
+    made: Made,
+    expected: list[torch.Tensor],
+    threads: int,
 ) -> None:
-    real_empty = torch.empty
+    def work() -> bool:
+        tensors = empty_targets()
+        load(made, tensors, threads)
+        return are_equal(tensors, expected)
 
-    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        if pin_memory:
-            raise RuntimeError("CUDA error: out of memory")
-        return real_empty(*args, **kwargs)
+    assert training.submit(work).result(PATIENCE_S)
+    entered = [call for call in node.calls if call.name == "set_device"]
+    assert {call.device for call in node.calls if call not in entered} == {RANK}
+    copying = {call.thread for call in node.calls if call.name == "copy to device"}
+    assert len(copying) == threads
+    assert {call.thread for call in entered} == (copying if threads > 1 else set())
+    # The calling thread's device, stream and capture mode are the training thread's own.
+    assert (f"{TRAINING}_0" in copying) == (threads == 1)
 
-    monkeypatch.setattr(torch, "empty", empty)
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_load_runs_after_what_the_training_thread_asked_for_before(
+    node: Node,
+    training: concurrent.futures.ThreadPoolExecutor,
+    made: Made,
+    expected: list[torch.Tensor],
+    threads: int,
+) -> None:
+    go = threading.Event()
+
+    def work() -> bool:
+        tensors = empty_targets()
+        stream: Any = torch.cuda.current_stream()
+        stream.enqueue(go.wait)
+        for tensor in tensors:
+            tensor.view(torch.uint8).fill_(0xFF)
+        load(made, tensors, threads)
+        torch.cuda.synchronize()
+        return are_equal(tensors, expected)
+
+    loading = training.submit(work)
+    let_load_begin(node, loading)
+    assert not loading.done()
+    go.set()
+    assert loading.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_another_stream_sees_what_was_loaded_when_the_load_has_returned(
+    node: Node, training: concurrent.futures.ThreadPoolExecutor, made: Made, threads: int
+) -> None:
+    """Padding is zeroed on the training thread's stream before the chunks are read."""
+    go = threading.Event()
+
+    def work() -> torch.Tensor:
+        padding = torch.ones(100, device="cuda")
+        stream: Any = torch.cuda.current_stream()
+        stream.enqueue(go.wait)
+        targets = Targets([STORED[1]], [padding])
+        targets.zero(0)
+        with ChunkReader(made.stored(), threads, targets.gpu) as reader:
+            read_with_replicas(reader, [], targets, Sharing(None, "never", 0))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return padding.cpu()
+
+    loading = training.submit(work)
+    eventually("the load waits", lambda: loading.done() or "synchronize" in names(node))
+    assert not loading.done()
+    go.set()
+    assert torch.equal(loading.result(PATIENCE_S), torch.zeros(100))
+
+
+def test_the_seconds_of_a_load_include_the_work_of_the_gpu(made: Made) -> None:
+    """Training offloads meanwhile: the copy keeps the engine busy for half a second."""
+    seconds = 0.5
+    piece = STORED[1]
+    with simulated_gpus(8, d2h_bytes_per_s=4096 / seconds) as node:
+        torch.cuda.set_device(RANK)
+        tensor, offloaded = torch.empty(999, device="cuda"), torch.zeros(1024, device="cuda")
+        host = torch.empty(1024, pin_memory=True)
+
+        class Offloading(Meeting):
+            def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    host.copy_(offloaded, non_blocking=True)
+                super().read_chunk(rank, number, parts)
+
+        source = Offloading(made, 1)
+        targets = Targets([piece], [tensor])
+        chunks = chunk_reads(read_plan([piece], source.sources(), "it"), [piece])
+        with ChunkReader(source, 1, targets.gpu) as reader:
+            report = read_with_replicas(reader, chunks, targets, Sharing(None, "never", 0))
+        assert len(chunks) == 1
+        assert report.seconds >= seconds
+        assert all(stream.query() for stream in node.devices[RANK].streams)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+#: All floats of a chunk are copied by one call, other elements by a call for each run.
+PIECES = [
+    whole("a", "master", "F32", (6,), (0,), (6,)),
+    whole("b", "buffer", "U8", (8,), (0,), (8,)),
+]
+
+
+def test_a_source_may_be_overwritten_once_its_parts_were_put(
+    node: Node, training: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    contents = [torch.arange(6.0), torch.arange(8, dtype=torch.uint8)]
+
+    def work() -> list[torch.Tensor]:
+        tensors = [
+            torch.zeros(len(values), dtype=values.dtype, device="cuda") for values in contents
+        ]
+        targets = Targets(PIECES, tensors)
+        assert targets.gpu is not None
+        parts = []
+        for number, values in enumerate(contents):
+            source = targets.gpu.host_memory(values.nbytes)
+            source[:] = values.view(torch.uint8).numpy().data
+            parts.append(Part(Read.whole(number, PIECES[number], 0), 0, source))
+        targets.put(parts)
+        for part in parts:
+            part.source[:] = b"\xff" * part.source.nbytes
+        return tensors
+
+    with node.devices[RANK].held():
+        putting = training.submit(work)
+        eventually(
+            "the copies are awaited", lambda: putting.done() or "Stream.synchronize" in names(node)
+        )
+        assert not putting.done()
+    tensors = putting.result(PATIENCE_S)
+    torch.cuda.synchronize(RANK)
+    assert are_equal(tensors, contents)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_page_locked_buffers_let_a_thread_wait_once_per_chunk(
+    node: Node, training: concurrent.futures.ThreadPoolExecutor, made: Made, threads: int
+) -> None:
+    """CUDA blocks the thread in every copy from other memory."""
+    alike = STORED[:2]
+
+    def work() -> tuple[int, list[torch.Tensor]]:
+        tensors = [torch.empty(piece.numel, device="cuda") for piece in alike]
+        targets = Targets(alike, tensors)
+        source = Meeting(made, threads)
+        chunks = chunk_reads(read_plan(alike, source.sources(), "it"), alike)
+        node.calls.clear()
+        with ChunkReader(source, threads, targets.gpu) as reader:
+            reader.read(chunks, targets)
+        return len(chunks), tensors
+
+    count, tensors = training.submit(work).result(PATIENCE_S)
+    assert [made.nbytes for made in node.runtime.kept] == [CHUNK_NBYTES] * threads
+    assert names(node).count("Stream.synchronize") == count
+    assert are_equal(tensors, [values(piece) for piece in alike])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_load_whose_buffers_cannot_be_page_locked_warns_once_and_is_right(
+    node: Node,
+    training: concurrent.futures.ThreadPoolExecutor,
+    made: Made,
+    expected: list[torch.Tensor],
+    threads: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    node.runtime.most_nbytes = CHUNK_NBYTES - 1
+
+    def work() -> tuple[bool, torch.Tensor]:
+        tensors = empty_targets()
+        load(made, tensors, threads)
+        # A kernel of the training thread would raise the error of an earlier call here.
+        return are_equal(tensors, expected), torch.zeros(1, device="cuda").add_(1).cpu()
+
     with caplog.at_level(logging.WARNING):
-        buffer = gpu.host_buffer(24, pinned=True)
-    assert (buffer.shape, buffer.dtype, buffer.device.type) == ((24,), torch.uint8, "cpu")
+        is_right, later = training.submit(work).result(PATIENCE_S)
+    assert is_right
+    assert torch.equal(later, torch.ones(1))
+    assert "cudaHostAlloc" in names(node)
+    assert node.runtime.kept == []
     assert [record.getMessage() for record in caplog.records] == [
-        "a buffer of 24 bytes could not be page-locked (CUDA error: out of memory), so this load "
-        "copies to the GPU more slowly; look for a limit on locked memory of this process or "
+        "a buffer of 4194304 bytes could not be page-locked (CUDA error: out of memory), so this "
+        "load copies to the GPU more slowly; look for a limit on locked memory of this process or "
         "container"
     ]
 
 
+def test_a_load_to_host_memory_makes_no_cuda_call(
+    node: Node, made: Made, expected: list[torch.Tensor]
+) -> None:
+    tensors = empty_targets("cpu")
+    assert Gpu.of(tensors) is None
+    load(made, tensors, 3)
+    assert node.calls == []
+    assert are_equal(tensors, expected)
+
+
 @pytest.mark.parametrize("pinned", [True, False])
-def test_only_a_rank_with_a_gpu_asks_for_page_locked_memory(
-    monkeypatch: pytest.MonkeyPatch, pinned: bool
-) -> None:
-    asked: list[bool] = []
-    real_empty = torch.empty
-
-    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        asked.append(pin_memory)
-        return real_empty(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    gpu.host_buffer(8, pinned=pinned)
-    assert asked == [pinned]
-
-
-def test_a_rank_whose_targets_lie_in_host_memory_uses_no_gpu() -> None:
-    assert Gpu.of([torch.zeros(2), torch.zeros(3)]) is None
-    assert Targets([], []).gpu is None
-
-
-def test_a_thread_makes_device_and_stream_of_the_training_thread_current(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[tuple[str, Any]] = []
-    device = torch.device("cuda", 5)
-    stream: Any = SimpleNamespace(device=device)
-
-    def current_stream(asked: torch.device) -> Any:
-        calls.append(("current_stream", asked))
-        return stream
-
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda it: calls.append(("set_device", it)))
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda it: calls.append(("set_stream", it)))
-    target: Any = SimpleNamespace(is_cuda=True, device=device)
-    noted = Gpu.of([torch.zeros(2), target])
-    assert noted is not None
-    noted.enter_thread()
-    # The device first: to set a stream of another device would make a context on device 0.
-    assert calls == [("current_stream", device), ("set_device", device), ("set_stream", stream)]
-
-
-#: One stored as it is wanted, one cut otherwise.
-PIECES = [
-    Piece("a", "master", "F32", (6,), (0,), (6,), 0, 6),
-    Piece("b", "weight", "BF16", (4, 2), (0, 1), (4, 1), 0, 4),
-]
-WHOLE = Piece("b", "weight", "BF16", (4, 2), (0, 0), (4, 2), 0, 8)
-
-
-def test_a_source_may_be_overwritten_when_its_parts_were_put(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tensors = [torch.zeros(6), torch.zeros(4, dtype=torch.bfloat16)]
-    masters, weights = torch.arange(6.0), torch.arange(8.0).to(torch.bfloat16)
-    sources = [bytearray(it.view(torch.uint8).numpy()) for it in (masters, weights)]
-    targets = Targets(PIECES, tensors)
-    device: Any = RecordedGpu(monkeypatch)
-    targets.gpu = device
-    targets.put(
-        [
-            Part(Read.whole(0, PIECES[0], 0), 0, memoryview(sources[0])),
-            Part(Read.whole(1, WHOLE, 24), 0, memoryview(sources[1])),
-        ]
-    )
-    for source in sources:
-        source[:] = b"\xff" * len(source)
-    assert torch.equal(tensors[0], masters)
-    assert torch.equal(tensors[1], weights.view(4, 2)[:, 1])
-
-
-class Zeros:
-    """A shard of zeros."""
-
-    def data_nbytes(self, rank: int) -> int:
-        return 6 * CHUNK_NBYTES
-
-    def read_chunk(self, rank: int, number: int, parts: list[memoryview]) -> None:
-        pass
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_every_thread_of_a_load_enters_the_gpu_before_it_copies(
-    monkeypatch: pytest.MonkeyPatch, threads: int
-) -> None:
-    numel = 6 * CHUNK_NBYTES
-    piece = Piece("a", "weight", "U8", (numel,), (0,), (numel,), 0, numel)
-    chunks = chunk_reads(ReadPlan({0: [Read.whole(0, piece, 0)]}, ()), [piece])
-    device: Any = RecordedGpu(monkeypatch)
-    entered: list[bool] = []
-
-    class Sink:
-        def place(self, read: Read, offset: int, nbytes: int) -> None:
-            return None
-
-        def put(self, parts: list[Part]) -> None:
-            entered.append(device.is_entered())
-
-    with ChunkReader(Zeros(), threads, device) as reader:
-        reader.read(chunks, Sink())
-    # The calling thread alone is the training thread, whose device and stream they are.
-    assert entered == [threads > 1] * 6
-    assert threading.get_ident() not in device.entered
-    assert device.made == [CHUNK_NBYTES] * threads
+def test_only_a_buffer_for_a_gpu_is_page_locked(node: Node, pinned: bool) -> None:
+    buffer = gpu.host_buffer(24, pinned=pinned)
+    assert (buffer.shape, buffer.dtype, buffer.device.type) == ((24,), torch.uint8, "cpu")
+    assert node.runtime.is_locked(buffer) is pinned

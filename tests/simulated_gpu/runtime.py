@@ -39,7 +39,7 @@ class Runtime:
         self.kept: list[torch.Tensor] = []
         """Page-locked tensors: torch's host allocator gives no memory back."""
         self.most_nbytes: int | None = None
-        """A registration of more bytes fails."""
+        """Page-locking of more bytes fails, of existing memory and of new memory."""
         self.failing_call: int | None = None
         """Number of the registration that fails, counted from 0."""
         self._registrations = itertools.count()
@@ -78,8 +78,14 @@ class Runtime:
         return SUCCESS
 
     def lock_new(self, made: torch.Tensor) -> None:
-        """Page-lock a tensor of torch's host allocator, which calls `cudaHostAlloc`."""
+        """Page-lock a tensor of torch's host allocator, which calls `cudaHostAlloc`.
+
+        Raises:
+            AcceleratorError: there is no memory for it; torch has cleared the thread's error.
+        """
         self._node.call("cudaHostAlloc", unsafe=True)
+        if made.nbytes > (self.most_nbytes or made.nbytes):
+            raise accelerator_error("out of memory", OUT_OF_MEMORY)
         self.locked[made.data_ptr()] = made.nbytes
         self.kept.append(made)
 

@@ -749,6 +749,18 @@ class TestHostRegister:
         made.add_(1)
         assert made.tolist() == [3] * N
 
+    def test_a_failed_pinned_allocation_raises_at_once_and_leaves_no_error(
+        self, node: Node
+    ) -> None:
+        """c10/cuda/CUDAException.cpp `c10_cuda_check_implementation` takes the error out of the
+        thread's state and raises it; `pin_memory=True` goes through `C10_CUDA_CHECK`."""
+        made, node.runtime.most_nbytes = filled(1), N
+        with pytest.raises(torch.AcceleratorError, match="CUDA error: out of memory"):
+            locked(N + 1)
+        made.add_(1)
+        assert node.runtime.locked == {}
+        assert node.runtime.is_locked(locked(N))
+
     @pytest.mark.parametrize(
         "launch",
         [
