@@ -17,7 +17,7 @@ from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory import stager as stager_module
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import PARTS_IN_FLIGHT, Copy, Stager
+from megatron_flashckpt.memory.stager import PART_NBYTES, PARTS_IN_FLIGHT, Copy, Stager
 from tests.agent.trainer import eventually
 from tests.memory.test_stager import PATIENCE_S, Finish, bytes_at, raw
 from tests.simulated_gpu import Node, simulated_gpus
@@ -229,6 +229,7 @@ def test_at_most_two_parts_are_asked_for_and_not_done(
     stager.wait()
     engine = node.devices[RANK].to_host
     assert engine.most_queued_nbytes == PARTS_IN_FLIGHT * PART
+    assert PARTS_IN_FLIGHT * PART_NBYTES == 128 << 20, "2.5 ms at 52 GB/s"
     assert torch.equal(staged(slab, 14 * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
 
 
