@@ -1,0 +1,51 @@
+"""What a section found, one JSON line for each fact, written at once.
+
+A section that is killed keeps the lines it has written.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TextIO
+
+#: A rule that must hold. Its `ok` decides the verdict of the whole check.
+MUST = "must"
+#: A measured number. It decides nothing.
+FIGURE = "figure"
+#: A text, such as a version.
+NOTE = "note"
+#: A part of a section that did not run, and why.
+SKIP = "skip"
+
+
+class Report:
+    """Writes lines with the fields section, kind, what, ok, value, unit and detail.
+
+    A field that has no meaning for a kind is null.
+    """
+
+    def __init__(self, section: str, stream: TextIO) -> None:
+        self._section = section
+        self._stream = stream
+
+    def must(self, what: str, ok: bool, detail: str = "") -> None:
+        """Report whether the rule `what` held; a section continues after a broken rule."""
+        self._write(MUST, what, ok=bool(ok), detail=detail)
+
+    def figure(self, what: str, value: float, unit: str, detail: str = "") -> None:
+        """Report a measured number in `unit`, such as "GB/s"."""
+        self._write(FIGURE, what, value=float(value), unit=unit, detail=detail)
+
+    def note(self, what: str, text: str) -> None:
+        """Report a fact that is no number."""
+        self._write(NOTE, what, detail=text)
+
+    def skip(self, what: str, why: str) -> None:
+        """Report that this part of the section did not run."""
+        self._write(SKIP, what, detail=why)
+
+    def _write(self, kind: str, what: str, **fields: Any) -> None:
+        line = {"section": self._section, "kind": kind, "what": what, "ok": None, "value": None}
+        line |= {"unit": None, "detail": "", **fields}
+        self._stream.write(json.dumps(line) + "\n")
+        self._stream.flush()

@@ -1,0 +1,66 @@
+"""The process of one section: `python -m tests.gpu_check.section NAME`.
+
+Without a GPU it runs the section on a simulated node, if the section says that it can. A section
+runs on the device of `LOCAL_RANK`, as a rank of Megatron does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from tests.gpu_check import machine
+from tests.gpu_check.report import Report
+from tests.simulated_gpu import simulated_gpus
+
+#: Memory of each simulated device, which is host memory.
+_SIMULATED_NBYTES = 128 << 20
+
+
+def main(arguments: list[str]) -> None:
+    """Run the section that the arguments name. An exception of a section ends the process."""
+    parser = argparse.ArgumentParser(prog="tests.gpu_check.section", description=__doc__)
+    parser.add_argument("name", help="module of tests.gpu_check.sections")
+    parser.add_argument("--label", help="name of the section in the report; default: its letter")
+    parser.add_argument("--to", type=Path, help="file for the JSON lines; default: stdout")
+    given = parser.parse_args(arguments)
+    section = importlib.import_module(f"tests.gpu_check.sections.{given.name}")
+    with _device(section.GPUS, section.SIMULATED), _stream(given.to) as stream:
+        section.run(Report(given.label or section.LETTER, stream))
+
+
+@contextlib.contextmanager
+def _device(gpus: int, can_simulate: bool) -> Iterator[None]:
+    if not gpus:
+        yield
+    elif torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        yield
+    elif can_simulate:
+        with simulated_gpus(8, memory_nbytes=_SIMULATED_NBYTES) as node:
+            machine.simulated_node = node
+            torch.cuda.set_device(5)  # device 0 would hide a thread that forgot to set its own
+            yield
+    else:
+        sys.exit("this section needs a GPU")
+
+
+@contextlib.contextmanager
+def _stream(to: Path | None) -> Iterator[TextIO]:
+    if to is None:
+        yield sys.stdout
+    else:
+        with to.open("a") as stream:
+            yield stream
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
