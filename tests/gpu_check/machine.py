@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from typing import TypeVar
 
 import torch
@@ -13,6 +14,13 @@ T = TypeVar("T")
 
 #: The simulated node; None on a machine with a GPU. Set by `section.py` before a section runs.
 simulated_node: Node | None = None
+#: When the driver will kill this section, on the monotonic clock.
+deadline = float("inf")
+
+
+def seconds_left() -> float:
+    """Return how long this section may still run, for one that does as much as it has time for."""
+    return deadline - time.monotonic()
 
 
 def pick(on_gpu: T, simulated: T) -> T:

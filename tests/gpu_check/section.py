@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
@@ -21,6 +22,8 @@ from tests.gpu_check import machine
 from tests.gpu_check.report import Report
 from tests.simulated_gpu import simulated_gpus
 
+#: The package that has the sections.
+PACKAGE = "tests.gpu_check.sections"
 #: Memory of each simulated device, which is host memory.
 _SIMULATED_NBYTES = 128 << 20
 
@@ -28,11 +31,14 @@ _SIMULATED_NBYTES = 128 << 20
 def main(arguments: list[str]) -> None:
     """Run the section that the arguments name. An exception of a section ends the process."""
     parser = argparse.ArgumentParser(prog="tests.gpu_check.section", description=__doc__)
-    parser.add_argument("name", help="module of tests.gpu_check.sections")
+    parser.add_argument("name", help="module of the package of sections")
     parser.add_argument("--label", help="name of the section in the report; default: its letter")
     parser.add_argument("--to", type=Path, help="file for the JSON lines; default: stdout")
+    parser.add_argument("--package", default=PACKAGE, help="where the module is")
+    parser.add_argument("--seconds", type=float, help="limit after which the driver kills this")
     given = parser.parse_args(arguments)
-    section = importlib.import_module(f"tests.gpu_check.sections.{given.name}")
+    section = importlib.import_module(f"{given.package}.{given.name}")
+    machine.deadline = time.monotonic() + (given.seconds or section.SECONDS)
     with _device(section.GPUS, section.SIMULATED), _stream(given.to) as stream:
         section.run(Report(given.label or section.LETTER, stream))
 

@@ -1,0 +1,99 @@
+"""Check the package on this machine's GPU: `scripts/gpu_check`.
+
+Every section runs as a process of its own with a limit of its own. Exits with status 1 if a MUST
+is broken or a section crashed. Without a GPU the sections that can do so run on a simulated one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tests.gpu_check import process
+from tests.gpu_check.discovery import Section, sections
+from tests.gpu_check.process import Line
+from tests.gpu_check.report import SKIP
+from tests.gpu_check.section import PACKAGE
+from tests.gpu_check.table import Output
+
+#: A section that would have less time than this does not begin.
+_LEAST_S = 5.0
+_FILE = "gpu_check.jsonl"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the sections that the arguments ask for; return the exit status."""
+    given = _parser().parse_args(arguments)
+    wanted = [it for it in sections(given.package) if not given.only or it.label in given.only]
+    file = _file(given.json)
+    if file is not None:
+        file.write_text("")
+    output, lines = Output(), list[Line]()
+    skipped: list[tuple[str, str]] = []
+    deadline = time.monotonic() + given.budget
+    gpus = torch.cuda.device_count()
+    for section in wanted:
+        name = f"{section.label} {section.title}"
+        limit_s = _limit_s(section, deadline - time.monotonic())
+        if why := section.why_not(gpus) or ("" if limit_s >= _LEAST_S else "no time left"):
+            skipped.append((name, why))
+            continue
+        with output.running(section, limit_s):
+            outcome = process.run(section, given.package, limit_s)
+        output.ended(section, outcome)
+        lines += outcome.lines
+        skipped += [
+            (f"{name}: {line['what']}", line["detail"])
+            for line in outcome.lines
+            if line["kind"] == SKIP
+        ]
+        if file is not None:
+            with file.open("a") as stream:
+                stream.writelines(json.dumps(line) + "\n" for line in outcome.lines)
+    output.table(lines)
+    output.skipped(skipped)
+    output.verdict(lines)
+    return int(any(line["ok"] is False for line in lines))
+
+
+def _limit_s(section: Section, left_s: float) -> float:
+    return left_s if section.gets_the_rest else min(section.seconds, left_s)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__)
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=520.0,
+        metavar="SECONDS",
+        help="for all sections (%(default)s)",
+    )
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), metavar="E,D,...", help="run these sections"
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        type=Path,
+        const=Path(_FILE),
+        metavar="FILE",
+        help=f"write every fact as a line of JSON (default: $OUT/{_FILE} if OUT is set)",
+    )
+    parser.add_argument("--package", default=PACKAGE, help=argparse.SUPPRESS)
+    return parser
+
+
+def _file(given: Path | None) -> Path | None:
+    out = os.environ.get("OUT")
+    return Path(out, _FILE) if given is None and out else given
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

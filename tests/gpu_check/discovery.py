@@ -1,0 +1,93 @@
+"""The sections that there are, in the order in which they run.
+
+Their constants are read from the source: importing a section would import torch and Megatron here.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+#: What says "broken" comes first; the last section gets the time that is left.
+ORDER = "EDFRSTGXKPCHLNM"
+LAST = ORDER[-1]
+#: Sections that run again on a device that is not the first, if there are two.
+_ON_ANOTHER_DEVICE = ("D", "T")
+_CONSTANTS = ("LETTER", "TITLE", "SECONDS", "GPUS", "SIMULATED")
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One process to run."""
+
+    name: str
+    """Module in the package of sections."""
+    label: str
+    """What the report calls it: its letter, or its letter and a device."""
+    title: str
+    seconds: float
+    """Its limit, if the budget allows for as much."""
+    gpus: int
+    """Number of GPUs that it needs."""
+    simulated: bool
+    """Whether it also runs on the simulated node."""
+    environ: tuple[tuple[str, str], ...] = ()
+    """What it finds in its environment beside the driver's."""
+
+    @property
+    def gets_the_rest(self) -> bool:
+        return self.label == LAST
+
+    def why_not(self, gpus: int) -> str:
+        """Return why it cannot run on a machine with so many GPUs; empty if it can."""
+        if self.gpus <= gpus or (gpus == 0 and self.simulated):
+            return ""
+        return "needs a GPU" if self.gpus == 1 else f"needs {self.gpus} GPUs"
+
+
+def sections(package: str) -> list[Section]:
+    """Return all sections of a package, and those that run once more on another device."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"there is no package {package}"
+    paths = [
+        path for place in spec.submodule_search_locations or () for path in Path(place).iterdir()
+    ]
+    found = [_section(path) for path in paths if path.suffix == ".py" and path.stem != "__init__"]
+    again = [_on_another_device(it) for it in found if it.label in _ON_ANOTHER_DEVICE]
+    return sorted(found + again, key=_place)
+
+
+def _section(path: Path) -> Section:
+    values: dict[str, Any] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name in _CONSTANTS:
+                values[name] = ast.literal_eval(node.value)
+    missing = [name for name in _CONSTANTS if name not in values]
+    assert not missing, f"{path}: a section has to define {', '.join(missing)}"
+    return Section(path.stem, *(values[name] for name in _CONSTANTS))
+
+
+def _place(section: Section) -> tuple[bool, bool, int, str]:
+    letter = section.label[0]
+    place = ORDER.index(letter) if letter in ORDER else len(ORDER)
+    return section.gets_the_rest, section.gpus > 1, place, section.label
+
+
+def _on_another_device(section: Section) -> Section:
+    # A new thread's device is the first one, so a thread that has not set its own shows.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    environ = {"CUDA_VISIBLE_DEVICES": ",".join(reversed(visible[:2])), "LOCAL_RANK": "1"}
+    return dataclasses.replace(
+        section,
+        label=f"{section.label}1",
+        title=f"{section.title}, on the second of two devices",
+        gpus=2,
+        simulated=False,
+        environ=tuple(environ.items()),
+    )
