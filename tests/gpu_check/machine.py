@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import time
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +18,9 @@ T = TypeVar("T")
 simulated_node: Node | None = None
 #: When the driver will kill this section, on the monotonic clock.
 deadline = float("inf")
+
+#: Cycles per second that `torch.cuda._sleep` is told; GPUs of today run at 1.4 to 2 GHz.
+_CLOCK_HZ = 1.7e9
 
 
 def seconds_left() -> float:
@@ -36,3 +41,27 @@ def gpus() -> int:
 def has_megatron() -> bool:
     """Return whether megatron-core is installed, without importing it."""
     return importlib.util.find_spec("megatron") is not None
+
+
+def keep_busy(seconds: float) -> None:
+    """Have the current stream do nothing for about so long; the caller continues at once."""
+    if simulated_node is None:
+        torch.cuda._sleep(int(seconds * _CLOCK_HZ))
+    else:
+        simulated_node.current_stream().enqueue(lambda: time.sleep(seconds))
+
+
+@contextlib.contextmanager
+def captured(stream: torch.cuda.Stream) -> Iterator[Any]:
+    """Capture what the context asks for into a graph, on `stream`, in global mode.
+
+    Yields an object whose `replay` runs it. In global mode an unsafe call of any other thread
+    invalidates the capture, unless that thread is in relaxed mode.
+    """
+    if simulated_node is not None:
+        with torch.cuda.stream(stream), simulated_node.capture("global") as simulated:
+            yield simulated
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="global"):
+        yield graph

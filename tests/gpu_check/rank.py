@@ -1,0 +1,131 @@
+"""One rank of a job with tensors on the GPU and no model: a real `Checkpointer`, a real agent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+
+from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
+from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.layout.piece import MASTER, Piece
+from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.model_state import LocalPiece
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.restore.reader import read_all
+from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.trainer import agents_under, config_of, eventually, is_alive
+
+
+class Node:
+    """A runtime directory with its agent, and a save directory."""
+
+    def __init__(self, where: Path) -> None:
+        self.root = where / "save"
+        self.runtime_dir = where / "run"
+        self._ranks: list[Rank] = []
+
+    def rank(self, tensors: list[torch.Tensor], **settings: Any) -> Rank:
+        """Return a new incarnation of rank 0, which saves `tensors`."""
+        config = msgspec.structs.replace(config_of(self.runtime_dir), **settings)
+        made = Rank(Checkpointer(str(self.root), config), tensors)
+        self._ranks.append(made)
+        return made
+
+    def stored(self, rank: Rank, iteration: int) -> list[torch.Tensor]:
+        """Return the tensors of a committed checkpoint, read and verified."""
+        storage = PosixStorage(self.root)
+        checkpoint = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+        plan = read_plan(rank.pieces, checkpoint.sources(), checkpoint.place)
+        read = [torch.empty(it.numel(), dtype=it.dtype) for it in rank.tensors]
+        read_all(checkpoint, plan, rank.pieces, Targets(rank.pieces, read), threads=4)
+        return read
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+        for pid in agents_under(self.runtime_dir):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
+
+
+class Rank:
+    """Saves the tensors that it was given."""
+
+    def __init__(self, checkpointer: Checkpointer, tensors: list[torch.Tensor]) -> None:
+        self.checkpointer = checkpointer
+        self.tensors = tensors
+        self._is_open = True
+        checkpointer.model_state.owned = self._owned  # type: ignore[method-assign]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [
+            Piece(
+                *(f"w{number}", MASTER, dtype_name(tensor.dtype), (tensor.numel(),), (0,)),
+                *((tensor.numel(),), 0, tensor.numel()),
+            )
+            for number, tensor in enumerate(self.tensors)
+        ]
+
+    def _owned(self, *_: Any) -> list[LocalPiece]:
+        return [
+            LocalPiece(piece, tensor.reshape(-1))
+            for piece, tensor in zip(self.pieces, self.tensors, strict=True)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def save(self, iteration: int) -> None:
+        """Begin a save; what only a step changes may still be copied."""
+        request = SaveRequest(
+            iteration=iteration,
+            chunks=[],
+            optimizer=None,
+            rank_state=lambda geometry: {"iteration": iteration},
+            common_state=lambda: {"iteration": iteration},
+            description={},
+        )
+        self.checkpointer.save(request)
+
+    def before_step(self) -> None:
+        """Do what an optimizer's step does first."""
+        self.checkpointer.link.stager.before_change()
+
+    def wait(self) -> list[str]:
+        """Wait until all saves are durable; return the errors of those that failed."""
+        return [it.error for it in self.checkpointer.wait(60.0) if it.error is not None]
+
+    def close(self) -> None:
+        """Hang up; the agent keeps the slots for another incarnation."""
+        if self._is_open:
+            self._is_open = False
+            self.checkpointer.close(leave=False)
+
+
+@contextlib.contextmanager
+def node() -> Iterator[Node]:
+    """Yield a node; end its agent and remove its files afterwards."""
+    with (
+        tempfile.TemporaryDirectory(prefix="n-") as where,
+        mock.patch.object(parallel, "coordinates", Coordinates),
+    ):
+        made = Node(Path(where))
+        try:
+            yield made
+        finally:
+            made.close()
