@@ -1,0 +1,133 @@
+"""Megatron's own timers, which synchronize the device behind every save, wait for little of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+import time
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_flashckpt.memory import stager as stager_module
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.stager import Copy, Stager
+from tests.gpu_check import machine
+from tests.gpu_check.report import Report
+
+LETTER = "S"
+TITLE = "Megatron's timers around a save"
+SECONDS = 40
+GPUS = 1
+SIMULATED = True
+
+_ROUNDS = 8
+#: A print and a barrier lie between a save and the timers: by then the first copies are asked for.
+_BETWEEN_S = 0.005
+#: Two parts of a save in each of two timers: 5 ms of 120 ms.
+_LARGEST_SHARE = 0.1
+
+
+@dataclasses.dataclass
+class Round:
+    """Seconds of one save, or of a pair of timers without one."""
+
+    blocked_s: float
+    """Until `stage` returned."""
+    timers_s: float
+    """In `stop` of one timer and `start` of the next, as in `save_checkpoint_and_time`."""
+    item_s: float
+    """In the first `.item()` behind it."""
+    step_s: float
+    """Until the training thread may ask for the step."""
+    copied_s: float
+    """Until all is copied."""
+
+
+def run(report: Report) -> None:
+    """Time rounds with and without a save, in turn."""
+    if not machine.has_megatron():
+        report.skip(TITLE, "megatron is not installed")
+        return
+    from megatron.core.timers import Timers
+
+    part = machine.pick(stager_module.PART_NBYTES, 1 << 18)
+    with mock.patch.object(stager_module, "PART_NBYTES", part):
+        tensors = _tensors(part)
+        slab = Slab.create(1, 4096, sum(tensor.nbytes for tensor in tensors), "timers")
+        slab.populate()
+        stager = Stager()
+        stager.use(slab, device=torch.cuda.current_device())
+        stager.pin(None)
+        stager.wait_pinned()
+        if machine.simulated_node is not None:
+            machine.simulated_node.d2h_bytes_per_s = slab.geometry.data_capacity / 0.5
+        timers = Timers(0, "minmax")
+        timers("interval-time", log_level=0).start()
+        timers("save-checkpoint", log_level=0)
+        rounds = [
+            (_round(timers, stager, slab, tensors), _round(timers, stager, slab, []))
+            for _ in range(machine.pick(_ROUNDS, 3))
+        ]
+        stager.close()
+        slab.close()
+    _tell(report, [saving for saving, _ in rounds], [empty for _, empty in rounds])
+
+
+def _tensors(part: int) -> list[torch.Tensor]:
+    """Return 100 tensors of a part each: 6.25 GiB on a GPU."""
+    return [torch.full((part // 4,), float(n), device="cuda") for n in range(100)]
+
+
+def _round(timers: Any, stager: Stager, slab: Slab, tensors: list[torch.Tensor]) -> Round:
+    loss = torch.tensor(3.5, device="cuda")
+    offset, copies = slab.slots[0].data_offset, []
+    for tensor in tensors:
+        copies.append(Copy(tensor, offset, early=False))
+        offset += tensor.nbytes
+    copied: list[float] = []
+    timers("interval-time").stop()
+    timers("save-checkpoint").start()
+    times = [time.perf_counter()]
+
+    def mark() -> None:
+        times.append(time.perf_counter())
+
+    stager.stage(copies, lambda *_: copied.append(time.perf_counter()))
+    mark()
+    time.sleep(_BETWEEN_S)
+    mark()
+    timers("save-checkpoint").stop()
+    timers("interval-time").start()
+    mark()
+    loss.item()
+    mark()
+    stager.before_change()
+    mark()
+    stager.wait()
+    blocked, _, in_timers, item, step = (b - a for a, b in itertools.pairwise(times))
+    return Round(blocked, in_timers, item, step, copied[0] - times[0])
+
+
+def _tell(report: Report, saving: list[Round], empty: list[Round]) -> None:
+    for name in ("blocked_s", "timers_s", "item_s", "step_s", "copied_s"):
+        values, without = (
+            [1000 * getattr(it, name) for it in rounds] for rounds in (saving, empty)
+        )
+        beside = f"largest {max(values):.2f}; without a save {statistics.median(without):.2f}"
+        report.figure(_WHAT[name], statistics.median(values), "ms", beside)
+    # The quietest round: other load on this machine may hold up any one.
+    share = min(it.timers_s / it.copied_s for it in saving)
+    what = f"timers behind a save wait for less than {_LARGEST_SHARE:.0%} of its copies"
+    report.must(what, share < _LARGEST_SHARE, f"{share:.1%}")
+
+
+_WHAT = {
+    "blocked_s": "stage() returns after",
+    "timers_s": "the timers behind it wait",
+    "item_s": "an .item() behind it waits",
+    "step_s": "the training thread waits before its step",
+    "copied_s": "all is copied after",
+}
