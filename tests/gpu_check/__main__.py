@@ -13,13 +13,10 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from tests.gpu_check import process
-from tests.gpu_check.discovery import Section, sections
+from tests.gpu_check.discovery import PACKAGE, Section, sections
 from tests.gpu_check.process import Line
 from tests.gpu_check.report import SKIP
-from tests.gpu_check.section import PACKAGE
 from tests.gpu_check.table import Output
 
 #: A section that would have less time than this does not begin.
@@ -37,7 +34,7 @@ def main(arguments: list[str]) -> int:
     output, lines = Output(), list[Line]()
     skipped: list[tuple[str, str]] = []
     deadline = time.monotonic() + given.budget
-    gpus = torch.cuda.device_count()
+    gpus = _gpus() if any(section.gpus for section in wanted) else 0
     for section in wanted:
         name = f"{section.label} {section.title}"
         limit_s = _limit_s(section, deadline - time.monotonic())
@@ -60,6 +57,13 @@ def main(arguments: list[str]) -> int:
     output.skipped(skipped)
     output.verdict(lines)
     return int(any(line["ok"] is False for line in lines))
+
+
+def _gpus() -> int:
+    """Return the number of GPUs that sections will see; makes no CUDA context."""
+    import torch  # takes seconds
+
+    return torch.cuda.device_count()
 
 
 def _limit_s(section: Section, left_s: float) -> float:

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+PACKAGE = "tests.gpu_check.sections"
 #: What says "broken" comes first; the last section gets the time that is left.
 ORDER = "EDFRSTGXKPCHLNM"
 LAST = ORDER[-1]

@@ -14,16 +14,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-import torch
-
-from tests.gpu_check import machine
+from tests.gpu_check.discovery import PACKAGE
 from tests.gpu_check.report import Report
-from tests.simulated_gpu import simulated_gpus
 
-#: The package that has the sections.
-PACKAGE = "tests.gpu_check.sections"
 #: Memory of each simulated device, which is host memory.
 _SIMULATED_NBYTES = 128 << 20
 
@@ -38,19 +33,26 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seconds", type=float, help="limit after which the driver kills this")
     given = parser.parse_args(arguments)
     section = importlib.import_module(f"{given.package}.{given.name}")
-    machine.deadline = time.monotonic() + (given.seconds or section.SECONDS)
-    with _device(section.GPUS, section.SIMULATED), _stream(given.to) as stream:
+    with _device(section, given.seconds or section.SECONDS), _stream(given.to) as stream:
         section.run(Report(given.label or section.LETTER, stream))
 
 
 @contextlib.contextmanager
-def _device(gpus: int, can_simulate: bool) -> Iterator[None]:
-    if not gpus:
+def _device(section: Any, seconds: float) -> Iterator[None]:
+    """Set the device of this thread, a simulated one if there is no other."""
+    if not section.GPUS:  # needs no torch, which takes seconds to import
         yield
-    elif torch.cuda.is_available():
+        return
+    import torch
+
+    from tests.gpu_check import machine
+    from tests.simulated_gpu import simulated_gpus
+
+    machine.deadline = time.monotonic() + seconds
+    if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         yield
-    elif can_simulate:
+    elif section.SIMULATED:
         with simulated_gpus(8, memory_nbytes=_SIMULATED_NBYTES) as node:
             machine.simulated_node = node
             torch.cuda.set_device(5)  # device 0 would hide a thread that forgot to set its own
