@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -28,7 +27,7 @@ def main(arguments: list[str]) -> int:
     """Run the sections that the arguments ask for; return the exit status."""
     given = _parser().parse_args(arguments)
     wanted = [it for it in sections(given.package) if not given.only or it.label in given.only]
-    file = _file(given.json)
+    file = given.json
     if file is not None:
         file.write_text("")
     output, lines = Output(), list[Line]()
@@ -88,15 +87,10 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         const=Path(_FILE),
         metavar="FILE",
-        help=f"write every fact as a line of JSON (default: $OUT/{_FILE} if OUT is set)",
+        help="write every fact as a line of JSON (%(const)s)",
     )
     parser.add_argument("--package", default=PACKAGE, help=argparse.SUPPRESS)
     return parser
-
-
-def _file(given: Path | None) -> Path | None:
-    out = os.environ.get("OUT")
-    return Path(out, _FILE) if given is None and out else given
 
 
 if __name__ == "__main__":
