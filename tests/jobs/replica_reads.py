@@ -1,8 +1,13 @@
 """Gloo ranks that read a made checkpoint together; run by torchrun from the tests.
 
-`CASES` is a JSON file with a list of `{"name", "mode", "wanted"?, "slow_read_s"?, "slow_send_s"?}`:
-in each case all ranks are replicas that read all pieces of the checkpoint in `ROOT` (or only the
-pieces that `wanted` lists for the rank). What each did goes to `TRACE_DIR/rank_<r>.jsonl`.
+`CASES` is a JSON file with a list of cases: `{"name", "mode", "wanted"?, "slow_read_s"?,
+"slow_send_s"?, "gpu"?, "gpu_read_s"?, "gpu_send_s"?}`. In each case all ranks are replicas that
+read all pieces of the checkpoint in `ROOT` (or only the pieces that `wanted` lists for the rank).
+What each did goes to `TRACE_DIR/rank_<r>.jsonl`.
+
+With `gpu`, `gpu_read_s` or `gpu_send_s` the tensors lie on a simulated GPU, of the rank's number.
+The last two are seconds that the GPU works longer for each chunk read, and for each transfer: a
+copy of training to the host, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,30 +30,66 @@ from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifes
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.simulated_gpu import simulated_gpus
 
 RANK = int(os.environ["RANK"])
 transfer = replicas.transfer
 
 
+class Offload:
+    """Copies of training to the host, each of which keeps the GPU's engine busy for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        if seconds:
+            self._stream = torch.cuda.Stream()
+            self._source = torch.zeros(1024, dtype=torch.uint8, device="cuda")
+            self._host = torch.empty(1024, dtype=torch.uint8, pin_memory=True)
+
+    def ask(self) -> None:
+        if self._seconds:
+            with torch.cuda.stream(self._stream):
+                self._host.copy_(self._source, non_blocking=True)
+
+
 class SlowStorage(PosixStorage):
-    """A disk that takes `delay_s` for every chunk."""
+    """A disk that takes `delay_s` for every chunk; training offloads meanwhile."""
 
     delay_s = 0.0
+    offload: Offload | None = None
 
     def read_into(self, *args: Any) -> int:
         time.sleep(self.delay_s)
+        if self.offload is not None:
+            self.offload.ask()
         return super().read_into(*args)
 
 
 def run(case: dict[str, Any]) -> None:
+    seconds = max(case.get("gpu_read_s", 0.0), case.get("gpu_send_s", 0.0))
+    if not (seconds or "gpu" in case):
+        note(*load(case, "cpu"))
+        return
+    rate = 1024 / seconds if seconds else 0.0
+    # The tensors take 67 MiB.
+    with simulated_gpus(RANK + 1, memory_nbytes=128 << 20) as node:
+        torch.cuda.set_device(RANK)
+        with mock.patch.object(node, "d2h_bytes_per_s", rate):
+            tensors, event = load(case, "cuda")
+        note(tensors, event)
+
+
+def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return the filled tensors, and what is to be noted of the load."""
     storage = SlowStorage(os.environ["ROOT"])
     storage.delay_s = case.get("slow_read_s", 0.0)
+    sending = Offload(case.get("gpu_send_s", 0.0))
 
     def slow_transfer(*args: Any, **kwargs: Any) -> None:
         time.sleep(case.get("slow_send_s", 0.0))
+        sending.ask()
         transfer(*args, **kwargs)
 
-    replicas.transfer = slow_transfer
     stored = StoredCheckpoint(storage, 10, read_manifest(storage, 10))
     pieces = [
         piece
@@ -56,18 +98,25 @@ def run(case: dict[str, Any]) -> None:
     ]
     if "wanted" in case:
         pieces = [pieces[n] for n in case["wanted"][RANK]]
-    tensors = [torch.zeros(piece.nbytes, dtype=torch.uint8) for piece in pieces]
+    storage.offload = Offload(case.get("gpu_read_s", 0.0))
+    tensors = [torch.zeros(piece.nbytes, dtype=torch.uint8, device=device) for piece in pieces]
+    targets = Targets(pieces, tensors)
     chunks = chunk_reads(read_plan(pieces, stored.sources(), "it"), pieces)
     event: dict[str, Any] = {"event": case["name"], "attempt": 0}
     memory = case.get("memory_mib", 96) * 2**20
-    with ChunkReader(stored, 1) as reader:
+    slow = mock.patch.object(replicas, "transfer", slow_transfer)
+    with slow, ChunkReader(stored, 1, targets.gpu) as reader:
         sharing = replicas.Sharing(None, case["mode"], memory)
         try:
-            report = replicas.read_with_replicas(reader, chunks, Targets(pieces, tensors), sharing)
+            report = replicas.read_with_replicas(reader, chunks, targets, sharing)
             event.update(report.__dict__)
         except Exception as error:
             event["error"] = f"{type(error).__name__}: {error}"
-    event["digests"] = [hashlib.sha256(tensor.numpy().data).hexdigest() for tensor in tensors]
+    return tensors, event
+
+
+def note(tensors: list[torch.Tensor], event: dict[str, Any]) -> None:
+    event["digests"] = [hashlib.sha256(tensor.cpu().numpy().data).hexdigest() for tensor in tensors]
     with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
         print(json.dumps(event), file=file)
 

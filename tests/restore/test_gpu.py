@@ -268,15 +268,13 @@ def test_a_source_may_be_overwritten_once_its_parts_were_put(
     contents = [torch.arange(6.0), torch.arange(8, dtype=torch.uint8)]
 
     def work() -> list[torch.Tensor]:
-        tensors = [
-            torch.zeros(len(values), dtype=values.dtype, device="cuda") for values in contents
-        ]
+        tensors = [torch.zeros(len(flat), dtype=flat.dtype, device="cuda") for flat in contents]
         targets = Targets(PIECES, tensors)
         assert targets.gpu is not None
         parts = []
-        for number, values in enumerate(contents):
-            source = targets.gpu.host_memory(values.nbytes)
-            source[:] = values.view(torch.uint8).numpy().data
+        for number, flat in enumerate(contents):
+            source = targets.gpu.host_memory(flat.nbytes)
+            source[:] = flat.view(torch.uint8).numpy().data
             parts.append(Part(Read.whole(number, PIECES[number], 0), 0, source))
         targets.put(parts)
         for part in parts:

@@ -1,4 +1,8 @@
-"""Replicas that share their reads get the same bytes, each chunk read once; on real gloo ranks."""
+"""Replicas that share their reads get the same bytes, each chunk read once; on real gloo ranks.
+
+Cases on GPUs run on `tests.simulated_gpu`, one simulated node per rank; the bytes still travel over
+gloo, as in a job whose process group has no NCCL.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.restore import replicas
-from megatron_flashckpt.restore.targets import Targets
 from tests.megatron.jobs import end
 from tests.restore.made import Made, expected, make
 
@@ -40,6 +40,15 @@ CASES = [
     {"name": "idle", "mode": "always", "wanted": [[0, 1, 2], [], [0]]},
     {"name": "slow disk", "mode": "auto", "slow_read_s": 0.5, "memory_mib": 48},
     {"name": "slow network", "mode": "auto", "slow_send_s": 3.0, "memory_mib": 48},
+    {"name": "on GPUs", "mode": "always", "gpu": True},
+    {"name": "slow GPU in reads", "mode": "auto", "gpu_read_s": 0.5, "memory_mib": 48},
+    {
+        "name": "slow GPU in sends",
+        "mode": "auto",
+        "slow_read_s": 0.1,
+        "gpu_send_s": 3.0,
+        "memory_mib": 48,
+    },
 ]
 
 
@@ -97,7 +106,7 @@ def test_every_replica_has_every_byte_that_it_wants(
         assert event["digests"] == [digests[n] for n in wanted[rank]]
 
 
-@pytest.mark.parametrize("name", ["always", "tight", "idle"])
+@pytest.mark.parametrize("name", ["always", "tight", "idle", "on GPUs"])
 def test_each_chunk_is_read_by_one_replica(traced: dict[str, list[dict]], name: str) -> None:
     whole = sum(piece.nbytes for piece in FLAT)
     assert sum(event["read_nbytes"] for event in traced[name]) == whole
@@ -151,30 +160,9 @@ def test_a_damaged_chunk_raises_on_every_replica(tmp_path: Path) -> None:
         assert sum(error.startswith("CorruptCheckpointError: ") for error in said) >= 1
 
 
-@pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What replicas do, in order: a single rank, whose transfers and clock are only noted."""
-    noted: list[str] = []
-    monkeypatch.setattr(replicas, "transfer", lambda *_, **__: noted.append("transfer"))
-    monkeypatch.setattr(replicas, "synchronize", lambda: noted.append("synchronize"))
-    monkeypatch.setattr(replicas, "together", lambda work, group: work())
-    clock = SimpleNamespace(perf_counter=lambda: float(noted.append("clock") or 0))
-    monkeypatch.setattr(replicas, "time", clock)
-    monkeypatch.setattr(replicas.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(replicas.dist, "get_world_size", lambda group: 1)
-    return noted
-
-
-def test_the_clock_is_read_after_the_gpu_has_done_its_part(events: list[str]) -> None:
-    reader: Any = SimpleNamespace(read=lambda *_: events.append("read"), nbytes=0, read_nbytes=0)
-    sharing, targets = replicas.Sharing(None, "never", 0), Targets([], [])
-    rounds = replicas._Rounds(reader, {}, [set()], {}, targets, sharing, replicas.ReadReport())
-    buffer = torch.empty(8, dtype=torch.uint8)
-    for act, measured in (
-        ("read", lambda: rounds._read([], buffer)),
-        ("transfer", lambda: rounds._send([[]], buffer, 8)),
-        ("read", lambda: replicas.read_with_replicas(reader, [], targets, sharing)),
-    ):
-        events.clear()
-        measured()
-        assert events == ["clock", act, "synchronize", "clock"]
+def test_the_time_that_a_gpu_takes_counts_for_the_act_that_caused_it(
+    traced: dict[str, list[dict]],
+) -> None:
+    """The ranks share their reads if a read takes long, and stop if a transfer does."""
+    assert [event["shared"] for event in traced["slow GPU in reads"]] == [True] * RANKS
+    assert [event["shared"] for event in traced["slow GPU in sends"]] == [False] * RANKS
