@@ -1,14 +1,23 @@
-"""Ranks that hold a checkpoint in their slots fill each other's tensors; on real gloo ranks."""
+"""Ranks that hold a checkpoint in their slots fill each other's tensors; on real gloo ranks.
+
+For NCCL stands `tests.simulated_gpu.nccl`: every rank has a simulated node, its tensors lie on the
+device of its number, and gloo carries the bytes. It follows these documented rules: a collective
+runs on a stream of its group and returns early, tensors in host memory are refused, and a group's
+connections keep GPU memory, which torch cannot use, until the group is destroyed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import gc
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,12 +48,19 @@ from tests.layout.worlds import (
     wanted_by,
     whole,
 )
+from tests.simulated_gpu import simulated_gpus
+from tests.simulated_gpu.nccl import nccl_over_gloo
 
 RANKS = 3
+ROUND_NBYTES = exchange.ROUND_NBYTES
 #: Where the data section of a slot begins, as far as alignment is concerned.
 DATA_OFFSET = 4096
-#: Bytes that fit into a GPU per round: a fraction of what `odd_case` exchanges.
-LEAST_ROOM = 64
+#: Elements in `odd_case` on GPUs, as a multiple of those elsewhere. Odd, so that sizes stay odd.
+GPU_SCALE = 4001
+#: Bytes that are free on the fullest GPU: less than a tenth of what `odd_case` exchanges there.
+LEAST_ROOM = 128 * 1024
+#: Bytes that are free on a GPU that has no room for the buffers of the smallest round.
+NO_ROOM = 20 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +84,14 @@ def model_case(saved: Sizes, loaded: Sizes, round_nbytes: int = 4096) -> Case:
     return Case(model_tensors(seed=6), stored_by(saved), wanted, round_nbytes)
 
 
-def odd_case(round_nbytes: int) -> Case:
+def odd_case(round_nbytes: int, scale: int = 1) -> Case:
     """Spans of 1 and 2-byte elements, none of which is a multiple of eight bytes long."""
     tensors: Tensors = {}
     stored: list[list[Piece]] = [[] for _ in range(RANKS)]
     wanted: list[list[Piece]] = [[] for _ in range(RANKS)]
-    for number, (dtype, numel) in enumerate([("BF16", 77), ("BF16", 13), ("U8", 51), ("U8", 9)]):
-        key = f"w{number}"
+    sizes = [("BF16", 77), ("BF16", 13), ("U8", 51), ("U8", 9)]
+    for number, (dtype, multiple) in enumerate(sizes):
+        key, numel = f"w{number}", scale * multiple
         tensors["weight", key] = random_tensor((numel,), dtype, number)
         all_of_it = whole(key, "weight", dtype, (numel,), (0,), (numel,))
         third = numel // 3
@@ -86,8 +103,8 @@ def odd_case(round_nbytes: int) -> Case:
     return Case(tensors, [in_layout_order(pieces) for pieces in stored], wanted, round_nbytes)
 
 
-def nothing_from_others() -> Case:
-    case = odd_case(64)
+def nothing_from_others(scale: int = 1) -> Case:
+    case = odd_case(64, scale)
     return dataclasses.replace(case, wanted=case.stored)
 
 
@@ -130,73 +147,100 @@ class Bytes:
             position += part.nbytes
 
 
-def exchanged(case: Case, name: str, rank: int) -> tuple[int, list[torch.Tensor]]:
-    """Carry out `case`; return the bytes that came from others, and what was filled. Collective."""
+def exchanged(
+    case: Case, name: str, rank: int, *, device: str = "cpu", room: int | None = None
+) -> tuple[int, list[torch.Tensor]]:
+    """Carry out `case`; return the bytes that came from others, and what was filled. Collective.
+
+    Args:
+        room: bytes of the current GPU that are left when the tensors are made; None: all others.
+    """
     exchange.ROUND_NBYTES = case.round_nbytes
     file = files_of(case.tensors, case.stored)[rank]
     own = torch.frombuffer(bytearray(DATA_OFFSET) + file, dtype=torch.uint8)[DATA_OFFSET:]
     wanted = case.wanted[rank]
-    filled = [torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype)) for piece in wanted]
+    filled = [
+        torch.zeros(piece.numel, dtype=torch_dtype(piece.dtype), device=device) for piece in wanted
+    ]
     plan = read_plan(wanted, sources_of(case.stored), name)
     targets = Targets(wanted, filled)
-    with ChunkReader(Bytes(own), 1) as reader:
+    with ChunkReader(Bytes(own), 1, targets.gpu) as reader, nearly_full(room):
         received = exchange.exchange(reader, own, rank, plan, wanted, targets)
     return received, filled
 
 
-def with_gpu_rules(rank: int) -> dict[str, Any]:
-    """Exchange as ranks that send from GPUs do, though over gloo; return what they did.
-
-    Rank 1 has the least room. In the last exchange it fails to place what it received.
-    """
-    calls: list[str] = []
-    sizes: list[int] = []
-    real_new_group, real_destroy = dist.new_group, dist.destroy_process_group
-    real_all_to_all, real_put = dist.all_to_all_single, Targets.put_tensor
-
-    def new_group() -> Any:
-        calls.append("new group")
-        return real_new_group()
-
-    def destroy(group: Any) -> None:
-        calls.append("destroy group")
-        real_destroy(group)
-
-    def all_to_all(received: torch.Tensor, *args: Any, group: Any) -> None:
-        assert group is not None
-        sizes.append(received.numel())
-        real_all_to_all(received, *args, group=group)
-        if fails:
-            Targets.put_tensor = no_memory
-
-    def no_memory(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    exchange.sends_from_gpu = lambda: True
-    exchange.free_gpu_nbytes = lambda: 4 * (LEAST_ROOM if rank == 1 else exchange.ROUND_NBYTES)
-    exchange.LEAST_ROUND_NBYTES = 8
-    dist.new_group, dist.destroy_process_group = new_group, destroy
-    dist.all_to_all_single = all_to_all
-    case, fails = odd_case(exchange.ROUND_NBYTES), False
-    try:
-        _, filled = exchanged(case, "little room", rank)
-        fails = rank == 1
+@contextlib.contextmanager
+def nearly_full(room: int | None) -> Iterator[None]:
+    """Leave only `room` bytes of the current GPU, half of them in torch's cache."""
+    if room is None:
+        yield
+        return
+    gc.collect()  # the frames of an error that was raised before hold tensors in cycles
+    left = torch.empty(room, dtype=torch.uint8, device="cuda")
+    others, nbytes = [], torch.cuda.mem_get_info()[1]
+    while nbytes >= 512:  # the smallest piece of device memory
         try:
-            exchanged(case, "no memory", rank)
-        except Exception as error:
-            calls.append(f"{type(error).__name__}: {error}")
-        Targets.put_tensor, fails = real_put, False
-        exchanged(nothing_from_others(), "nothing", rank)
-    finally:
-        dist.new_group, dist.destroy_process_group = real_new_group, real_destroy
-        dist.all_to_all_single = real_all_to_all
-    groups = len(dist.distributed_c10d._world.pg_map)
-    return {
-        "calls": calls,
-        "largest": max(sizes),
-        "groups": groups,
-        "digests": [digest(bytes(t.view(torch.uint8).numpy())) for t in filled],
-    }
+            others.append(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            nbytes //= 2
+    del left
+    torch.cuda.empty_cache()
+    cached = torch.empty(room // 2, dtype=torch.uint8, device="cuda")
+    del cached
+    yield
+    del others
+
+
+def on_gpus(rank: int) -> dict[str, Any]:
+    """Exchange over NCCL in four ways; return what came of each. Collective.
+
+    Rank 1 has the least room. It has no memory for what it received in the second exchange, and
+    none for its buffers in the third.
+    """
+    exchange.LEAST_ROUND_NBYTES = 1024
+    case = odd_case(ROUND_NBYTES, GPU_SCALE)
+    with simulated_gpus(RANKS) as node, nccl_over_gloo(node) as nccl:
+        torch.cuda.set_device(rank)
+        allocator = node.devices[rank].allocator
+        room = LEAST_ROOM if rank == 1 else None
+        _, filled = exchanged(case, "little room", rank, device="cuda", room=room)
+        # Another stream reads them, which has waited for nothing.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            digests = [digest(bytes(t.cpu().view(torch.uint8).numpy())) for t in filled]
+        rounds = list(nccl.round_nbytes)
+
+        def no_memory() -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        errors = []
+        with mock.patch.dict(node.refusals, {"kernel copy": no_memory} if rank == 1 else {}):
+            errors.append(error_of(lambda: exchanged(case, "refused", rank, device="cuda")))
+        exchange.LEAST_ROUND_NBYTES = 1 << 20
+        room = NO_ROOM if rank == 1 else None
+        errors.append(error_of(lambda: exchanged(case, "no room", rank, device="cuda", room=room)))
+        collectives = len(nccl.round_nbytes)
+        exchanged(nothing_from_others(GPU_SCALE), "nothing", rank, device="cuda")
+        idle_collectives = len(nccl.round_nbytes) - collectives
+        del filled
+        gc.collect()
+        torch.cuda.empty_cache()
+        return {
+            "digests": digests,
+            "rounds": rounds,
+            "errors": errors,
+            "idle_collectives": idle_collectives,
+            "groups": len(dist.distributed_c10d._world.pg_map),
+            "kept_nbytes": allocator.nbytes - torch.cuda.mem_get_info()[0],
+            "devices": sorted({call.device for call in node.calls[1:]}),
+        }
+
+
+def error_of(work: Callable[[], object]) -> str | None:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def rank_main(rank: int, directory: str) -> None:
@@ -213,7 +257,7 @@ def rank_main(rank: int, directory: str) -> None:
     for name, case in CASES.items():
         received, filled = exchanged(case, name, rank)
         found[name] = [received, [digest(bytes(t.view(torch.uint8).numpy())) for t in filled]]
-    found["gpu"] = with_gpu_rules(rank)
+    found["gpu"] = on_gpus(rank)
     Path(directory, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -250,19 +294,34 @@ def test_what_came_from_others_is_counted(found: list[dict], name: str) -> None:
 
 
 def test_connections_between_gpus_end_with_the_exchange(found: list[dict]) -> None:
-    """They would keep GPU memory for as long as the job runs."""
-    failed = "FlashCkptError: rank 1: OutOfMemoryError: CUDA out of memory"
-    group = ["new group", "destroy group"]
-    assert [each["gpu"]["calls"] for each in found] == [[*group, *group, failed]] * RANKS
+    """They would keep GPU memory for as long as the job runs; also where an exchange failed."""
     assert [each["gpu"]["groups"] for each in found] == [1] * RANKS
+    assert [each["gpu"]["kept_nbytes"] for each in found] == [0] * RANKS
+
+
+def test_ranks_that_need_nothing_from_others_are_not_connected(found: list[dict]) -> None:
+    assert [each["gpu"]["idle_collectives"] for each in found] == [0] * RANKS
+
+
+def test_all_ranks_raise_what_one_gpu_has_no_memory_for(found: list[dict]) -> None:
+    for each in found:
+        refused, no_room = each["gpu"]["errors"]
+        assert refused == "FlashCkptError: rank 1: OutOfMemoryError: CUDA out of memory"
+        assert no_room == f"{refused}. Tried to allocate {1 << 20} bytes."
 
 
 def test_rounds_fit_into_the_gpu_that_has_the_least_room(found: list[dict]) -> None:
-    case = odd_case(exchange.ROUND_NBYTES)
+    case = odd_case(ROUND_NBYTES, GPU_SCALE)
     for rank, wanted in enumerate(case.wanted):
-        assert found[rank]["gpu"]["largest"] <= LEAST_ROOM
+        rounds = found[rank]["gpu"]["rounds"]
+        assert len(rounds) > 10
+        assert LEAST_ROOM // 8 < max(rounds) <= LEAST_ROOM // 4
         digests = [digest(content(case.tensors, piece)) for piece in wanted]
         assert found[rank]["gpu"]["digests"] == digests
+
+
+def test_a_rank_uses_its_own_gpu_alone(found: list[dict]) -> None:
+    assert [each["gpu"]["devices"] for each in found] == [[rank] for rank in range(RANKS)]
 
 
 @given(st.lists(st.integers(1, 40), max_size=6), st.integers(1, 5))
@@ -280,19 +339,19 @@ def test_a_stream_is_cut_between_elements_however_long_its_spans_are(lengths, ei
     assert arrived == [list(range(nbytes)) for nbytes in lengths]
 
 
-def test_without_other_ranks_all_comes_from_the_own_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[bool] = []
-    monkeypatch.setattr(exchange, "synchronize", lambda: waited.append(True))
+def test_without_other_ranks_all_comes_from_the_own_slot() -> None:
     case = odd_case(64)
     held = in_layout_order([piece for pieces in case.stored for piece in pieces])
     (file,) = files_of(case.tensors, [held])
     own = torch.frombuffer(bytearray(file), dtype=torch.uint8)
-    filled = [torch.zeros(piece.nbytes, dtype=torch.uint8) for piece in case.wanted[0]]
-    plan = read_plan(case.wanted[0], sources_of([held]), "it")
-    targets = Targets(case.wanted[0], filled)
-    with ChunkReader(Bytes(own), 1) as reader:
-        assert exchange.exchange(reader, own, 0, plan, case.wanted[0], targets) == 0
-    assert [bytes(tensor.numpy()) for tensor in filled] == [
-        content(case.tensors, piece) for piece in case.wanted[0]
-    ]
-    assert waited == [True], "on a GPU, all bytes are in place when the exchange returns"
+    wanted = case.wanted[0]
+    plan = read_plan(wanted, sources_of([held]), "it")
+    with simulated_gpus(6) as node:
+        torch.cuda.set_device(5)
+        filled = [torch.zeros(it.nbytes, dtype=torch.uint8, device="cuda") for it in wanted]
+        targets = Targets(wanted, filled)
+        with ChunkReader(Bytes(own), 1, targets.gpu) as reader:
+            assert exchange.exchange(reader, own, 0, plan, wanted, targets) == 0
+        assert node.calls[-1].name == "synchronize", "all bytes are in place when it returns"
+        found = [bytes(tensor.cpu().numpy()) for tensor in filled]
+    assert found == [content(case.tensors, piece) for piece in wanted]

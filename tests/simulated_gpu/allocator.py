@@ -5,7 +5,7 @@ Rules (`c10/cuda/CUDACachingAllocator.cpp`, torch docs "Memory management" and
 stream at once, although work that uses it may still be queued; the order of one stream makes that
 safe. After `record_stream` it is given out again only when what that stream was asked for by then
 is done. Memory that was used on one stream goes to another only when nothing else is left, and
-then after all work of the device.
+then after all work of the device. Until `release` the driver gets none of it back.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ class _Piece:
     offset: int
     nbytes: int
     stream: Stream | None
-    """The stream that used it last; None if no work uses it."""
+    """The stream that used it last; None if torch has given it back to the driver."""
     awaited: tuple[threading.Event, ...] = ()
 
 
 class Block:
     """A piece of device memory that is given back when the last tensor on it goes."""
 
-    def __init__(self, allocator: Allocator, offset: int, nbytes: int, stream: Stream) -> None:
+    def __init__(
+        self, allocator: Allocator, offset: int, nbytes: int, stream: Stream | None
+    ) -> None:
         self._stream = stream
         self._awaited: list[Stream] = []
         arguments = (offset, nbytes, stream, self._awaited)
@@ -85,21 +87,46 @@ class Allocator:
         wanted = -(-max(nbytes, 1) // _ALIGN) * _ALIGN
         offset = self._take(wanted, stream)
         if offset is None:
-            with self._lock:
-                self._collect()
-                idle_soon = {*self._free, *self._waiting}
-            self._drain()
-            self._merge(idle_soon)
+            self.release()
             offset = self._take(wanted, stream)
         if offset is None:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes.")
         return Block(self, offset, wanted, stream), self._memory[offset : offset + nbytes]
 
-    def give_back(self, offset: int, nbytes: int, stream: Stream, awaited: list[Stream]) -> None:
+    def allocate_outside(self, nbytes: int) -> Block:
+        """Return memory that a library other than torch has of the driver.
+
+        Raises:
+            OutOfMemoryError: the driver has no such piece; what torch keeps is no help.
+        """
+        wanted = -(-nbytes // _ALIGN) * _ALIGN
+        offset = self._take(wanted, None)
+        if offset is None:
+            raise torch.OutOfMemoryError(f"cudaMalloc of {nbytes} bytes: out of memory")
+        return Block(self, offset, wanted, None)
+
+    @property
+    def unreserved(self) -> int:
+        """Bytes that the driver has: neither a tensor's nor kept for later ones."""
+        with self._lock:
+            self._collect()
+            return sum(piece.nbytes for piece in self._free if piece.stream is None)
+
+    def release(self) -> None:
+        """Give the driver all memory that no tensor has, after all work of the device."""
+        with self._lock:
+            self._collect()
+            idle_soon = {*self._free, *self._waiting}
+        self._drain()
+        self._merge(idle_soon)
+
+    def give_back(
+        self, offset: int, nbytes: int, stream: Stream | None, awaited: list[Stream]
+    ) -> None:
         marks = tuple(other.mark() for other in awaited)
         self._returned.append(_Piece(offset, nbytes, stream, marks))
 
-    def _take(self, wanted: int, stream: Stream) -> int | None:
+    def _take(self, wanted: int, stream: Stream | None) -> int | None:
         with self._lock:
             self._collect()
             for place, piece in enumerate(self._free):

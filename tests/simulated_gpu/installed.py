@@ -38,6 +38,7 @@ def simulated_gpus(devices: int = 8, *, kind: type[Node] = Node, **settings: Any
             factory = _factory(node, getattr(torch, name))
             stack.enter_context(mock.patch.object(torch, name, factory))
         stack.enter_context(mock.patch.object(torch.Tensor, "cuda", functools.partialmethod(_cuda)))
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", _to(torch.Tensor.to)))
         # By its name: ranks import this module before the package, which reads its settings then.
         library = "megatron_flashckpt.memory.cuda.runtime_library"
         stack.enter_context(mock.patch(library, return_value=node.runtime))
@@ -75,7 +76,7 @@ def torch_cuda(node: Node) -> dict[str, Any]:
 
     def memory_info(device: Any = None) -> tuple[int, int]:
         allocator = node.devices[index_of(device)].allocator
-        return allocator.nbytes - allocator.allocated, allocator.nbytes
+        return allocator.unreserved, allocator.nbytes
 
     return {  # torch's own `device` and `stream` contexts call these, too
         "is_available": lambda: True,
@@ -94,7 +95,7 @@ def torch_cuda(node: Node) -> dict[str, Any]:
         "cudart": lambda: node.runtime,
         "is_current_stream_capturing": lambda: node.current_stream().capture is not None,
         "mem_get_info": memory_info,
-        "empty_cache": node.synchronize,  # pessimistic: cudaFree may wait for the device
+        "empty_cache": node.empty_cache,
         "get_device_properties": lambda device: SimpleNamespace(
             pci_domain_id=0, pci_bus_id=index_of(device), pci_device_id=0
         ),
@@ -125,3 +126,16 @@ def _cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False) 
     if isinstance(tensor, DeviceTensor) and tensor.index == index:
         return tensor
     return DeviceTensor.allocate(tensor.shape, tensor.dtype, index).copy_(tensor, non_blocking)
+
+
+def _to(real: Any) -> Any:
+    @functools.wraps(real)
+    def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        wanted = kwargs.get("device", args[0] if args else None)
+        if isinstance(wanted, (str, torch.device)) and torch.device(wanted).type == "cuda":
+            if len(args) + len(kwargs) > 1:
+                raise NotImplementedError(f"to{args}: not simulated")
+            return _cuda(tensor, torch.device(wanted))
+        return real(tensor, *args, **kwargs)
+
+    return to

@@ -176,6 +176,15 @@ class Node:
         self.call("synchronize", device=device, unsafe=True, awaited=device.streams)
         device.drain()
 
+    def empty_cache(self) -> None:
+        """Give the driver the memory that torch keeps for later tensors, on every device.
+
+        This waits for every device: `cudaFree` may.
+        """
+        self.call("empty_cache", unsafe=True)
+        for device in self.devices:
+            device.allocator.release()
+
     @contextlib.contextmanager
     def capture(self, mode: str = "global") -> Iterator[Capture]:
         """Capture what this thread asks of its current stream into a graph.

@@ -695,6 +695,29 @@ class TestAllocator:
             filled(1, nbytes=nbytes)
         assert node.devices[0].allocator.peak == nbytes
 
+    def test_the_driver_gets_memory_back_when_the_cache_is_emptied(self, node: Node) -> None:
+        """torch docs, `torch.cuda.empty_cache`: it releases unoccupied cached memory, so that other
+        applications can use it; Runtime API, cudaMemGetInfo: free memory of the device."""
+        allocator = node.devices[0].allocator
+        made = filled(1, nbytes=allocator.nbytes // 2)
+        del made
+        assert torch.cuda.mem_get_info()[0] == allocator.nbytes // 2
+        with pytest.raises(torch.OutOfMemoryError, match="cudaMalloc"):
+            allocator.allocate_outside(allocator.nbytes)
+        torch.cuda.empty_cache()
+        block = allocator.allocate_outside(allocator.nbytes)
+        assert torch.cuda.mem_get_info()[0] == 0
+        del block
+        assert torch.cuda.mem_get_info()[0] == allocator.nbytes
+
+    def test_a_host_tensor_is_copied_to_the_current_device(self, node: Node) -> None:
+        """torch docs, `Tensor.to`: a copy on that device; "cuda" is the current one."""
+        torch.cuda.set_device(2)
+        made = torch.arange(3).to("cuda")
+        assert made.device == torch.device("cuda", 2)
+        assert torch.equal(made.cpu(), torch.arange(3))
+        assert made.cpu().to("cpu").device.type == "cpu"
+
 
 class TestHostRegister:
     @pytest.fixture
