@@ -114,9 +114,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory, pids: Path) -> Ended:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real thing runs on this machine")
 def test_simulated_sections_hold_and_the_others_are_named(tmp_path: Path) -> None:
-    ended = gpu_check("--json", str(tmp_path / "gpu_check.jsonl"))
+    file = tmp_path / "gpu_check.jsonl"
+    ended = gpu_check("--budget", "3000", "--json", str(file))
     assert ended.returncode == 0, ended.stdout
-    lines = [json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     everything = sections(PACKAGE)
     simulated = [it.label for it in everything if it.simulated]
     assert set(simulated) >= set("EDFRSTG")
