@@ -82,4 +82,5 @@ def _row(line: Line) -> tuple[str, ...]:
     figure = f"{line['value']:.4g} {line['unit']}" if line["kind"] == FIGURE else ""
     verdict = {True: "ok", False: "FAILED", None: ""}[line["ok"]]
     kind = "MUST" if line["kind"] == MUST else "note"
-    return line["section"], line["what"], figure, kind, verdict, line["detail"]
+    detail = " ".join(line["detail"].split())  # some errors have several lines
+    return line["section"], line["what"], figure, kind, verdict, detail
