@@ -1,0 +1,28 @@
+"""The agents that a section has started, which outlive their trainers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.agent.trainer import agents_under, eventually, is_alive
+
+
+@contextlib.contextmanager
+def agents_ended(where: Path) -> Iterator[None]:
+    """End with the context every agent that has its directory in `where`."""
+    try:
+        yield
+    finally:
+        end_agents(where)
+
+
+def end_agents(where: Path) -> None:
+    """Kill every agent that has its directory in `where`; return when all have ended."""
+    for pid in agents_under(where):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
