@@ -1,0 +1,60 @@
+"""What the slots of a rank hold after its process has ended, as its next start would find it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from megatron_flashckpt.held_slot import HeldSlot
+from megatron_flashckpt.layout.piece import MASTER
+from megatron_flashckpt.memory.slot import SlotState
+from tests.gpu_check.rank import Node
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The slots of a rank."""
+
+    states: list[str]
+    values: dict[int, list[float]]
+    """By iteration that the agent offers: the smallest and the largest element of each tensor."""
+
+    def is_whole(self, iteration: int) -> bool:
+        """Return whether that save is offered, and all its elements are the iteration's number."""
+        values = self.values.get(iteration)
+        return values is not None and set(values) == {float(iteration)}
+
+    def __str__(self) -> str:
+        found = {iteration: sorted(set(values)) for iteration, values in self.values.items()}
+        return f"slots {', '.join(self.states)}; offered: {found}"
+
+
+def held(node: Node) -> Held:
+    """Return what the agent of `node` holds of rank 0, whose process has ended."""
+    rank = node.rank([])
+    slab, offers = rank.checkpointer.link.take_slab()
+    if slab is None:
+        return Held([], {})
+    values: dict[int, list[float]] = {}
+    for offer in offers:
+        slot = HeldSlot(slab, offer, 0)
+        values[offer.iteration] = []
+        for item in slot.meta.template.items:
+            if item.kind == MASTER:
+                end = item.byte_offset + 4 * item.numel
+                low, high = slot.data[item.byte_offset : end].view(torch.float32).aminmax()
+                values[offer.iteration] += [float(low), float(high)]
+    states = [SlotState(slot.header.state).name for slot in slab.slots]
+    rank.close()
+    return Held(states, values)
+
+
+def held_in(where: Path) -> Held:
+    """Return what is held by the agent of a child that ran in `where`, and end that agent."""
+    node = Node(where)
+    try:
+        return held(node)
+    finally:
+        node.close()
