@@ -24,7 +24,7 @@ from tests.gpu_check.timing import report_waits
 
 LETTER = "P"
 TITLE = "page-locking"
-SECONDS = 75
+SECONDS = 65
 GPUS = 1
 SIMULATED = True
 

@@ -1,0 +1,37 @@
+"""One of two ranks whose process group is gloo, as under `--distributed-backend gloo`.
+
+Each receives what the other holds, straight into tensors on the GPU.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.gpu_check import machine
+from tests.gpu_check.exchanges import report_collectives
+from tests.gpu_check.report import Report
+
+LETTER = "-"
+TITLE = "collectives of gloo ranks with a GPU"
+SECONDS = 60
+GPUS = 1
+SIMULATED = True
+
+
+def run(report: Report) -> None:
+    """Join the other rank and exchange."""
+    store = dist.FileStore(str(Path(os.environ["WHERE"]) / "store"), 2)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=2,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    report_collectives(report, "2 gloo ranks", machine.pick(256 << 20, 1 << 20))
+    dist.barrier()
+    dist.destroy_process_group()
