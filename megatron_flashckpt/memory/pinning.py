@@ -28,6 +28,9 @@ CHUNK_NBYTES = 2**30
 _TURN_S = 0.02
 #: How long `close` waits for the thread, which may be inside the driver.
 _CLOSE_S = 1.0
+#: Memory that was closed without being unlocked. It stays mapped: at the address of a mapping that
+#: is gone, CUDA would go on copying to the old pages.
+_still_locked: list[memoryview] = []
 
 
 class PinnedSlab:
@@ -91,6 +94,8 @@ class PinnedSlab:
         self._ended.wait()
         if self._unpins:
             self._unpin()
+        elif self.nbytes:
+            _still_locked.append(self._memory)
         self._memory = memoryview(b"")
 
     def _pin(self) -> None:

@@ -15,6 +15,7 @@ from megatron_flashckpt.memory import pinning
 from megatron_flashckpt.memory.pinning import PinnedSlab
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.trainer import PATIENCE_S, eventually
+from tests.memory.mapped import times_mapped
 from tests.simulated_gpu import Node, simulated_gpus
 from tests.simulated_gpu.runtime import NOT_REGISTERED
 
@@ -177,6 +178,21 @@ def test_closing_unlocks_nothing_and_ends_the_thread(node: Node, slab: Slab) -> 
     assert pinned.covers(slab.geometry.nbytes)
     assert len(node.runtime.locked) == 5
     assert "cudaHostUnregister" not in {call.name for call in node.calls}
+
+
+def test_memory_that_stays_locked_stays_mapped(node: Node) -> None:
+    """CUDA goes on copying to the old pages, whatever is mapped at their addresses later."""
+    slab = Slab.create(1, 100, 4 * CHUNK, "stays", huge_pages=False)
+    pinned = PinnedSlab(slab, 5, None)
+    pinned.wait()
+    (address, *_) = node.runtime.locked
+    pinned.close()
+    slab.close()
+    del slab, pinned
+    assert times_mapped("stays") == 1
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    (line,) = [line for line in maps if "/memfd:flashckpt-stays " in line]
+    assert int(line.split("-")[0], 16) == address
 
 
 def test_closing_does_not_wait_for_a_driver_that_hangs(
