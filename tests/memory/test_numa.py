@@ -6,7 +6,6 @@ import ctypes
 import errno
 import logging
 import os
-import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
 from megatron_flashckpt.node_link import NodeLink
+from tests.simulated_gpu import Node, simulated_gpus
 
 MPOL_PREFERRED = 1
 
@@ -114,56 +114,47 @@ def test_the_real_kernel_places_a_slab_at_node_0() -> None:
     slab.close()
 
 
-def properties(**numbers: int) -> Any:
-    return lambda device: types.SimpleNamespace(**numbers)
+@pytest.fixture
+def gpus() -> Iterator[Node]:
+    with simulated_gpus(8) as node:
+        yield node
 
 
 @pytest.fixture
-def devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of what the kernel says of one PCI device."""
-    (tmp_path / "0001:dc:0a.0").mkdir()
-    (tmp_path / "0001:dc:0a.0/numa_node").write_text("1\n")
-    numbers = {"pci_domain_id": 1, "pci_bus_id": 0xDC, "pci_device_id": 10}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties(**numbers))
+def devices(gpus: Node, tmp_path: Path) -> Path:
+    """What the kernel says of the PCI device that GPU 3 is."""
+    (tmp_path / "0000:03:00.0").mkdir()
+    (tmp_path / "0000:03:00.0/numa_node").write_text("1\n")
     return tmp_path
 
 
 def test_the_node_of_a_gpu_is_that_of_its_pci_device(devices: Path) -> None:
     assert node_of_gpu(3, devices) == 1
+    assert node_of_gpu(4, devices) is None
 
 
 def test_a_gpu_whose_node_nobody_knows_has_none(
     devices: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (devices / "0001:dc:0a.0/numa_node").write_text("-1\n")
+    (devices / "0000:03:00.0/numa_node").write_text("-1\n")
     assert node_of_gpu(3, devices) is None
-    (devices / "0001:dc:0a.0/numa_node").unlink()
-    assert node_of_gpu(3, devices) is None
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties(major=9))  # older releases
+    (devices / "0000:03:00.0/numa_node").write_text("1\n")
+    older = types.SimpleNamespace(major=9)  # releases of torch without PCI numbers
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: older)
     assert node_of_gpu(3, devices) is None
 
 
 @pytest.fixture
 def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeLink]:
-    made = NodeLink(str(tmp_path), 0, Config())
+    made = NodeLink(str(tmp_path), 0, Config(runtime_dir=str(tmp_path / "run")))
     monkeypatch.setattr(made, "_connected", lambda: None)
     monkeypatch.setattr(made, "_attach", lambda slab: None)
     yield made
     made.close(leave=False)
 
 
-@pytest.mark.parametrize("initialized", [True, False])
-def test_a_slab_made_in_the_background_lies_at_the_gpu_of_the_training_thread(
-    link: NodeLink, monkeypatch: pytest.MonkeyPatch, initialized: bool
-) -> None:
-    """The device of another thread is 0 until that thread chooses one."""
-    training = threading.current_thread()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(
-        torch.cuda,
-        "current_device",
-        lambda: 5 if threading.current_thread() is training else 0,
-    )
+def nodes_of_slabs(link: NodeLink, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Return the NUMA nodes of a slab made in the background and of a larger one of a save."""
     monkeypatch.setattr("megatron_flashckpt.node_link.node_of_gpu", lambda device: device + 10)
     nodes: list[int | None] = []
     create = Slab.create
@@ -175,4 +166,18 @@ def test_a_slab_made_in_the_background_lies_at_the_gpu_of_the_training_thread(
     monkeypatch.setattr(Slab, "create", noted)
     link.prepare(PAGE)
     link.ensure_slab(10 * PAGE, 0)
-    assert nodes == ([15, 15] if initialized else [None, None])
+    return nodes
+
+
+def test_a_slab_made_in_the_background_lies_at_the_gpu_of_the_training_thread(
+    gpus: Node, link: NodeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device of another thread is 0 until that thread chooses one."""
+    torch.cuda.set_device(5)
+    assert nodes_of_slabs(link, monkeypatch) == [15, 15]
+
+
+def test_a_slab_of_a_rank_without_a_gpu_lies_anywhere(
+    link: NodeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert nodes_of_slabs(link, monkeypatch) == [None, None]
