@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -42,8 +43,15 @@ def simulated_gpus(devices: int = 8, *, kind: type[Node] = Node, **settings: Any
         # By its name: ranks import this module before the package, which reads its settings then.
         library = "megatron_flashckpt.memory.cuda.runtime_library"
         stack.enter_context(mock.patch(library, return_value=node.runtime))
+        stack.callback(_end_process)
         stack.callback(node.close)
         yield node
+
+
+def _end_process() -> None:
+    """Let go of memory that a process keeps locked, as the kernel does at its end."""
+    if (pinning := sys.modules.get("megatron_flashckpt.memory.pinning")) is not None:
+        pinning._still_locked.clear()
 
 
 class _MadeByNode(type):
