@@ -18,7 +18,7 @@ ORDER = "EDFRSTGXKPCHLNM"
 LAST = ORDER[-1]
 #: Sections that run again on a device that is not the first, if there are two.
 _ON_ANOTHER_DEVICE = ("D", "T")
-_CONSTANTS = ("LETTER", "TITLE", "SECONDS", "GPUS", "SIMULATED")
+_CONSTANTS = ("LETTER", "TITLE", "SECONDS", "GPUS", "SIMULATED", "MEGATRON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Section:
     """Number of GPUs that it needs."""
     simulated: bool
     """Whether it also runs on the simulated node."""
+    megatron: bool
+    """Whether it imports Megatron."""
     environ: tuple[tuple[str, str], ...] = ()
     """What it finds in its environment beside the driver's."""
 
@@ -45,6 +47,8 @@ class Section:
 
     def why_not(self, gpus: int) -> str:
         """Return why it cannot run on a machine with so many GPUs; empty if it can."""
+        if self.megatron and importlib.util.find_spec("megatron") is None:
+            return "megatron is not installed"
         if self.gpus <= gpus or (gpus == 0 and self.simulated):
             return ""
         return "needs a GPU" if self.gpus == 1 else f"needs {self.gpus} GPUs"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -36,11 +35,6 @@ def pick(on_gpu: T, simulated: T) -> T:
 def gpus() -> int:
     """Return the number of real GPUs."""
     return torch.cuda.device_count() if simulated_node is None else 0
-
-
-def has_megatron() -> bool:
-    """Return whether megatron-core is installed, without importing it."""
-    return importlib.util.find_spec("megatron") is not None
 
 
 def keep_busy(seconds: float) -> None:

@@ -22,6 +22,7 @@ TITLE = "made up"
 SECONDS = {seconds}
 GPUS = {gpus}
 SIMULATED = {simulated}
+MEGATRON = False
 
 
 def run(report):

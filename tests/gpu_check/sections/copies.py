@@ -23,6 +23,7 @@ TITLE = "speed and order of copies"
 SECONDS = 60
 GPUS = 1
 SIMULATED = True
+MEGATRON = False
 
 #: Bytes that are compared at once.
 _CHUNK_NBYTES = 256 << 20

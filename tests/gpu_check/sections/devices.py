@@ -19,6 +19,7 @@ TITLE = "devices of threads"
 SECONDS = 30
 GPUS = 1
 SIMULATED = True
+MEGATRON = True
 
 #: What our threads call of `torch.cuda`, beside `set_device`.
 _CALLS = (
@@ -54,9 +55,6 @@ class _Noting(type):
 
 def run(report: Report) -> None:
     """Save, restart and save again, with a wrapper around `torch.cuda`."""
-    if not machine.has_megatron():
-        report.skip(TITLE, "megatron is not installed")
-        return
     from tests.gpu_check.rank import Node, node
 
     device = torch.cuda.current_device()

@@ -24,6 +24,7 @@ TITLE = "environment"
 SECONDS = 15
 GPUS = 1
 SIMULATED = True
+MEGATRON = False
 
 _OF_GPU = (
     "name,driver_version,pcie.link.gen.current,pcie.link.gen.max,pcie.link.width.current,"

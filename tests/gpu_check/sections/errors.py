@@ -16,6 +16,7 @@ TITLE = "a GPU that fails or hangs"
 SECONDS = 70
 GPUS = 1
 SIMULATED = True
+MEGATRON = True
 
 BREAKING = ("broken before a save", "broken during copies", "broken at exit")
 BUSY = "busy for ever"

@@ -15,6 +15,7 @@ TITLE = "small copies behind large ones"
 SECONDS = 60
 GPUS = 1
 SIMULATED = False
+MEGATRON = False
 
 #: None: as the driver does without the variable.
 _CONNECTIONS = (None, "1", "8", "32")

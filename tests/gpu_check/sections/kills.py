@@ -22,6 +22,7 @@ TITLE = "SIGKILL and SIGTERM in the middle of copies"
 SECONDS = 60
 GPUS = 1
 SIMULATED = True
+MEGATRON = True
 
 _GIB = 8.0
 _PATIENCE_S = 50.0

@@ -30,6 +30,7 @@ TITLE = "loads from memory and from storage"
 SECONDS = 75
 GPUS = 1
 SIMULATED = True
+MEGATRON = True
 
 _TENSORS = 64
 #: Threads that read, as `read_threads` chooses them for one rank of a large node.

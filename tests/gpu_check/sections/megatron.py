@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.memory.available import available_nbytes
-from tests.gpu_check import machine
 from tests.gpu_check.agents import end_agents
 from tests.gpu_check.report import Report
 
@@ -37,6 +36,7 @@ TITLE = "Megatron: price of a save, restart from memory and from storage"
 SECONDS = 130
 GPUS = 1
 SIMULATED = False
+MEGATRON = True
 
 _REPOSITORY = Path(__file__).parents[3]
 _SCRIPT = _REPOSITORY / "tests/gpu_check/megatron_job.py"
@@ -89,9 +89,6 @@ def blocks(begin: int, rounds: int, length: int) -> list[Block]:
 
 def run(report: Report) -> None:
     """Run the three jobs on the GPU; on CPU ranks with a tiny model where there is none."""
-    if not machine.has_megatron():
-        report.skip("all", "megatron is not installed")
-        return
     if (lack := _lack()) is not None:
         report.skip("all", lack)
         return

@@ -21,6 +21,7 @@ TITLE = "collectives over NCCL and gloo"
 SECONDS = 40
 GPUS = 1
 SIMULATED = False
+MEGATRON = False
 
 _PATIENCE_S = 30.0
 

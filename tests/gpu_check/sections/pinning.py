@@ -27,6 +27,7 @@ TITLE = "page-locking"
 SECONDS = 65
 GPUS = 1
 SIMULATED = True
+MEGATRON = False
 
 #: Size of a slab in GiB, whether of huge pages, whether mapped before; the most telling ones first.
 _CASES = (

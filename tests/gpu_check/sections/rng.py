@@ -16,6 +16,7 @@ TITLE = "random generators"
 SECONDS = 30
 GPUS = 1
 SIMULATED = True
+MEGATRON = True
 
 _NAMES = ("data-parallel-rng", "model-parallel-rng", "expert-parallel-rng")
 _NUMEL = 1000
@@ -23,9 +24,6 @@ _NUMEL = 1000
 
 def run(report: Report) -> None:
     """Save, draw, load and draw again, with both kinds of Megatron's tracker."""
-    if not machine.has_megatron():
-        report.skip(TITLE, "megatron is not installed")
-        return
     with _generators():
         for graph_safe in (False, True):
             kind = "for CUDA graphs" if graph_safe else "of tensors"

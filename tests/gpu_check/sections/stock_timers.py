@@ -22,6 +22,7 @@ TITLE = "Megatron's timers around a save"
 SECONDS = 40
 GPUS = 1
 SIMULATED = True
+MEGATRON = True
 
 _ROUNDS = 8
 #: A print and a barrier lie between a save and the timers: by then the first copies are asked for.
@@ -48,9 +49,6 @@ class Round:
 
 def run(report: Report) -> None:
     """Time rounds with and without a save, in turn."""
-    if not machine.has_megatron():
-        report.skip(TITLE, "megatron is not installed")
-        return
     from megatron.core.timers import Timers
 
     part = machine.pick(stager_module.PART_NBYTES, 1 << 18)

@@ -28,6 +28,7 @@ TITLE = "torn saves"
 SECONDS = 75
 GPUS = 1
 SIMULATED = True
+MEGATRON = False
 
 _STUBS = Path(__file__).parents[2] / "cpu_megatron/stubs/apex"
 #: Stop before the driver would kill this section.
