@@ -30,7 +30,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
 from megatron_flashckpt.session import Session
 from tests.agent.conftest import Node
-from tests.agent.test_while_staging import NUMEL, Job
+from tests.agent.test_checkpointer import NUMEL, Job
 from tests.agent.trainer import PATIENCE_S, eventually
 
 
