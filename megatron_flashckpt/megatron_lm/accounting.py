@@ -87,13 +87,13 @@ def has_states(optimizer: Any) -> bool:
 
 
 def underivable(chunks: list[Any], optimizer: Any, derivable: set[int], reason: str) -> list[str]:
-    """Return what keeps weights from being made of their masters in a load.
+    """Return a line for each reason why a load could not make weights of their masters.
 
-    Checks this rank only. The masters that it has are rounded and compared with plain weights.
+    Checks this rank only: rounds its masters and compares them with plain weights.
 
     Args:
-        derivable: ids of the 16-bit parameters whose masters are to stand for them.
-        reason: why they are, which every line begins with.
+        derivable: ids of the 16-bit parameters that are saved as masters only.
+        reason: why these are not saved themselves; every line begins with it.
     """
     names = _names(chunks)
     sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
@@ -123,12 +123,12 @@ def underivable(chunks: list[Any], optimizer: Any, derivable: set[int], reason: 
 
 
 def unquantizable(chunks: list[Any], optimizer: Any) -> list[str]:
-    """Return what keeps FP8 and FP4 weights from being made of fp32 masters, line by line.
+    """Return a line for each reason why FP8 or FP4 weights cannot be made of fp32 masters.
 
     Checks this rank only.
 
     Args:
-        optimizer: the one that is saved or loaded; None: only weights are.
+        optimizer: the optimizer that is saved or loaded; None: only weights are.
 
     Raises:
         UnsupportedError: the optimizer is of a kind that cannot be saved.
@@ -145,7 +145,7 @@ def unquantizable(chunks: list[Any], optimizer: Any) -> list[str]:
     unfilled = {id(parameter) for sub in idle for parameter in optimizer_state.sharded(sub)}
     return [
         *_line(
-            "tensors of a class that Megatron does not quantize masters into",
+            "weights of a tensor class into which this Megatron cannot quantize masters",
             (
                 f"{names[id(it)]} ({type(it).__name__})"
                 for it in quantized
@@ -153,11 +153,11 @@ def unquantizable(chunks: list[Any], optimizer: Any) -> list[str]:
             ),
         ),
         *_line(
-            "FP8 or FP4 weights of which no DistributedOptimizer here holds fp32 masters",
+            "FP8 or FP4 weights without fp32 masters in a DistributedOptimizer of this rank",
             (names[id(it)] for it in quantized if id(it) not in mastered),
         ),
         *_line(
-            "FP8 or FP4 weights that Megatron does not make of their masters",
+            "FP8 or FP4 weights that this Megatron does not make of their masters",
             (names[id(it)] for it in quantized if id(it) in unfilled),
         ),
     ]

@@ -1,7 +1,7 @@
-"""Whether this Megatron and this job are what the shims expect; if not, one error says all of it.
+"""Checks that this Megatron and this job are as the shims expect; one error lists all differences.
 
-It runs once, before the first training step. What it does not find would be missing from every
-checkpoint without a word.
+Runs once, before the first training step. State that the check misses would be missing from every
+checkpoint without a message.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megatron_flashckpt.megatron_lm import features
 from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable, unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 
-#: What to do about FP8 or FP4 weights that a load could not make of their masters.
+#: Remedy for FP8 or FP4 weights that a load could not make of their masters; the last listed line.
 QUANTIZED_REMEDY = (
-    "such weights are saved and loaded as masters only: train all of them with "
-    "--use-distributed-optimizer, save the optimizer (no --no-save-optim), no "
-    "--optimizer-cpu-offload and no precision-aware optimizer with delayed scaling; or start "
-    "without --fp8-param-gather and --fp4-param-gather"
+    "FP8 and FP4 weights are saved and loaded as fp32 masters only: train all of them with "
+    "--use-distributed-optimizer, save the optimizer (no --no-save-optim), and use neither "
+    "--optimizer-cpu-offload nor a precision-aware optimizer with delayed scaling or 16-bit "
+    "masters; or start without --fp8-param-gather and --fp4-param-gather"
 )
 
 
@@ -29,28 +29,28 @@ def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> No
     """Raise unless all of this rank's state can be saved. No communication.
 
     Args:
-        state: keeps the geometry that is found here for the saves to come.
+        state: keeps the geometry, which later saves use.
         chunks: unwrapped.
         optimizer: None: weights only.
 
     Raises:
-        UnsupportedError: names everything that differs.
+        UnsupportedError: lists everything that differs.
     """
-    # What is looked up next would fail for the same reason as what was looked up before.
-    found = (
+    # After a failed check the later checks would fail for the same reason, so they do not run.
+    lines = (
         features.missing(args)
         or _of_geometry(state, chunks) + unaccounted(chunks, optimizer)
         or _of_quantized(chunks, optimizer)
         or of_derived(state, chunks, optimizer)
         or _of_tensors(state, chunks, optimizer)
     )
-    if found:
-        raise refusal(found)
+    if lines:
+        raise refusal(lines)
 
 
-def refusal(found: list[str]) -> UnsupportedError:
-    """Return the error that names all that was `found`."""
-    listed = "\n  ".join(found)
+def refusal(lines: list[str]) -> UnsupportedError:
+    """Return the error that lists `lines`, each of which names state that would not be saved."""
+    listed = "\n  ".join(lines)
     return UnsupportedError(
         f"megatron_flashckpt {megatron_flashckpt.__version__} would not save all of this job under "
         f"megatron-core {package_info.__version__}:\n  {listed}\n"
@@ -61,7 +61,7 @@ def refusal(found: list[str]) -> UnsupportedError:
 
 
 def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
-    """Return what keeps weights that are not saved from being made of their masters."""
+    """Return a line for each reason why unsaved weights cannot be made of their masters."""
     derivable = state.derivable(state.geometry(chunks))
     if not derivable or optimizer is None:
         return []
@@ -71,8 +71,8 @@ def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str
 
 
 def _of_quantized(chunks: list[Any], optimizer: Any) -> list[str]:
-    found = unquantizable(chunks, optimizer)
-    return [f"{line}; {QUANTIZED_REMEDY}" for line in found]
+    lines = unquantizable(chunks, optimizer)
+    return [*lines, QUANTIZED_REMEDY] if lines else []
 
 
 def _of_geometry(state: ModelState, chunks: list[Any]) -> list[str]:

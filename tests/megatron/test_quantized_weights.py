@@ -188,7 +188,7 @@ def test_loads_without_masters_are_refused(runs: Callable[[str], Runs], flag: st
     result = job(ran.where, ran.recipe, ran.whole, ran.where / f"not{flag}", *END, flag)
     assert result.returncode != 0
     assert (
-        "FP8 or FP4 weights of which no DistributedOptimizer here holds fp32 masters: "
+        "FP8 or FP4 weights without fp32 masters in a DistributedOptimizer of this rank: "
         "decoder.layers.0.self_attention.linear_proj.weight, " in result.log
     )
     assert "so it needs the optimizer (no --finetune, no --no-load-optim)" in result.log
@@ -199,6 +199,6 @@ def test_saves_without_masters_are_refused_before_the_first_step(tmp_path: Path)
     save = tmp_path / "save"
     result = job(tmp_path, "tensorwise", save, save, "--no-save-optim")
     assert result.returncode != 0
-    assert "no DistributedOptimizer here holds fp32 masters: decoder.layers.0." in result.log
+    assert "masters in a DistributedOptimizer of this rank: decoder.layers.0." in result.log
     assert "save the optimizer (no --no-save-optim)" in result.log
     assert result.events == [], "no loss was computed, and nothing saved"

@@ -27,9 +27,13 @@ from tests.megatron_lm.quantized_double import BlockDouble, QuantizedDouble
 from tests.megatron_lm.test_model_state import Job
 
 WITHOUT_MASTER = (
-    "FP8 or FP4 weights of which no DistributedOptimizer here holds fp32 masters: layer.matrix"
+    "FP8 or FP4 weights without fp32 masters in a DistributedOptimizer of this rank: layer.matrix"
 )
-NOT_FILLED = "FP8 or FP4 weights that Megatron does not make of their masters: layer.matrix"
+NOT_FILLED = "FP8 or FP4 weights that this Megatron does not make of their masters: layer.matrix"
+UNKNOWN = (
+    "weights of a tensor class into which this Megatron cannot quantize masters: "
+    "layer.matrix (QuantizedDouble)"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +95,7 @@ def test_weights_without_a_sharded_master_are_refused_before_the_first_step(case
     optimizer = None if case == "not saved" else job.optimizer
     with pytest.raises(UnsupportedError) as refused:
         check(job, optimizer)
-    assert f"  {WITHOUT_MASTER}; {self_check.QUANTIZED_REMEDY}\n" in str(refused.value)
+    assert f":\n  {WITHOUT_MASTER}\n  {self_check.QUANTIZED_REMEDY}\nNoth" in str(refused.value)
 
 
 @pytest.mark.usefixtures("known")
@@ -141,10 +145,15 @@ def test_masters_in_host_memory_are_no_masters_of_fp8_weights() -> None:
 
 def test_classes_that_megatron_does_not_know_are_refused() -> None:
     job = quantized_job()
-    assert unquantizable([job], sharding(job)) == [
-        "tensors of a class that Megatron does not quantize masters into: "
-        "layer.matrix (QuantizedDouble)"
-    ]
+    assert unquantizable([job], sharding(job)) == [UNKNOWN]
+
+
+def test_a_refusal_with_several_reasons_has_one_remedy_at_its_end() -> None:
+    job = quantized_job()
+    lines = (UNKNOWN, WITHOUT_MASTER, self_check.QUANTIZED_REMEDY)
+    with pytest.raises(UnsupportedError) as refused:
+        check(job, job.optimizer)
+    assert ":\n  " + "\n  ".join(lines) + "\nNothing was saved" in str(refused.value)
 
 
 def test_no_save_takes_slices_of_a_weight_without_a_master() -> None:
