@@ -244,7 +244,7 @@ class Checkpointer:
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
-            SaveFailedError: CUDA has no memory for a temporary copy, or fails altogether.
+            SaveFailedError: CUDA has no memory for a temporary copy, or fails.
         """
         try:
             with phase("enumerate"):
@@ -351,8 +351,10 @@ class Checkpointer:
                 if error is not None:
                     raise SaveFailedError(f"copying to host memory failed: {error}") from error
                 reach("stage.copied")
-                if slot.header != staging:  # the agent has discarded it when this process hung up
-                    raise SaveFailedError("its slot was discarded while it was copied")
+                if slot.header != staging:
+                    raise SaveFailedError(
+                        "the agent discarded the slot during the copy; this rank had hung up"
+                    )
                 slot.set_state(SlotState.KEPT if request.memory_only else SlotState.STAGED)
                 reach("stage.staged")
                 staged_s = trace.age_s

@@ -94,7 +94,7 @@ def plan_load(
     Args:
         wanted: returns what this rank wants.
         check: raises if something else speaks against filling such names.
-        unread: names that this rank's model has, but makes of others.
+        unread: names in this rank's model that are made of other tensors after the load.
 
     Raises:
         MissingStateError: on every rank; lists all differences, nothing was overwritten.

@@ -297,12 +297,12 @@ def _side(
 
 
 def refuse_unmastered(request: LoadRequest, place: str) -> None:
-    """Raise if this rank has FP8 or FP4 weights that nothing would fill."""
+    """Raise if this rank has FP8 or FP4 weights whose masters this load would not read."""
     lines = unquantizable(request.chunks, request.optimizer)
     if lines:
         raise UnsupportedError(
             f"{place}: {'; '.join(lines)}. A load makes such weights of their masters, so it needs "
-            "the optimizer (no --finetune, no --no-load-optim); or load them without "
+            "the optimizer (no --finetune, no --no-load-optim); or load the checkpoint without "
             "--fp8-param-gather and --fp4-param-gather. Nothing was loaded"
         )
 

@@ -104,13 +104,14 @@ class NodeLink:
         """Note the training thread's CUDA device. Called on that thread only.
 
         Raises:
-            SaveFailedError: CUDA does not say which it is.
+            SaveFailedError: CUDA does not return the device.
         """
         try:
             self._device = cuda.current_device()
         except RuntimeError as error:
             raise SaveFailedError(
-                f"rank {self._rank}: CUDA is broken ({error}); restart the job"
+                f"rank {self._rank}: CUDA does not return the current device ({error}); restart "
+                "the job"
             ) from error
 
     def _begin(self, work: Callable[..., None], *args: object) -> None:
@@ -220,7 +221,7 @@ class NodeLink:
         """Return the attached slab, a larger one if the present one is too small.
 
         Raises:
-            SaveFailedError: CUDA is broken, or gives no stream to copy on.
+            SaveFailedError: CUDA fails, or makes no stream to copy on.
             StorageError: there is no memory for the slab.
         """
         self._prepared()

@@ -92,10 +92,10 @@ def check(needs: Sequence[Need], slots: int) -> None:
     raise StorageError(
         errno.ENOMEM,
         f"the {slots} checkpoint slots of each rank do not fit into host memory, so saves would "
-        "fail or processes be killed:\n  "
+        "fail or the kernel would kill processes:\n  "
         + "\n  ".join(lines)
-        + "\nfree memory there, lower 'slots', use more nodes, or raise what the job may use "
-        "(the memory request of its pod or batch job)",
+        + "\nfree memory on these nodes, lower 'slots', use more nodes, or raise the memory limit "
+        "of the job's pod or batch job",
     )
 
 

@@ -161,7 +161,7 @@ def _go_on(
     _finish_optimizer(call, margs, loaded)
     chunks = unwrap(call.model)
     side_state.load_extra_states(chunks, state.geometry(chunks), loaded.side.objects)
-    # Behind the extra states, in which delayed scaling keeps its scales.
+    # After the extra states, in which delayed scaling keeps its scales.
     if not call.skip_model_and_optimizer and state.geometry(chunks).quantized:
         fill_from_masters(call.model, call.optimizer)
     if not margs.finetune:

@@ -68,7 +68,7 @@ def check_alone(model: list[Any], optimizer: Any) -> None:
     if _check_own(margs, model, optimizer) and parallel.model_cut()[1] > 1:
         raise self_check.refusal(
             [
-                "FP8 or FP4 weights in a pipeline, whose stages must agree on what is saved: call "
+                "the stages of a pipeline have not agreed on their FP8 or FP4 weights: call "
                 "load_checkpoint or Megatron's train_step before the first save"
             ]
         )
@@ -265,7 +265,7 @@ def _announce(
     if (flag := changes_beside_steps(margs)) is not None and config.staging != "blocking":
         lines.append(
             f"each save copies everything before it returns, as with 'staging: blocking', because "
-            f"{flag} changes the state in other places than the optimizer's step"
+            f"{flag} changes tensors outside of the optimizer's step"
         )
     for line in lines:
         stock.checkpointing().print_rank_0(f"  flashckpt: {line}")

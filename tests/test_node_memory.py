@@ -14,11 +14,11 @@ from megatron_flashckpt.node_memory import Need, around, check, gather_needs
 GIB = 2**30
 BEGIN = (
     "the 2 checkpoint slots of each rank do not fit into host memory, so saves would fail or "
-    "processes be killed:\n  "
+    "the kernel would kill processes:\n  "
 )
 REMEDY = (
-    "\nfree memory there, lower 'slots', use more nodes, or raise what the job may use (the "
-    "memory request of its pod or batch job)"
+    "\nfree memory on these nodes, lower 'slots', use more nodes, or raise the memory limit of the "
+    "job's pod or batch job"
 )
 
 

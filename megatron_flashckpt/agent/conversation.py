@@ -187,8 +187,8 @@ class Conversations:
                 return
             if slots.offers():
                 raise AgentError(
-                    f"the slab of rank {number} holds iteration {slots.offers()[0].iteration}; it "
-                    "is kept for a restart"
+                    f"the slab of rank {number} holds iteration {slots.offers()[0].iteration}, so "
+                    "the agent keeps it for a restart"
                 )
             self._node.retire_slots(rank)
             if slots.busy:

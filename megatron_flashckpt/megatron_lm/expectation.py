@@ -19,7 +19,7 @@ from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE, Optimiz
 
 #: What a plan takes for one piece, beside its key and its axes.
 _PIECE_NBYTES = 256
-#: Room for what a rank keeps beside tensors, without the extra states of its modules.
+#: Room for the side state of a rank, without the extra states of its modules.
 SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
 
@@ -30,11 +30,11 @@ class Expected:
     pieces: list[Piece]
     """With what the optimizer makes in its first step."""
     side_nbytes: int
-    """Room for the side state: at least what it will take."""
+    """Upper bound of the side state's size."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pieces, with room for the side state."""
+        """Bytes of all pieces and room for the side state."""
         return sum(piece.nbytes for piece in self.pieces) + self.side_nbytes
 
     @property

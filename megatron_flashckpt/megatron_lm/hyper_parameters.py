@@ -36,7 +36,7 @@ _EXPERT = "is_expert_parallel"
 #: What makes groups differ in every release.
 _BASIC = ("wd_mult", "lr_mult", "is_decoupled_lr")
 
-#: Settings of how this job computes a step, which no checkpoint changes.
+#: Settings of the job's implementation of a step, which a load does not change.
 _OWN_SETTINGS = ("capturable", "differentiable", "foreach", "fused")
 
 #: Says of an entry that there is no step although there are parameters; not in older checkpoints.
@@ -67,7 +67,7 @@ def hyper_parameters(optimizer: Any) -> _Saved:
 
 
 def _kept(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what a checkpoint has of a group: neither parameters, nor classes and functions."""
+    """Return the entries of a group that are saved: no parameters, classes or functions."""
     return {key: value for key, value in group.items() if key != "params" and not callable(value)}
 
 
@@ -303,34 +303,34 @@ def _set_steps_of_parameters(
     on_device = group.get("capturable") or group.get("fused")
     for parameter in group["params"]:
         state = optimizer.state[parameter]
-        # One tensor per parameter: a shared one would count every parameter's step.
-        made = torch.tensor(step, dtype=torch.float32)
-        device = parameter.device if on_device else made.device
-        state["step"] = _overwritten(state.get("step"), made, device)
+        # A new tensor for each parameter: a shared one would count the steps of all of them.
+        tensor = torch.tensor(step, dtype=torch.float32)
+        device = parameter.device if on_device else tensor.device
+        state["step"] = _overwritten(state.get("step"), tensor, device)
 
 
 def _set_step_of_group(optimizer: Any, group: dict[str, Any], step: Any) -> None:
     """Set the step as Apex's and TransformerEngine's optimizers keep it."""
     if getattr(optimizer, "capturable", isinstance(step, torch.Tensor)):
-        made = step if isinstance(step, torch.Tensor) else torch.tensor([step], dtype=torch.int32)
-        group["step"] = _overwritten(group.get("step"), made, _device(group))
+        tensor = step if isinstance(step, torch.Tensor) else torch.tensor([step], dtype=torch.int32)
+        group["step"] = _overwritten(group.get("step"), tensor, _device(group))
     else:
         group["step"] = int(step)
 
 
 def _device(group: dict[str, Any]) -> torch.device:
-    """Return the device of the group's parameters; the CPU if there are none."""
+    """Return the device of the group's parameters; the CPU for a group without parameters."""
     return next((parameter.device for parameter in group["params"]), torch.device("cpu"))
 
 
 def _overwritten(current: Any, value: Any, device: torch.device) -> Any:
     """Return `value` in the form of `current`, shared with no other group.
 
-    Optimizers change tensors in place, and a CUDA graph reads them where they were at its capture.
-    So `current` itself is overwritten if it is a tensor.
+    If `current` is a tensor, overwrite and return it: optimizers change tensors in place, and a
+    CUDA graph reads the tensors that it captured.
 
     Args:
-        device: for a tensor where `current` is none.
+        device: of the returned tensor if `current` is no tensor.
     """
     if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor | int | float):
         new = torch.as_tensor(value, dtype=current.dtype)

@@ -1,4 +1,4 @@
-"""Megatron's flags that decide how a job's state may be staged."""
+"""Finds the flags of a Megatron job that restrict when its state may be copied."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_grap
 
 
 def changes_beside_steps(args: Any) -> str | None:
-    """Return the flag under which the state changes in other places than `optimizer.step()`.
+    """Return the flag under which tensors change outside of `optimizer.step()`; None without one.
 
-    Late copies of a save are ordered before the step and before nothing else. None: no such flag.
+    Only the optimizer's step waits for the late copies of a save.
     """
     if getattr(args, "perform_rl_step", False):
         return "--perform-rl-step"  # swaps weights, and moves them off the GPU for inference

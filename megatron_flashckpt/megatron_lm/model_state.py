@@ -55,7 +55,7 @@ class ModelState:
     def __init__(self, replicated: Replicated, weights: Weights = "store") -> None:
         self._replicated = replicated
         self.derives_all = weights == "derive"
-        """Whether masters stand for all 16-bit weights."""
+        """True if masters are saved in place of all 16-bit weights."""
         self._quantized_keys: frozenset[str] = frozenset()
         self._geometry: ModelGeometry | None = None
 
@@ -69,10 +69,10 @@ class ModelState:
         return self._geometry
 
     def note_quantized(self, keys: Iterable[str]) -> None:
-        """Note which keys have FP8 or FP4 parameters on any rank.
+        """Note under which keys any rank has FP8 or FP4 parameters.
 
-        Layers share a key, and some of them may be plain: `--first-last-layers-bf16`. A global
-        tensor is saved either as a weight or as a master, so masters stand for all of its layers.
+        Layers share a key, and some of them may be plain (`--first-last-layers-bf16`). A global
+        tensor is saved either as weights or as masters, so masters are saved for all of its layers.
 
         Args:
             keys: of all ranks.
@@ -80,7 +80,7 @@ class ModelState:
         self._quantized_keys = frozenset(keys)
 
     def derives_key(self, geometry: ModelGeometry, key: str) -> bool:
-        """Return whether masters stand for the 16-bit weights under `key`."""
+        """Return whether masters are saved in place of the 16-bit weights under `key`."""
         keys = (self._quantized_keys, geometry.quantized_keys)
         return self.derives_all or any(key in of for of in keys)
 
@@ -151,9 +151,9 @@ class ModelState:
         return found
 
     def derived(self, geometry: ModelGeometry, optimizer: Any) -> set[int]:
-        """Return the ids of the parameters whose weights are not saved: their masters say all.
+        """Return the ids of the parameters that are saved as masters only.
 
-        The same parameters on every replica, also where all of one is other replicas' part.
+        The ids are of the same parameters on every replica, wherever their masters are.
         """
         derivable = self.derivable(geometry)
         if not derivable:
@@ -161,9 +161,9 @@ class ModelState:
         return derivable & {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
 
     def derivable(self, geometry: ModelGeometry) -> set[int]:
-        """Return the ids of the parameters whose masters are to stand for them, if they have any.
+        """Return the ids of the parameters that are saved as masters only, if they have masters.
 
-        With `weights: derive` these are all 16-bit parameters, else the FP8 and FP4 ones, and those
+        With `weights: derive` these are all 16-bit parameters, else the FP8 and FP4 ones and those
         that share a key with them.
         """
         if not (self.derives_all or self._quantized_keys or geometry.quantized):
@@ -202,10 +202,10 @@ class ModelState:
         optimizer: Any,
         states: Mapping[str, Mapping[str, torch.dtype]],
     ) -> list[LocalPiece]:
-        """Return everything that this rank holds, duplicates included: what a load must fill.
+        """Return all pieces that a load must fill on this rank, duplicates included.
 
-        FP8 and FP4 weights are left out: `requantization` makes them of their masters. Optimizer
-        state is allocated where it does not exist yet (which is why this is separate).
+        FP8 and FP4 weights are not among them: `requantization` makes them of their masters.
+        Allocates optimizer state that does not exist yet, which `owned` must not do.
 
         Args:
             optimizer: None: weights and buffers only.

@@ -231,7 +231,7 @@ def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
     # Before core 0.7 an overlapped all-gather lands in a buffer beside the parameters, even on the
     # rank that owns a range; the next forward copies it over.
     stale = getattr(sub, "overlap_param_gather", False) and hasattr(sub, "param_buffer_copied")
-    # With MXFP8 weights in the gradient buffer the masters are copied as late as the next forward.
+    # With MXFP8 weights in the gradient buffer, the next forward copies the masters.
     stale = stale or (
         reuses_gradient_buffer(sub) and getattr(sub.config, "overlap_param_gather", False)
     )
@@ -261,9 +261,9 @@ def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
 
 
 def keeps_masters(sub: Any) -> bool:
-    """Return whether `sub` is a DistributedOptimizer that holds all fp32 masters itself.
+    """Return whether `sub` is a DistributedOptimizer that keeps fp32 masters on the device.
 
-    Precision-aware optimizers hold them in their state, offloading ones in host memory.
+    Precision-aware optimizers keep masters in their state, offloading ones in host memory.
     """
     return (
         isinstance(sub, DistributedOptimizer)
@@ -273,7 +273,7 @@ def keeps_masters(sub: Any) -> bool:
 
 
 def reuses_gradient_buffer(sub: Any) -> bool:
-    """Return whether weights are gathered in the gradient buffer (MXFP8)."""
+    """Return whether Megatron gathers (MXFP8) weights in the gradient buffer."""
     config = getattr(sub, "config", None)
     return bool(getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
 

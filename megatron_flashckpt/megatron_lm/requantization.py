@@ -1,7 +1,7 @@
-"""FP8 and FP4 weights are made of their loaded masters, by the methods that Megatron itself has.
+"""Makes FP8 and FP4 weights of their loaded masters, by Megatron's own methods.
 
 After an optimizer step Megatron quantizes the masters that each replica owns, and gathers the
-others. The same two calls after a load give the weights that a run had when it saved.
+weights of the other replicas. The same two calls after a load make the weights that were saved.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_flashckpt.megatron_lm.optimizer_state import (
     sub_optimizers,
 )
 
-#: Settings with which Megatron's own copy of masters quantizes them.
+#: Settings of DDP under which Megatron's copy of masters to weights quantizes them.
 _SETTINGS = ("fp8_param_gather", "fp4_param_gather")
-#: What a model chunk gathers weights with; in releases before core 0.9 some of it is missing.
+#: Attributes of a model chunk that `_gather` uses; releases before core 0.9 lack some of them.
 _GATHERERS = ("ddp_config", "start_param_sync", "bucket_groups", "expert_parallel_bucket_groups")
 
 
@@ -37,8 +37,8 @@ def quantizes_masters(sub: Any) -> bool:
 def fill_from_masters(model: list[Any], optimizer: Any) -> None:
     """Make all 16-bit and quantized weights of their masters, as Megatron does after a step.
 
-    Called by all ranks of a data-parallel group: the group exchanges magnitudes, then weights. All
-    masters must be loaded, and so must the extra states of modules, which may hold scales.
+    Called by all ranks of a data-parallel group, which exchanges absolute maxima, then weights.
+    All masters must be loaded, and the extra states of modules, which may hold scales.
 
     Args:
         model: the chunks with their DistributedDataParallel wrappers.
@@ -58,7 +58,7 @@ def _method(sub: Any) -> str:
 
 
 def _gather(chunk: Any) -> None:
-    """Gather the weights of a chunk that other replicas have made, and wait for them."""
+    """Gather the weights of a chunk from the other replicas, and wait for them."""
     if not chunk.ddp_config.overlap_param_gather:
         chunk.start_param_sync()
         return

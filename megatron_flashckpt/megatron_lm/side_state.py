@@ -2,8 +2,8 @@
 
 `rank_state` is kept by every rank for itself (each rank's own random state: nothing is
 de-duplicated as if replicated). `common_state` is alike on all ranks; rank 0 writes it, as the
-stand-alone file `common-<id>.msgpack`. All of it can be restored exactly, or the save is refused;
-only Megatron's args may hold what a load leaves out.
+stand-alone file `common-<id>.msgpack`. A save refuses values that a load could not restore exactly,
+except in Megatron's args.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ CHECKPOINT_VERSION = 3.0
 #: The encoded rank state is padded to a multiple of this, so that a counter that grows by a digit
 #: does not change the layout.
 RANK_STATE_STEP = 16 * 1024
-#: Room for one module's extra state. TransformerEngine's takes 2 KiB and its history of absolute
-#: maxima, and is empty before the first step.
+#: Room for one module's extra state. TransformerEngine's takes 2 KiB and the history of absolute
+#: maxima; before the first step it is empty.
 EXTRA_STATE_NBYTES = 16 * 1024
-#: Per step in that history and matrix of the module: 3 fp32 numbers forward, 2 backward.
+#: Bytes per step of that history and matrix of the module: 3 fp32 numbers forward, 2 backward.
 _AMAX_NBYTES = 5 * 4
-#: Matrices of a module that does not say how many it has; a layer norm with an MLP has 2.
+#: Matrices of a module without `num_gemms`; a layer norm with an MLP has 2.
 _NUM_GEMMS = 2
 _LENGTH_NBYTES = 8
 _RANK_STATE = ("rng", "optimizer", "rerun", "objects")
@@ -49,7 +49,7 @@ COMMON_STATE = (
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of every random generator of this rank, as tensors and plain values."""
+    """Return the states of all random generators of this rank, as tensors and plain values."""
     tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {
         "random_rng_state": random.getstate(),
@@ -61,12 +61,12 @@ def rng_state() -> dict[str, Any]:
 
 
 def _as_tensor(state: Any) -> Any:
-    """Return a tracked state as a tensor; trackers for CUDA graphs hold generators."""
+    """Return a tracker's state as a tensor; trackers for CUDA graphs hold generators."""
     return state.get_state() if isinstance(state, torch.Generator) else state
 
 
 def load_rng_state(saved: dict[str, Any]) -> None:
-    """Set what `rng_state` returned.
+    """Set the states that `rng_state` returned.
 
     Raises:
         MissingStateError: `saved` has no state for Megatron's tracker; nothing was set.
@@ -77,8 +77,7 @@ def load_rng_state(saved: dict[str, Any]) -> None:
     if current and not tracked:
         raise MissingStateError(
             f"the checkpoint has no state of the random generators {', '.join(missing)}, which "
-            "this job draws from; add --no-load-rng to begin with the states that this job's seed "
-            "gave them"
+            "this job uses; add --no-load-rng to keep the states that this job's seed gave them"
         )
     if missing:
         logger.warning(
@@ -96,10 +95,10 @@ def load_rng_state(saved: dict[str, Any]) -> None:
 
 
 def _restored(tracker: Any, current: Any, saved: torch.Tensor) -> Any:
-    """Return `saved` in the form that `tracker` holds: a tensor, or a generator.
+    """Return `saved` in the form that `tracker` uses: a tensor, or a generator.
 
     Args:
-        current: the state of that name that the tracker holds now; None if there is none.
+        current: the tracker's present state of the same name; None without one.
     """
     if isinstance(current, torch.Generator):
         # A CUDA graph replays with the generator that was registered at its capture.
@@ -133,7 +132,7 @@ def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
     """Return the rank state as a piece: its length (8 bytes), its encoding, zeros.
 
     Raises:
-        UnsupportedError: a load could not restore all of `state`; names the place and type of all.
+        UnsupportedError: a load could not restore some values; names the place and type of each.
     """
     encoded = plain.encode(state)
     nbytes = _LENGTH_NBYTES + len(encoded)
@@ -146,17 +145,17 @@ def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
 
 
 def unframe(framed: bytes, place: str) -> dict[str, Any]:
-    """Return the rank state from the bytes of its piece; log what this process cannot restore.
+    """Return the rank state from the bytes of its piece; log values that cannot be restored here.
 
     Raises:
-        CorruptCheckpointError: it is not what `rank_state` returned.
+        CorruptCheckpointError: the bytes are no rank state.
     """
     end = _LENGTH_NBYTES + int.from_bytes(framed[:_LENGTH_NBYTES], "little")
     encoded = framed[_LENGTH_NBYTES:end]
     state = plain.decode_dict(encoded, place, _RANK_STATE)
     if lost := plain.left_out(encoded, place):
         logger.warning(
-            "%s: side state holds what this process cannot restore, so the load leaves it out: %s",
+            "%s: the load leaves out side state that this process cannot restore: %s",
             place,
             ", ".join(lost),
         )
@@ -169,15 +168,15 @@ def extra_states(chunks: list[Any], geometry: ModelGeometry) -> dict[str, Any]:
 
 
 def extra_states_nbytes(chunks: list[Any], geometry: ModelGeometry) -> int:
-    """Return at least what `extra_states` will take, encoded, after the first training step."""
+    """Return an upper bound of the encoded bytes of `extra_states` after the first step."""
     configs = [getattr(chunk, "config", None) for chunk in chunks]
     quantized = any(getattr(config, name, None) for config in configs for name in ("fp8", "fp4"))
     history = max((getattr(config, "fp8_amax_history_len", 1) for config in configs), default=1)
     nbytes = 0
     for name, module in _keepers(chunks, geometry):
         state = module.get_extra_state()
-        # Megatron's own linear layers say None for ever, TransformerEngine's may until they have
-        # seen FP8.
+        # Megatron's own linear layers always return None, TransformerEngine's may return it until
+        # their first forward in FP8.
         if state is not None or quantized:
             nbytes += len(plain.encode({name: state})) + EXTRA_STATE_NBYTES
             nbytes += _AMAX_NBYTES * history * getattr(module, "num_gemms", _NUM_GEMMS)
@@ -185,7 +184,7 @@ def extra_states_nbytes(chunks: list[Any], geometry: ModelGeometry) -> int:
 
 
 def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[str, Any]) -> None:
-    """Give modules back what `extra_states` returned; log which of them it does not fit."""
+    """Load the states of `extra_states` into the modules; log the states that do not fit."""
     unfit = []
     for name, module in _keepers(chunks, geometry):
         if name not in saved:
@@ -196,19 +195,19 @@ def load_extra_states(chunks: list[Any], geometry: ModelGeometry, saved: dict[st
             unfit.append(name)
     if unfit:
         logger.warning(
-            "%d modules of grouped experts keep the FP8 state that they have, because the "
-            "checkpoint's is of another number of experts per rank (another expert parallel size): "
-            "%s",
+            "%d modules of grouped experts keep their present FP8 state, because the checkpoint "
+            "was saved under another expert parallel size, with another number of experts per "
+            "rank: %s",
             len(unfit),
             ", ".join(unfit),
         )
 
 
 def _fits(module: Any, saved: Any) -> bool:
-    """Return whether an extra state is of as many experts as `module` has.
+    """Return whether an extra state has as many experts as `module`.
 
-    Grouped experts have one state of all experts of their rank, saved under the name of the first.
-    TransformerEngine takes the state of another number without an error.
+    The grouped experts of a rank have one state, saved under the name of the first expert.
+    TransformerEngine loads the state of another number of experts without an error.
     """
     decode = getattr(module, "_decode_extra_state", None)
     if decode is None:
@@ -252,9 +251,9 @@ def common_state(
 
 
 def encode_common(state: dict[str, Any]) -> bytes:
-    """Return the bytes of what `common_state` returned.
+    """Return the common state as bytes.
 
     Raises:
-        UnsupportedError: a load could not restore something outside of Megatron's args.
+        UnsupportedError: a load could not restore some values outside of Megatron's args.
     """
     return plain.encode(state, lossy=("args",))

@@ -146,10 +146,9 @@ class PinnedSlab:
 
     def _warn(self, reason: str) -> None:
         logger.warning(
-            "%.2f of %.2f GiB of checkpoint slots are page-locked (%s), so copies into the rest "
-            "are slower; this is usually a limit of the kernel or the GPU driver (Linux 6.11 to "
-            "6.13 lock less than 2 GiB per call, driver 580 less than 512 GiB in all): update "
-            "them, or set 'pinned: false' to do without",
+            "%.2f of %.2f GiB of this rank's checkpoint slots are page-locked (%s), so copies into "
+            "the rest are slower; usually the kernel or the GPU driver limits page-locked memory "
+            "(driver 580: 512 GiB): update them, or set 'pinned: false' to page-lock nothing",
             self.nbytes / 2**30,
             self._memory.nbytes / 2**30,
             reason,

@@ -107,7 +107,7 @@ class Stager:
         are under way.
 
         Raises:
-            SaveFailedError: CUDA gives no stream on that device; the former slab is not used.
+            SaveFailedError: CUDA makes no stream on that device; the former slab is not used.
         """
         self.drop_slab()
         self._slab = slab
@@ -127,8 +127,8 @@ class Stager:
             return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise SaveFailedError(
-                f"cuda:{device} gives no stream for copies to host memory ({error}); if training "
-                "itself works, restart the job on another GPU"
+                f"cuda:{device} makes no stream for copies to host memory ({error}); restart the "
+                "job on another GPU"
             ) from error
 
     def pin(self, turns: Path | None) -> None:
@@ -220,7 +220,11 @@ class Stager:
             if job.all_copied is not None:
                 torch.cuda.current_stream().wait_event(job.all_copied)
         except RuntimeError as error:
-            logger.warning("the GPU cannot wait for copies (%s): the host does", error)
+            logger.warning(
+                "the GPU cannot wait for a save's copies (%s), so the training thread waits for "
+                "them before the optimizer's step; if this repeats, restart the job",
+                error,
+            )
             return False
         return True
 
@@ -297,7 +301,7 @@ class Stager:
                 job.finish(time.perf_counter() - started, error)
         except Exception:
             # Without this thread every later save would wait for ever.
-            logger.exception("the staged slot could not be handed over")
+            logger.exception("a staged slot was not handed to the agent; later saves continue")
         finally:
             # Only now: the next save must find this slot handed over, or it could be given it.
             job.handed_over.set()

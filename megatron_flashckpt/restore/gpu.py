@@ -78,7 +78,7 @@ def _warn_once(nbytes: int, reason: str) -> None:
     _reported.add(reason)
     logger.warning(
         "a buffer of %d bytes could not be page-locked (%s), so this load copies to the GPU more "
-        "slowly; look for a limit on locked memory of this process or container",
+        "slowly; usually the kernel or the GPU driver limits page-locked memory: update them",
         nbytes,
         reason,
     )

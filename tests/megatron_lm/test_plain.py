@@ -66,7 +66,7 @@ def lossy_round_trip(value):
 
 
 def refusal(value) -> str:
-    """Return what an exact encoding says of `value`."""
+    """Return the message with which `encode` refuses `value`."""
     with pytest.raises(UnsupportedError) as refused:
         plain.encode(value)
     return str(refused.value)
@@ -74,8 +74,8 @@ def refusal(value) -> str:
 
 def refusal_of(*lost: str) -> str:
     return (
-        f"side state holds what a load cannot restore: {', '.join(lost)}; keep it as tensors, "
-        "numbers, text, or lists and dicts of them, or keep Megatron's own checkpointing for this "
+        f"a load could not restore this side state: {', '.join(lost)}; keep it as tensors, "
+        "numbers, text, or lists and dicts of them, or use Megatron's own checkpointing for this "
         "job"
     )
 
@@ -367,7 +367,7 @@ def test_what_has_no_plain_form_is_left_out_where_that_is_allowed(unknown):
 
 def test_only_what_is_named_may_be_left_out():
     tree = {"args": {"f": len}, "scheduler": {"f": len}}
-    with pytest.raises(UnsupportedError, match=r"restore: scheduler\.f \(builtin_function"):
+    with pytest.raises(UnsupportedError, match=r"state: scheduler\.f \(builtin_function"):
         plain.encode(tree, lossy=("args",))
     assert refusal([len]) == refusal_of("[0] (builtin_function_or_method)")
 

@@ -130,8 +130,8 @@ def test_grouped_experts_refuse_the_state_of_another_number_of_experts(
     load_extra_states(chunks, geometry, extra_states(*experts(saving, 0.5)))
     assert scales(chunks) == [[8.0] * 3 * loading, [16.0] * 3 * loading]
     assert caplog.messages == [
-        "2 modules of grouped experts keep the FP8 state that they have, because the checkpoint's "
-        "is of another number of experts per rank (another expert parallel size): "
+        "2 modules of grouped experts keep their present FP8 state, because the checkpoint was "
+        "saved under another expert parallel size, with another number of experts per rank: "
         "0._extra_state/shard_0_8, 1._extra_state/shard_0_8"
     ]
 
@@ -263,8 +263,8 @@ def test_a_tracker_with_generators_refuses_a_checkpoint_without_any(
         load_rng_state(read)
     assert str(refused.value) == (
         "the checkpoint has no state of the random generators data-parallel-rng, "
-        "model-parallel-rng, expert-parallel-rng, which this job draws from; add --no-load-rng to "
-        "begin with the states that this job's seed gave them"
+        "model-parallel-rng, expert-parallel-rng, which this job uses; add --no-load-rng to keep "
+        "the states that this job's seed gave them"
     )
     assert torch.equal(drawn(), before)
 
@@ -290,7 +290,7 @@ def test_a_load_says_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> Non
     framed = len(encoded).to_bytes(8, "little") + encoded
     assert unframe(framed, PLACE)["optimizer"] == [{"c": 1}, ()]
     assert caplog.messages == [
-        f"{PLACE}: side state holds what this process cannot restore, so the load leaves it out: "
+        f"{PLACE}: the load leaves out side state that this process cannot restore: "
         "optimizer[0] (no_such.module.Kind), optimizer[1] (repr), optimizer[2].a (of a newer "
         "release), optimizer[2].b (MessagePack extension 5), optimizer[3] (dtype), "
         "optimizer[4][0] (unknown)"
@@ -309,7 +309,7 @@ def test_only_megatrons_args_may_hold_what_a_load_leaves_out() -> None:
     }
     common["opt_param_scheduler"] = {"num_steps": 3, "warmup": len}
     with pytest.raises(
-        UnsupportedError, match=r"restore: opt_param_scheduler\.warmup \(builtin_function"
+        UnsupportedError, match=r"state: opt_param_scheduler\.warmup \(builtin_function"
     ):
         encode_common(common)
 

@@ -459,13 +459,13 @@ def test_a_device_that_refuses_to_wait_makes_the_host_wait(
     stager._current.copied.clear()  # as if they were still made
     threading.Timer(0.1, stager._current.copied.set).start()
     stager.before_change()
-    assert "the GPU cannot wait for copies" in caplog.text
+    assert "the GPU cannot wait for a save's copies (" in caplog.text
 
 
 def test_a_gpu_that_refuses_a_stream_is_named(node: Node, slab: Slab) -> None:
     stager = Stager()
     node.refusals["Stream"] = refuse
-    with pytest.raises(SaveFailedError, match=r"cuda:5 gives no stream .* another GPU"):
+    with pytest.raises(SaveFailedError, match=r"cuda:5 makes no stream .* another GPU"):
         stager.use(slab, device=RANK)
     node.refusals.clear()
     stager.use(slab, device=RANK)

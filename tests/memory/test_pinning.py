@@ -129,10 +129,10 @@ def test_what_was_locked_before_a_failure_stays_usable(
     (warning,) = caplog.messages
     total, locked = slab.geometry.nbytes / 2**30, failing * CHUNK / 2**30
     assert warning == (
-        f"{locked:.2f} of {total:.2f} GiB of checkpoint slots are page-locked (cudaHostRegister: "
-        "status 2), so copies into the rest are slower; this is usually a limit of the kernel or "
-        "the GPU driver (Linux 6.11 to 6.13 lock less than 2 GiB per call, driver 580 less than "
-        "512 GiB in all): update them, or set 'pinned: false' to do without"
+        f"{locked:.2f} of {total:.2f} GiB of this rank's checkpoint slots are page-locked "
+        "(cudaHostRegister: status 2), so copies into the rest are slower; usually the kernel or "
+        "the GPU driver limits page-locked memory (driver 580: 512 GiB): update them, or set "
+        "'pinned: false' to page-lock nothing"
     )
     assert "ulimit" not in warning
     made.add_(1)  # raises nothing here: the error is left behind in the other thread

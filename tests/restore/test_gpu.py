@@ -340,8 +340,8 @@ def test_a_load_whose_buffers_cannot_be_page_locked_warns_once_and_is_right(
     assert node.runtime.kept == []
     assert [record.getMessage() for record in caplog.records] == [
         "a buffer of 4194304 bytes could not be page-locked (CUDA error: out of memory), so this "
-        "load copies to the GPU more slowly; look for a limit on locked memory of this process or "
-        "container"
+        "load copies to the GPU more slowly; usually the kernel or the GPU driver limits "
+        "page-locked memory: update them"
     ]
 
 
