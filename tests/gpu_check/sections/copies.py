@@ -73,7 +73,8 @@ class Bench:
         started = time.perf_counter()
         self._stager.pin(None)
         self._stager.wait_pinned()
-        report.figure("page-locking of 8 GiB", time.perf_counter() - started, "s")
+        gib = self.nbytes / 2**30
+        report.figure(f"page-locking of {gib:.2g} GiB", time.perf_counter() - started, "s")
 
     def copies(self, count: int) -> list[Copy]:
         """Return the buffer as `count` tensors of unequal sizes, for the slab's only slot."""
