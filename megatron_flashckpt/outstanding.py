@@ -116,7 +116,8 @@ class Outstanding:
         """Take note of what the copy thread and the search for another agent came to."""
         while not self._broken.empty():
             save_id, failure = self._broken.get()
-            self.fail(self._open[save_id], save_id, str(failure))
+            if save_id in self._open:  # its failure was told already if a wait for it ran out
+                self.fail(self._open[save_id], save_id, str(failure))
         while not self._silent.empty():
             self.lose_agent(*self._silent.get())
         if not self._orphaned and not self._lost:

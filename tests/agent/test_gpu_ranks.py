@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,43 @@ def test_training_continues_without_saves_when_cuda_refuses_what_they_need(
     job.step()
     assert job.save(2) is None
     job.assert_stored(root, 2)
+
+
+def test_two_runs_of_one_process_store_their_own_bytes(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    """The second slab must not lie where the first one is still page-locked."""
+    for iteration in (1, 2):
+        job = make(5)
+        job.checkpointer.link.prepare(25_000_000)
+        job.checkpointer.link.wait_for_device_work()
+        assert job.save(iteration) is None
+        job.assert_stored(root, iteration)
+        job.checkpointer.close()
+    assert len(gpus.runtime.registered_by) == 2
+
+
+def test_a_copy_that_fails_after_the_wait_for_it_ran_out_stops_nothing(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    job = make(5)
+    assert job.save(1) is None
+    awaited = threading.Event()
+
+    def fail_late() -> None:
+        awaited.wait()
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    gpus.refusals["Event.synchronize"] = fail_late
+    job.checkpointer.save(job.request(2))
+    (late,) = job.checkpointer.wait(timeout_s=0.05)
+    assert "not committed within 0 s" in late.error
+    awaited.set()
+    job.checkpointer.link.stager.wait()
+    gpus.refusals.clear()
+    assert job.checkpointer.poll() == []
+    assert job.save(3) is None
+    job.assert_stored(root, 3)
 
 
 def test_a_gpu_without_memory_for_a_temporary_copy_fails_the_save_only(
