@@ -115,8 +115,9 @@ class Stager:
         # tensor made from the mapping itself does not.
         self._bytes = torch.frombuffer(memoryview(slab.memory), dtype=torch.uint8)
         if device != self._device or (self._stream is None and device is not None):
-            self._stream, self._device = None, device
+            self._stream = self._device = None
             self._stream = self._make_stream(device)
+            self._device = device
 
     def _make_stream(self, device: int | None) -> torch.cuda.Stream | None:
         if device is None:

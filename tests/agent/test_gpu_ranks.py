@@ -209,6 +209,35 @@ def test_training_continues_without_saves_when_cuda_refuses_what_they_need(
     job.assert_stored(root, 2)
 
 
+def test_a_stream_that_was_refused_is_asked_for_again_by_the_next_save(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    """The slab is there and has room: only the stream of another device is missing."""
+    job = make(5)
+    torch.cuda.set_device(0)
+    job.checkpointer.link.prepare(25_000_000)
+    eventually("all prepared", lambda: not job.checkpointer.link.is_preparing)
+    torch.cuda.set_device(5)
+
+    def refuse() -> None:
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    gpus.refusals["Stream"] = refuse
+    assert "cuda:5 gives no stream" in (job.save(1) or "")
+    gpus.refusals.clear()
+    side, released = torch.cuda.Stream(), threading.Event()
+    with torch.cuda.stream(side):
+        side.enqueue(released.wait)
+        for tensor in job.tensors:
+            tensor.add_(1.0)
+        job.checkpointer.save(job.request(2))
+        assert not job.checkpointer.link.stager.wait(0.2), "copies come behind the training's work"
+        released.set()
+        (outcome,) = job.checkpointer.wait()
+    assert outcome.error is None
+    job.assert_stored(root, 2)
+
+
 def test_two_runs_of_one_process_store_their_own_bytes(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
