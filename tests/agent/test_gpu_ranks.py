@@ -301,6 +301,11 @@ def test_a_crashed_rank_with_a_gpu_that_hangs_ends_and_leaves_the_older_save(
     started = time.monotonic()
     job.checkpointer.abandon()
     assert time.monotonic() - started < 5.0
+    slots = job.checkpointer.link._slab.slots
+    eventually(
+        "the agent has discarded the torn slot",
+        lambda: all(slot.header.state != SlotState.STAGING for slot in slots),
+    )
     gpus.devices[5].running.set()
     again = make(5)
     slab, offers = again.checkpointer.link.take_slab()
