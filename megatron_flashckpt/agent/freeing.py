@@ -1,4 +1,4 @@
-"""Gives large memory back to the kernel without holding anybody up.
+"""Frees large memory in the background.
 
 Freeing 100 GB in pages of 4 KiB takes about 10 s, as long as a trainer waits for an answer before
 it kills the agent as hung.
@@ -6,17 +6,13 @@ it kills the agent as hung.
 
 from __future__ import annotations
 
+import mmap
 import threading
-from typing import Protocol
+
+from megatron_flashckpt.memory.slab import Slab
 
 
-class Memory(Protocol):
-    """A slab or a mapping."""
-
-    def close(self) -> None:
-        """Unmap the memory; the last holder frees it."""
-
-
-def free(memory: Memory) -> None:
-    """Close `memory` in a thread of its own; callers may hold any lock."""
-    threading.Thread(target=memory.close, name="flashckpt-free", daemon=True).start()
+def free(memory: Slab | mmap.mmap | None) -> None:
+    """Begin to close `memory`, if there is any; callers may hold any lock."""
+    if memory is not None:
+        threading.Thread(target=memory.close, name="flashckpt-free", daemon=True).start()

@@ -78,7 +78,7 @@ class Holdings:
             begun = [each for each in records if label.rank in each.parts]
             for dead in [each for each in begun if not each.finished(label.rank)]:
                 records.remove(dead)
-                _free(dead.memory)
+                free(dead.memory)
                 if dead is record:
                     spoiled = dead.parts.keys() - {label.rank}
                     record = None
@@ -89,7 +89,7 @@ class Holdings:
                 record.memory = _at_least(record.memory, end - start)
             except HoldError:
                 records.remove(record)
-                _free(record.memory)
+                free(record.memory)
                 raise
             record.parts[label.rank] = _Contribution(part, label)
             record.received[label.rank] = 0
@@ -173,12 +173,12 @@ class Holdings:
         with self._lock:
             for lane in set(self._lanes).difference(lanes):
                 for record in self._lanes.pop(lane):
-                    _free(record.memory)
+                    free(record.memory)
             for records in self._lanes.values():
                 for record in records[:]:
                     if record.save_id != save_id and record.iteration >= iteration:
                         records.remove(record)
-                        _free(record.memory)
+                        free(record.memory)
 
     def _find(self, lane: Lane, save_id: str) -> _Record | None:
         records = self._lanes.get(lane, ())
@@ -198,14 +198,8 @@ def _at_least(memory: mmap.mmap | None, nbytes: int) -> mmap.mmap:
     larger = mmap.mmap(-1, max(nbytes, 1))
     if memory is not None:
         larger[: len(memory)] = memory[:]
-    _free(memory)
+    free(memory)
     return larger
-
-
-def _free(memory: mmap.mmap | None) -> None:
-    """Free memory that no record has any more; whoever holds the lock is not held up."""
-    if memory is not None:
-        free(memory)
 
 
 def combine(memory: mmap.mmap | bytearray, start: int, data: bytes | memoryview) -> None:
