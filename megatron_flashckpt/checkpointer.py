@@ -52,8 +52,8 @@ RankState = Callable[[ModelGeometry], dict[str, Any]]
 """Returns a rank's side state, for the geometry of its chunks."""
 
 _WAIT_SLICE_S = 5.0
-#: How long the agent may have to wait for a staged slot so that its record says how long the
-#: training loop was blocked. The loop returns within milliseconds, unless other ranks are late.
+#: Seconds that a staged slot waits for the training loop, so that its record has the loop's wait.
+#: The loop continues within milliseconds, unless other ranks are late.
 _LOOP_S = 1.0
 
 
@@ -77,7 +77,7 @@ class SaveRequest:
     blocking: bool = False
     """Copy everything before `save` returns, whatever `staging` says."""
     in_loop: bool = False
-    """Whether the caller measures how long the training loop waits (`SaveReport.recorder`)."""
+    """True if the caller measures how long the training loop waits (`SaveReport.recorder`)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Checkpointer:
         return request.blocking or self.config.staging == "blocking"
 
     def _enumerated(self, request: SaveRequest) -> list[LocalPiece]:
-        """Return all that this rank saves, in layout order.
+        """Return all pieces that this rank saves, in layout order.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
@@ -430,5 +430,5 @@ class Checkpointer:
             self.link.close(leave=leave)
 
     def abandon(self) -> None:
-        """Hang up after a crash of training, within seconds even if the GPU hangs."""
+        """Hang up after a crash of training, within seconds, even if the GPU hangs."""
         self.link.abandon()

@@ -1,10 +1,11 @@
 """Keeps a process's descriptors out of the children that it forks.
 
-A trainer forks workers for its data loaders, which live as long as it does. `CLOEXEC` does not
-help: they never exec. Memory that such a child keeps cannot be freed, and a socket that it keeps
-hides the trainer's end from the agent.
+A trainer forks workers for its data loaders, which live as long as the trainer. `CLOEXEC` does not
+help, because they never exec. Memory that such a child keeps cannot be freed, and a socket that it
+keeps hides the trainer's end from the agent.
 
-Whoever makes a descriptor does so under `held_off`, and registers its owner before it leaves that.
+Code that makes such a descriptor does so under `held_off`, and registers the descriptor's owner
+with `close_in_children` before it leaves that context.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import Protocol
 
 
 class Owner(Protocol):
-    """Owns a descriptor."""
+    """Object that owns a descriptor."""
 
     def close(self) -> None:
-        """Close the descriptor, once."""
+        """Close the descriptor; do nothing if it is closed."""
 
 
-#: Reentrant: a signal handler may fork.
+#: Reentrant, because a signal handler may fork.
 _lock = threading.RLock()
 _owners: weakref.WeakSet[Owner] = weakref.WeakSet()
 _depth = 0
 
 
 def held_off() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which no other thread forks. Forks wait: keep it short."""
+    """Return a context in which no other thread forks. Keep it short: forks wait for its end."""
     return _lock
 
 
@@ -40,9 +41,9 @@ def close_in_children(owner: Owner) -> None:
 
 
 def depth() -> int:
-    """Return how many forks this process is away from the one that loaded this module.
+    """Return the number of forks between the process that imported this module and this one.
 
-    Process ids do not tell a child from its parent: namespaces repeat them.
+    A process id would not do: a child in another PID namespace may have its parent's.
     """
     return _depth
 

@@ -1,7 +1,7 @@
-"""How long the training loop waits for a save, measured around all that Megatron does for one.
+"""Measures how long the training loop waits for a save, Megatron's own work for it included.
 
 Megatron calls `save_checkpoint` from `save_checkpoint_and_time`, which stops timers before and
-behind it: each synchronizes the GPU and, until core 0.19, all ranks. Training pays for these too.
+after it: each synchronizes the GPU and, until core 0.19, all ranks. Training waits for these, too.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 
 from megatron_flashckpt.tracing import Recorder
 
-#: Called with seconds, and with where they were measured.
+#: Called with the seconds, and a phrase that names where they were measured.
 Announce = Callable[[float, str], None]
 
 
 class LoopTimer:
-    """Measures one call at a time. Used on the training thread."""
+    """Measures one call of `save_checkpoint_and_time` at a time. Used on the training thread."""
 
     def __init__(self) -> None:
         self.is_running = False
@@ -25,7 +25,7 @@ class LoopTimer:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure what is done inside the context, and announce the save that was staged in it."""
+        """Measure the time inside the context, then announce the save that was staged in it."""
         started = time.monotonic()
         self.is_running = True
         try:
@@ -40,7 +40,11 @@ class LoopTimer:
                 announce(seconds, "as the training loop sees it")
 
     def staged(self, recorder: Recorder, call_s: float, announce: Announce) -> None:
-        """Announce a staged save: at once with `call_s`, or when the measured call returns."""
+        """Announce a staged save when the measured call returns, or at once with `call_s`.
+
+        Args:
+            call_s: seconds of `save_checkpoint` alone; used if no measured call is under way.
+        """
         if self.is_running:
             self._staged = recorder, announce
         else:

@@ -58,7 +58,7 @@ class NodeLink:
         self._lost_one = False
         #: Saves that were staged in the slab when an agent got it, which tells their outcome.
         self._taken: tuple[str, ...] = ()
-        #: CUDA device of the training thread, which every other thread has to be told.
+        #: CUDA device of the training thread; every other thread must set it.
         self._device: int | None = None
         self.stager = Stager()
 
@@ -93,9 +93,9 @@ class NodeLink:
             self._begin(self._prepare, nbytes, plan_nbytes, self._preparing)
 
     def wait_for_device_work(self) -> None:
-        """Return when no thread but the copy thread calls CUDA any more, until a slab is replaced.
+        """Return when only the copy thread still calls CUDA; a new slab ends that.
 
-        Jobs with CUDA graphs wait for that before the first step, which captures graphs.
+        Jobs with CUDA graphs call this before the first step, which captures graphs.
         """
         self._prepared()
         self.stager.wait_pinned()
@@ -133,7 +133,7 @@ class NodeLink:
         self._pin()
 
     def _pin(self) -> None:
-        """Begin to page-lock the slab, which is no matter of the load of a restart."""
+        """Begin to page-lock the slab. A load after a restart does not need that."""
         if self._config.pinned:
             self.stager.pin(agent_directory(self._root, self._config.runtime_dir))
 
@@ -218,7 +218,7 @@ class NodeLink:
         self.client().recover(saves, huge_pages=self._config.huge_pages)
 
     def ensure_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
-        """Return the attached slab, a larger one if the present one is too small.
+        """Return the attached slab; make a larger one if the present one is too small.
 
         Raises:
             SaveFailedError: CUDA fails, or makes no stream to copy on.
@@ -253,7 +253,7 @@ class NodeLink:
         return slab
 
     def _make_way(self) -> None:
-        """Free a slab that holds no checkpoint: the node may lack the memory for two at a time."""
+        """Free a slab without a checkpoint: the node may lack the memory for two slabs."""
         slab = self._slab
         if slab is None or _holds_checkpoint(slab):
             return
@@ -390,7 +390,7 @@ class NodeLink:
             self._client = None
 
     def abandon(self) -> None:
-        """Hang up after a crash; wait for nothing that may never come, as from a GPU that hangs."""
+        """Hang up after a crash, without waiting for the preparing thread or a GPU that hangs."""
         self.stager.abandon()
         self._drop()
 

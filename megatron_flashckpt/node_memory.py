@@ -1,7 +1,7 @@
 """Checks before the first step that the slabs of all ranks of a node fit into its memory together.
 
-Each rank's slab may fit alone, and all ranks allocate theirs at the same time: without this check
-the kernel kills processes, or saves fail for the rest of the run.
+Each slab may fit alone, but all ranks allocate theirs at the same time: without this check the
+kernel kills processes, or saves fail for the rest of the run.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.available import Limit, limits
 from megatron_flashckpt.restore.collectives import gathered
 
-#: Nodes that a refusal lists.
+#: Upper bound of the nodes that a refusal lists.
 _MOST_SHOWN = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Memory of its node that one rank uses."""
+    """Memory of its node that a rank uses, and the bounds on that memory."""
 
     host: str
     slab_nbytes: int
     held_nbytes: int
     """Bytes that the node holds for a rank of another node."""
     is_there: bool
-    """True after a restart: the rank has its slab already, and the node what it holds."""
+    """True after a restart: all of that memory is allocated already."""
     limits: tuple[Limit, ...]
 
     @property
@@ -38,7 +38,7 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Memory that several ranks are about to take under one limit."""
+    """Memory that several ranks are about to take under the same limit."""
 
     host: str
     place: str
@@ -46,15 +46,15 @@ class Shared:
     slab_nbytes: int
     held_nbytes: int
     left_nbytes: int
-    """The least that one of the ranks has seen."""
+    """Bytes that the limit leaves; the smallest number that any of the ranks has read."""
 
     @property
     def nbytes(self) -> int:
         return self.slab_nbytes + self.held_nbytes
 
     @property
-    def lacking_nbytes(self) -> int:
-        """Bytes that are missing; negative if there is more than enough."""
+    def missing_nbytes(self) -> int:
+        """Bytes needed beyond the limit; negative if memory remains."""
         return self.nbytes - self.left_nbytes
 
 
@@ -62,27 +62,28 @@ def gather_needs(slab_nbytes: int, held_nbytes: int, *, is_there: bool) -> list[
     """Return the needs of all ranks, in rank order. Collective.
 
     Args:
-        slab_nbytes: what this rank's slab takes.
-        held_nbytes: what this rank's node holds for one of another node, with `redundancy`.
-        is_there: whether that memory has been taken already, before a restart.
+        slab_nbytes: size of this rank's slab.
+        held_nbytes: bytes that this rank's node holds for a rank of another node (`redundancy`).
+        is_there: True if that memory is allocated already, since before a restart.
     """
 
     def measure() -> tuple[None, Need]:
-        mine = (slab_nbytes, held_nbytes, is_there)
-        return None, Need(platform.node(), *mine, tuple(limits()))
+        need = Need(platform.node(), slab_nbytes, held_nbytes, is_there, tuple(limits()))
+        return None, need
 
     return gathered(measure)[1]
 
 
 def check(needs: Sequence[Need], slots: int) -> None:
-    """Raise, on all ranks alike, if the ranks of a node are about to take more than it has.
+    """Raise, on all ranks alike, if the ranks of a node need more memory than it has left.
 
     Raises:
-        StorageError: names each such node with what is needed and what is there.
+        StorageError: lists these nodes, each with the bytes needed and left.
     """
-    short = [shared for shared in by_limit(needs) if shared.nbytes and shared.lacking_nbytes > 0]
+    short = [shared for shared in by_limit(needs) if shared.nbytes and shared.missing_nbytes > 0]
+    # Several limits may bound the same ranks: the tightest one is shown.
     worst: dict[tuple[int, ...], Shared] = {}
-    for shared in sorted(short, key=lambda shared: shared.lacking_nbytes):
+    for shared in sorted(short, key=lambda shared: shared.missing_nbytes):
         worst[shared.ranks] = shared
     if not worst:
         return
@@ -100,45 +101,46 @@ def check(needs: Sequence[Need], slots: int) -> None:
 
 
 def by_limit(needs: Sequence[Need]) -> list[Shared]:
-    """Return for each limit what all ranks under it are about to take together."""
-    under: dict[str, list[tuple[int, Limit]]] = {}
+    """Return the memory that all ranks under each limit are about to take together."""
+    bounded: dict[str, list[tuple[int, Limit]]] = {}
     new = [not need.is_there for need in needs]
     for rank, need in enumerate(needs):
         for limit in need.limits:
-            under.setdefault(limit.key, []).append((rank, limit))
+            bounded.setdefault(limit.key, []).append((rank, limit))
     return [
         Shared(
-            host=needs[seen[0][0]].host,
-            place=seen[0][1].place,
-            ranks=tuple(rank for rank, _ in seen),
-            slab_nbytes=sum(needs[rank].slab_nbytes for rank, _ in seen if new[rank]),
-            held_nbytes=sum(needs[rank].held_nbytes for rank, _ in seen if new[rank]),
-            left_nbytes=max(0, min(limit.left_nbytes for _, limit in seen)),
+            host=needs[group[0][0]].host,
+            place=group[0][1].place,
+            ranks=tuple(rank for rank, _ in group),
+            slab_nbytes=sum(needs[rank].slab_nbytes for rank, _ in group if new[rank]),
+            held_nbytes=sum(needs[rank].held_nbytes for rank, _ in group if new[rank]),
+            left_nbytes=max(0, min(limit.left_nbytes for _, limit in group)),
         )
-        for seen in under.values()
+        for group in bounded.values()
     ]
 
 
 def around(needs: Sequence[Need], rank: int) -> Shared:
-    """Return the limit with the least room of those that `rank` is under."""
+    """Return the tightest of the limits that bound `rank`."""
     return max(
         (shared for shared in by_limit(needs) if rank in shared.ranks),
-        key=lambda shared: shared.lacking_nbytes,
+        key=lambda shared: shared.missing_nbytes,
     )
 
 
 def shown(nbytes: int) -> str:
-    """Return a number of bytes for people."""
+    """Return a number of bytes as text, in MiB or GiB."""
     unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
     return f"{nbytes / unit:.1f} {name}"
 
 
 def _refusal(shared: Shared) -> str:
     first, last = shared.ranks[0], shared.ranks[-1]
-    one = f"rank {first} needs"
-    who = one if first == last else f"{len(shared.ranks)} ranks ({first} to {last}) need"
+    needing = f"{len(shared.ranks)} ranks ({first} to {last}) need"
+    if first == last:
+        needing = f"rank {first} needs"
     held = f", {shown(shared.held_nbytes)} of it for other nodes" if shared.held_nbytes else ""
     return (
-        f"{shared.host}: {who} {shown(shared.nbytes)}{held}; {shared.place} has "
+        f"{shared.host}: {needing} {shown(shared.nbytes)}{held}; {shared.place} has "
         f"{shown(shared.left_nbytes)} left"
     )

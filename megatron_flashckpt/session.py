@@ -58,7 +58,7 @@ class Session:
         self.has_stepped = False
         self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
-        self._forks = forks.depth()
+        self._fork_depth = forks.depth()
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`, made on first use."""
@@ -147,15 +147,13 @@ class Session:
         self._open.clear()
 
     def at_exit(self) -> None:
-        """Drain: a job that ends right after its last save leaves that save committed.
+        """Wait for pending saves, so that a job that ends right after its last save commits it.
 
-        After an unhandled exception no save is awaited, because other ranks may be dead, this
-        rank's GPU may hang, and a restart waits for this process to end. The agent finishes alone
-        and keeps the slots.
-
-        A forked child does nothing: its parent still trains.
+        After an unhandled exception wait for no save: other ranks may be dead, this rank's GPU may
+        hang, and a restart waits for this process to end. The agent finishes alone and keeps the
+        slots.
         """
-        if forks.depth() != self._forks:
+        if forks.depth() != self._fork_depth:  # a child of a data loader, whose parent still trains
             return
         crashed = getattr(sys, "last_value", None) is not None
         try:
@@ -168,7 +166,7 @@ class Session:
             self.close(leave=True)
 
     def abandon(self) -> None:
-        """Hang up after a crash; the agent keeps the host memory for a restart."""
+        """Hang up after a crash; the agent keeps the slots for a restart."""
         for each in self._open.values():
             each.checkpointer.abandon()
         self._open.clear()

@@ -53,7 +53,7 @@ def check(model: list[Any], optimizer: Any) -> None:
         return
     keys = together(lambda: _check_own(margs, model, optimizer))
     state = session.checkpointer(margs.save).model_state
-    # One number says whether any rank has FP8 or FP4 weights; nearly always none has.
+    # One number first: nearly always no rank has FP8 or FP4 weights.
     everyone = gather_objects(keys) if reduce_int(bool(keys), "max") else []
     state.note_quantized(frozenset().union(*everyone))
     if everyone:
@@ -61,7 +61,7 @@ def check(model: list[Any], optimizer: Any) -> None:
 
 
 def check_alone(model: list[Any], optimizer: Any) -> None:
-    """Do what `check` does on this rank alone, for saves that nothing came before."""
+    """Do the checks of `check` on this rank alone, for saves before any load or training step."""
     margs = stock.checkpointing().get_args()
     if _is_checked(margs, model, optimizer):
         return
@@ -135,7 +135,7 @@ def _watch_and_call(*args: Any, **kwargs: Any) -> Any:
 
 
 def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-    """Do what Megatron's own function does, and measure how long the training loop waits for it."""
+    """Call Megatron's own function, and measure how long the training loop waits for it."""
     with session.loop_timer.measure():
         return stock.original("training", "save_checkpoint_and_time")(*args, **kwargs)
 
@@ -153,8 +153,8 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     named = stock.bind(step, args, kwargs)
     begin(named["model"], named["optimizer"])
     if captures_graphs(margs):
-        # A call of another thread can break a capture; the copy thread's cannot, but page-locking
-        # and the making of streams need not even be tried.
+        # Calls of other threads can break a capture. The copy thread's cannot; page-locking and
+        # the making of streams end before the first capture.
         session.checkpointer(margs.save).link.wait_for_device_work()
     result = step(*args, **kwargs)
     chunks, saved = _saved(margs, named["model"], named["optimizer"])
@@ -229,7 +229,7 @@ def _add_up(mine: dict[str, Tally]) -> None:
 
 
 def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
-    """Return what each rank needs of its node's memory, in rank order. Collective."""
+    """Return the need of each rank, in rank order. Collective."""
     config = checkpointer.config
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * _held_for_others(config))

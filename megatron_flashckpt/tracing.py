@@ -18,7 +18,7 @@ from megatron_flashckpt.layout.cost import RankCost
 
 #: What a save does on the training thread, from the call to its return.
 SAVE = "save"
-#: All that the training loop waits for around a save: also Megatron's own timers and barriers.
+#: Time that the training loop waits around a save, Megatron's timers and barriers included.
 LOOP = "save as the training loop sees it"
 #: What has to be copied before the save returns.
 EARLY = "early copies"
@@ -49,7 +49,7 @@ class Recorder:
     """The phases of one save on one rank. Several threads may record at the same time."""
 
     def __init__(self, *, in_loop: bool = False) -> None:
-        """Args: `in_loop`: the caller will call `seen_by_loop` when the training loop continues."""
+        """Args: `in_loop`: the caller calls `seen_by_loop` when the training loop continues."""
         self.started = time.monotonic()
         self.started_at = time.time()
         """Seconds since 1970."""
@@ -105,15 +105,15 @@ class Recorder:
         self._has_returned.set()
 
     def await_loop(self, timeout_s: float) -> None:
-        """Return when the training loop has the control again, if it is known to tell that."""
+        """Return when the training loop continues, at once without `in_loop`, or at the timeout."""
         self._has_returned.wait(timeout_s)
 
     def staged_cost(self, staged_s: float, *, blocking: bool) -> RankCost:
-        """Return what the save has taken on this rank when all is in host memory.
+        """Return the timings of this rank's part of the save, up to the staged slot.
 
         Args:
             staged_s: seconds from the call until all was in host memory.
-            blocking: training waits for that; else it has continued after the early copies.
+            blocking: True if training waited for that; else it continued after the early copies.
         """
         blocked_s = self._loop_s
         if blocked_s is None:
@@ -135,8 +135,8 @@ class Recorder:
 
     @property
     def blocked_s(self) -> float:
-        """Seconds that training has lost to the save: all that the loop waited for, or the call,
-        if nobody measured the loop; and waits of the steps after it."""
+        """Seconds that training has lost to the save: the wait of the loop (of the call, if the
+        loop was not measured), and the waits of later steps."""
         outer = LOOP if self._loop_s is not None else SAVE
         (returned, *_) = [span.end for span in self.spans if span.name == outer] or [0.0]
         later = [it.seconds for it in self.spans if it.name == WAIT and it.start >= returned]

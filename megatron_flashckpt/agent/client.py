@@ -115,7 +115,7 @@ class AgentClient:
         return self._ask(p.AttachSlab(), p.Attached, slab.fd)[0].taken
 
     def detach(self) -> None:
-        """Have the agent let go of this rank's slab, so that closing the slab here frees it.
+        """Have the agent unmap this rank's slab, so that closing the slab here frees the memory.
 
         Raises:
             AgentError: the slab holds a checkpoint, or the agent is gone.
@@ -238,7 +238,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
 
 
 def _new_socket() -> socket.socket:
-    """Return a socket that forked children do not keep: they must not speak for this rank."""
+    """Return a socket that forked children close: they must not speak for this rank."""
     with forks.held_off():
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         forks.close_in_children(sock)

@@ -194,7 +194,7 @@ class Conversations:
             if slots.busy:
                 return
             rank.retired.remove(slots)
-        # Not in the background: the rank frees the memory next, which needs all of it back.
+        # Not in the background: the rank needs the memory back before it allocates a larger slab.
         slots.slab.close()
 
     def _protect(self, number: int) -> None:

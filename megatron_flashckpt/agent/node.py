@@ -90,7 +90,7 @@ class Node:
             self.replace_slots(self.ranks[number], slots)
 
     def retire_slots(self, rank: Trainer) -> None:
-        """Take a rank's slots from it; `drop_retired` frees them. The lock is held."""
+        """Take away a rank's slots; `drop_retired` frees them. The caller holds the lock."""
         if rank.slots is not None:
             rank.retired.append(rank.slots)
             rank.slots = None
@@ -102,7 +102,7 @@ class Node:
         self.drop_retired(rank)
 
     def drop_retired(self, rank: Trainer) -> None:
-        """Begin to free replaced slabs that nothing reads any more. The lock is held."""
+        """Begin to free replaced slabs that nothing reads any more. The caller holds the lock."""
         for slots in [slots for slots in rank.retired if not slots.busy]:
             rank.retired.remove(slots)
             free(slots.slab)

@@ -43,7 +43,7 @@ def persist_slot(
     Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
 
     Args:
-        cost: what the save has taken on this rank until it was staged, if that is known.
+        cost: timings of the save on this rank up to the staged slot, if they are known.
 
     Raises:
         StorageError: nothing of the attempt is left behind.
@@ -78,7 +78,7 @@ def _digest(chunk: memoryview) -> str:
 
 
 def _chunks(slot: Slot, nbytes: int) -> Generator[memoryview, None, None]:
-    """Yield the chunks of a slot's data as views, which the caller releases."""
+    """Yield the chunks of a slot's data as views; the caller releases each."""
     with slot.data() as data:
         for start in range(0, nbytes, CHUNK_NBYTES):
             yield data[start : start + CHUNK_NBYTES]
@@ -139,7 +139,7 @@ def write_shard(
         chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter; each is
             released when it is written. With more than one of `flow.threads`, several are in use
             at a time.
-        cost: what the save has taken on this rank until it was staged, if that is known.
+        cost: timings of the save on this rank up to the staged slot, if they are known.
 
     Raises:
         StorageError: nothing of the attempt is left behind.

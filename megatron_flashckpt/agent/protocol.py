@@ -81,9 +81,9 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class DetachSlab(msgspec.Struct, frozen=True, tag=True):
-    """Lets go of the rank's slab, which holds no checkpoint. Reply: Done.
+    """Asks the agent to unmap the rank's slab, which holds no checkpoint. Reply: Done.
 
-    When the reply comes, the agent has unmapped the slab, unless a shard of it is still read.
+    The agent unmaps the slab before it replies, unless a shard of the slab is still being read.
     """
 
 

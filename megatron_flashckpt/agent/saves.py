@@ -41,7 +41,7 @@ class Saves:
         # Digests and notes take a second and must not wait for shards, which take minutes.
         self._digest_pool = pool(1, "digest")
         self._note_pool = pool(1, "note")
-        #: What was written, or was to be, when nobody was there any more.
+        #: Ids of the saves whose writing began after the last trainer had left.
         self._written_last: set[str] = set()
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ class RankCost(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     """When training called for it, in seconds since 1970."""
     blocked_s: float
-    """For how long the training loop waited: around Megatron's `save_checkpoint_and_time`, which
-    synchronizes the GPU and all ranks, where the launcher measures it; else in our call alone."""
+    """Seconds that the training loop waited: in Megatron's `save_checkpoint_and_time`, which
+    synchronizes the GPU and all ranks, or, where that was not replaced, in `save_checkpoint`."""
     staged_s: float
     """Until all was in host memory."""
     persisted_s: float | None = None

@@ -18,14 +18,14 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 class Limit(NamedTuple):
-    """One bound on the memory that processes may take together."""
+    """A bound on the memory that several processes may take together."""
 
     key: str
-    """The same for all processes that it bounds, in whatever containers of a machine."""
+    """Identifies the bound: equal in all of these processes, in any container of a machine."""
     place: str
-    """What bounds them, for messages."""
+    """Name of the machine or control group that sets the bound, for messages."""
     left_nbytes: int
-    """What they may still take without swapping or being killed."""
+    """Bytes that the processes may still take before the kernel swaps or kills."""
 
 
 def available_nbytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
@@ -34,10 +34,10 @@ def available_nbytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:
 
 
 def limits(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Limit]:
-    """Return every bound on this process's memory, that of the machine first.
+    """Return all bounds on this process's memory, that of the machine first.
 
     Containers and batch systems bound a job's memory by control groups, which `MemAvailable`
-    ignores; the kernel kills who takes more. A memfd counts to them.
+    ignores; the kernel kills processes that take more. A memfd counts to its control group.
     """
     machine = _machine(proc)
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
@@ -46,7 +46,7 @@ def limits(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Limit]:
 
 
 def _machine(proc: Path) -> str:
-    """Return a name that no other running machine has, the same in all of its containers."""
+    """Return a unique name of the running machine, equal in all of its containers."""
     try:
         return (proc / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:

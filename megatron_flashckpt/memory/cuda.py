@@ -1,7 +1,7 @@
-"""What every thread of ours does before it calls CUDA.
+"""Prepares each thread of this package for CUDA calls.
 
-Two things are set per thread and start wrong in a new one: the current device, which is 0, and
-whether the thread's calls may disturb a graph capture of another thread, which they may.
+CUDA keeps two settings per thread, and both start wrong in a new thread: the current device is 0,
+and the thread's calls may invalidate a graph capture of another thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RUNTIME = re.compile(r"libcudart(-[0-9a-f]+)?\.so[.0-9]*")
 
 
 def current_device() -> int | None:
-    """Return the CUDA device of the calling thread; None if tensors cannot be on one.
+    """Return the CUDA device of the calling thread; None if tensors cannot be on a device.
 
     Called on the training thread, because only that thread has set its device.
     """
@@ -40,7 +40,7 @@ def enter_thread(device: int | None) -> None:
     """Prepare the calling thread for CUDA calls on `device`; does nothing for None.
 
     Raises:
-        RuntimeError: CUDA refuses the device, as it does everything after an illegal access.
+        RuntimeError: CUDA refuses the device, as every call after an illegal access.
     """
     if device is None:
         return

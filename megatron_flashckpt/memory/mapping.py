@@ -55,7 +55,7 @@ _syscall.restype = ctypes.c_long
 def create_memory(name: str) -> int:
     """Return the descriptor of a new, empty memfd that is called `name` in /proc.
 
-    Nothing in it can ever be executed: with `vm.memfd_noexec=2` some kernels grant no other memfd.
+    The memfd is not executable: with `vm.memfd_noexec=2` the kernel creates no other ones.
 
     Raises:
         OSError: the kernel refuses.
@@ -71,8 +71,8 @@ def create_memory(name: str) -> int:
 def map_shared(fd: int, nbytes: int) -> memoryview:
     """Return the first `nbytes` bytes of `fd`, shared and writable, at a multiple of 2 MiB.
 
-    They are unmapped with the last view of them. Forked children do not inherit the mapping. The
-    caller keeps forks held off.
+    They are unmapped with the last view of them. Forked children do not inherit the mapping.
+    Called under `forks.held_off`.
 
     Raises:
         OSError: the kernel refuses.
@@ -129,10 +129,10 @@ def allocate(fd: int, memory: memoryview, *, huge_pages: bool) -> None:
 
 
 def prefer_node(memory: memoryview, node: int) -> None:
-    """Have the pages of `memory` allocated at NUMA node `node`, as long as it has some.
+    """Have the kernel allocate the pages of `memory` at NUMA node `node`, while that has free ones.
 
-    Call it before `allocate`: pages that exist stay where they are. Where the kernel refuses, only
-    speed is lost, and the debug log has the reason.
+    Called before `allocate`: existing pages stay where they are. If the kernel refuses, only speed
+    is lost, and the debug log has the reason.
     """
     number = _MBIND.get(_MACHINE)
     if number is None:

@@ -1,4 +1,4 @@
-"""Finds the NUMA node of a GPU: copies into memory of another node are slower by a third or so."""
+"""Finds the NUMA node of a GPU. Copies into memory of another node are about a third slower."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def node_of_gpu(device: int, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
-    """Return the NUMA node that CUDA device `device` is attached to; None if that is unknown.
+    """Return the NUMA node that CUDA device `device` is attached to; None if the node is unknown.
 
-    Machines with one node say -1, and old releases of torch do not say where a device is.
+    The kernel reports -1 on machines with one node. Old releases of torch have no PCI address.
     """
     try:
         properties = torch.cuda.get_device_properties(device)

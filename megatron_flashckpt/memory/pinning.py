@@ -1,8 +1,9 @@
-"""Page-lock a slab for a GPU's copies, in the background and chunk by chunk.
+"""Page-locks a slab for a GPU's copies, in the background and chunk by chunk.
 
 Copies into page-locked memory are asynchronous and three to five times as fast. Locking takes 0.1
-to 1 s per GiB under a lock that the driver has once per node, so a slab is locked in chunks, one
-rank of a node at a time. Some kernels and drivers refuse one call over 2 GiB, or many pages.
+to 1 s per GiB and holds a lock of the driver that all GPUs of the node share. So a slab is locked
+in chunks, one rank of a node at a time. A call for all of it may fail: Linux 6.11 to 6.13 take less
+than 2 GiB per call, driver 580 less than 512 GiB.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 #: Below the limit of Linux 6.11 to 6.13, which refuse to lock 2 GiB at once.
 CHUNK_NBYTES = 2**30
-#: How often a rank looks whether it may lock its next chunk.
+#: Seconds between two attempts of a rank to take the node's lock for its next chunk.
 _TURN_S = 0.02
-#: How long `close` waits for the thread, which may be inside the driver.
+#: Seconds that `close` waits for the thread, which may be inside the driver.
 _CLOSE_S = 1.0
 #: Memory that was closed without being unlocked. It stays mapped: at the address of a mapping that
 #: is gone, CUDA would go on copying to the old pages.
@@ -36,8 +37,8 @@ _still_locked: list[memoryview] = []
 class PinnedSlab:
     """Locks the pages of one slab, from its begin on, in a thread of its own.
 
-    All calls are made by that thread: CUDA keeps the error of a failed call for the thread that
-    made it, and raises it in that thread's next kernel. Our thread launches none.
+    That thread makes all calls: CUDA keeps the error of a failed call and raises it in the next
+    kernel of the same thread. This thread launches no kernel.
     """
 
     def __init__(self, slab: Slab, device: int, turns: Path | None) -> None:
@@ -45,8 +46,9 @@ class PinnedSlab:
 
         Args:
             slab: stays mapped until `unpin`, or for the life of the process.
-            device: whose copies go there.
+            device: the CUDA device that copies into the slab.
             turns: a directory that the ranks of this node share; its lock is held for each chunk.
+                None: the rank is alone.
         """
         self.nbytes = 0
         """Bytes from the begin of the slab that are locked; grows."""
@@ -68,7 +70,7 @@ class PinnedSlab:
         self._settled.wait()
 
     def unpin(self) -> None:
-        """Unlock all chunks; return when that is done.
+        """Unlock all chunks; return when they are unlocked.
 
         Called with no copy under way, before the slab is unmapped: the driver would keep its pages.
         """
@@ -77,9 +79,10 @@ class PinnedSlab:
         self._thread.join()
 
     def close(self) -> None:
-        """Lock no further chunk. What is locked stays so until the process ends.
+        """Lock no further chunk. Locked chunks stay locked until the process ends.
 
-        Unlocking would take as long as locking did, and the kernel does it for a process that ends.
+        Unlocking would take as long as locking, and the kernel unlocks the memory of a process
+        that ends.
         """
         self._ended.set()
         self._thread.join(_CLOSE_S)
@@ -121,7 +124,7 @@ class PinnedSlab:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Hold the node's lock inside the context; False if this slab was given up meanwhile."""
+        """Hold the node's lock inside the context; yield False if `unpin` or `close` came first."""
         if self._turns is None:
             yield True
             return
@@ -129,7 +132,7 @@ class PinnedSlab:
         try:
             yield self._take_lock(fd)
         finally:
-            # A process that was forked meanwhile has the lock, too, and would keep it.
+            # A process that was forked meanwhile shares the lock, and would keep it.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
@@ -147,8 +150,8 @@ class PinnedSlab:
     def _warn(self, reason: str) -> None:
         logger.warning(
             "%.2f of %.2f GiB of this rank's checkpoint slots are page-locked (%s), so copies into "
-            "the rest are slower; usually the kernel or the GPU driver limits page-locked memory "
-            "(driver 580: 512 GiB): update them, or set 'pinned: false' to page-lock nothing",
+            "the rest are slower; usually the kernel or the GPU driver limits page-locked memory: "
+            "update them, or set 'pinned: false' to page-lock nothing",
             self.nbytes / 2**30,
             self._memory.nbytes / 2**30,
             reason,

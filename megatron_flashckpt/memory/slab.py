@@ -28,7 +28,7 @@ class Slab:
     """A mapped slab. Owned by the rank that made it, shared with the agent."""
 
     def __init__(self, fd: int, geometry: SlabGeometry) -> None:
-        """Map the memfd `fd`. The caller has kept forks held off since `fd` came to be."""
+        """Map the memfd `fd`. Called under the same `forks.held_off` under which `fd` was made."""
         self.fd = fd
         self.geometry = geometry
         self.memory = map_shared(fd, geometry.nbytes)
@@ -51,8 +51,7 @@ class Slab:
         a node without the memory is told now and not by SIGBUS in the middle of a save.
 
         Args:
-            numa_node: where to allocate the pages, if there is room; None: wherever the kernel
-                likes.
+            numa_node: preferred for the pages; None: the kernel chooses.
 
         Raises:
             StorageError: the memory is not there; names the bytes wanted.
@@ -79,10 +78,10 @@ class Slab:
     def _allocated(
         cls, geometry: SlabGeometry, name: str, *, huge_pages: bool, numa_node: int | None
     ) -> Slab:
-        """Return a slab of which every page is allocated.
+        """Return a slab with all pages allocated.
 
         Raises:
-            OSError: the kernel refuses; nothing is left of it.
+            OSError: the kernel refuses; the slab is closed.
         """
         with forks.held_off():
             fd = create_memory(f"flashckpt-{name}")
@@ -149,7 +148,7 @@ class Slab:
 
     def close(self) -> None:
         """Unmap and close; the memory lives on while another process holds it."""
-        with forks.held_off():  # a child would keep the descriptor, or close another one
+        with forks.held_off():  # a child might keep the descriptor, or close a reused number
             if self.fd < 0:
                 return
             os.close(self.fd)

@@ -1,14 +1,14 @@
-"""Copy pieces from the device into a slot while training goes on.
+"""Copies pieces from the device into a slot while training continues.
 
 On a GPU the copies run on a side stream into page-locked memory; on a CPU a thread makes them. In
 both cases `wait_copied` returns when the source tensors may change again, and `wait` when the slot
-has been handed over, too. Before an optimizer's step, `before_change` makes the GPU wait where that
-is possible, and the training thread continues. Tensors that the next forward may change are copied
-before `stage` returns: `Copy.early`.
+has been handed over, too. Before an optimizer's step, `before_change` makes the GPU wait if it can,
+and the training thread continues. Tensors that the next forward may change are copied before
+`stage` returns (`Copy.early`).
 
-Late copies are asked for in parts, and at most two parts are asked for and not done. So a
-`torch.cuda.synchronize()` of training, as in Megatron's timers behind every save, or a loss that is
-copied to the host waits for less than two parts and not for gigabytes.
+Late copies are enqueued in parts, and at most two parts are enqueued and unfinished. So training
+waits for less than two parts, not for gigabytes, when it synchronizes the GPU (Megatron's timers
+do after every save) or copies a loss to the host.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ logger = logging.getLogger(__name__)
 #: On a CPU, adjacent pieces of at least this average size are copied one by one; smaller ones are
 #: concatenated first. (One by one, pieces of 4 KiB take 4.6 times one plain copy of all.)
 _LARGE = 256 * 1024
-#: Late copies of a GPU are asked for in parts of this size: 1.2 ms at 52 GB/s.
+#: Late copies of a GPU are enqueued in parts of this size: 1.3 ms at 52 GB/s.
 PART_NBYTES = 64 * 2**20
-#: Parts that are asked for and not done, unless the optimizer's step waits for the rest.
+#: Upper bound of parts that are enqueued and unfinished, until the optimizer's step waits.
 PARTS_IN_FLIGHT = 2
-#: How long `abandon` waits for copies that are under way.
+#: Seconds that `abandon` waits for copies that are under way.
 ABANDON_S = 1.0
 
 
 class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """One piece and its place in the slab."""
+    """A piece and its place in the slab."""
 
     source: torch.Tensor
     """Flat and contiguous, on any device."""
     offset: int
     """Bytes from the start of the slab."""
     early: bool
-    """Whether anything but `optimizer.step()` may change the source."""
+    """True if other code than `optimizer.step()` may change the source."""
 
 
 @dataclasses.dataclass
@@ -65,20 +65,21 @@ class _Job:
     recorder: Recorder
     """Records the save that this job is part of."""
     ready: torch.cuda.Event | None = None
-    """On a GPU: comes when all that training asked for before the save is done."""
+    """On a GPU: complete when all work is done that training enqueued before the save."""
     on_gpu: bool = False
-    """Whether all late sources are on the GPU."""
+    """True if all late sources are on the GPU."""
     all_copied: torch.cuda.Event | None = None
-    """On a GPU, once `begun`: comes when the last copy is made."""
+    """On a GPU, once `begun`: complete when the last copy is made."""
     error: BaseException | None = None
-    """Why an early copy failed."""
+    """Failure of an early copy."""
     awaited: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when the optimizer's step waits, so that the rest is asked for at once."""
+    """Set when the optimizer's step waits: all remaining parts are enqueued at once."""
     begun: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when every copy is made or asked for, or copying has failed."""
+    """Set when all copies are made or enqueued, or copying has failed."""
     copied: threading.Event = dataclasses.field(default_factory=threading.Event)
-    """Set when every copy is made, or copying has failed."""
+    """Set when all copies are made, or copying has failed."""
     handed_over: threading.Event = dataclasses.field(default_factory=threading.Event)
+    """Set when `finish` has returned."""
 
 
 class Stager:
@@ -97,14 +98,14 @@ class Stager:
 
     @property
     def device(self) -> int | None:
-        """The CUDA device whose tensors are copied; None if only the host's are."""
+        """CUDA device whose tensors are copied; None if only host tensors are."""
         return self._device
 
     def use(self, slab: Slab, *, device: int | None) -> None:
         """Stage into `slab` from now on, from tensors on the host and on CUDA device `device`.
 
-        Called by any thread, which has to be prepared by `cuda.enter_thread`. Waits for copies that
-        are under way.
+        Called by any thread that `cuda.enter_thread` has prepared. Waits for copies that are under
+        way.
 
         Raises:
             SaveFailedError: CUDA makes no stream on that device; the former slab is not used.
@@ -123,8 +124,8 @@ class Stager:
         if device is None:
             return None
         try:
-            # The pool of default streams is shared by all of torch and goes round after 32; the
-            # one of high priority has hardly any other user.
+            # All of torch shares the pool of 32 default streams, so another user may get the same
+            # stream. The pool of high priority has hardly any other user.
             return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise SaveFailedError(
@@ -133,7 +134,7 @@ class Stager:
             ) from error
 
     def pin(self, turns: Path | None) -> None:
-        """Begin to page-lock the slab in the background, unless that was done or is no use.
+        """Begin to page-lock the slab in the background, once per slab and only for a GPU.
 
         Args:
             turns: directory whose lock the ranks of a node take in turn; None: there is one rank.
@@ -142,12 +143,12 @@ class Stager:
             self._pinned = PinnedSlab(self._slab, self._device, turns)
 
     def wait_pinned(self) -> None:
-        """Return when page-locking has ended, so that no other thread calls CUDA but to copy."""
+        """Return when page-locking has ended: afterwards only the copy thread calls CUDA."""
         if self._pinned is not None:
             self._pinned.wait()
 
     def drop_slab(self) -> None:
-        """Unlock the slab and let go of its mapping. Waits for copies that are under way."""
+        """Unlock the slab and drop its mapping. Waits for copies that are under way."""
         self.wait()
         if self._pinned is not None:
             self._pinned.unpin()
@@ -158,10 +159,10 @@ class Stager:
     def stage(
         self, copies: list[Copy], finish: Callable[[float, BaseException | None], None]
     ) -> None:
-        """Start copying; returns when every early copy is made or, on a GPU, asked for.
+        """Start copying; return when all early copies are made or, on a GPU, enqueued.
 
-        `finish(seconds, error)` is called once, by the copy thread, when all is in the slot or a
-        copy has failed. Raises nothing: an error of CUDA goes to `finish`, too.
+        The copy thread calls `finish(seconds, error)` once, when all pieces are in the slot or a
+        copy has failed. `stage` raises nothing: `finish` gets errors of CUDA, too.
         """
         self.wait()
         late = [copy for copy in copies if not copy.early]
@@ -169,8 +170,8 @@ class Stager:
         try:
             self._check_devices(copies)
             if self._stream is not None:
-                # Not by the copy thread: its current stream is another one, and on this one the
-                # next forward may have begun by then.
+                # The copy thread would be too late: by then the next forward may have begun on
+                # this stream.
                 job.ready = torch.cuda.current_stream().record_event()
                 job.on_gpu = all(copy.source.is_cuda for copy in late)
             with phase(EARLY):
@@ -184,7 +185,7 @@ class Stager:
         self._jobs.put(job)
 
     def _check_devices(self, copies: list[Copy]) -> None:
-        """Refuse tensors whose copies would run on a stream that nobody here waits for."""
+        """Refuse tensors of other devices: nothing would wait for the streams of their copies."""
         devices = {copy.source.device.index for copy in copies if copy.source.is_cuda}
         if others := sorted(devices - {self._device}):
             ours = "no GPU" if self._device is None else f"cuda:{self._device}"
@@ -198,13 +199,13 @@ class Stager:
         self._wait(lambda job: job.copied)
 
     def before_change(self) -> None:
-        """Return when what the current stream is asked for next may change the sources.
+        """Return when work that is enqueued next on the current stream may change the sources.
 
-        On a GPU that is when all copies are asked for, and this stream waits for them: the
-        thread continues and asks for the step. Other streams on which Megatron steps or gathers
-        parameters wait for the current one themselves (read in core 0.17.1). The host waits here
-        for sources in host memory, which an offloaded optimizer steps there, and if the stream is
-        being captured, because a graph can wait for nothing outside of it.
+        On a GPU all copies are enqueued by then, and the current stream waits for them: the thread
+        continues and enqueues the step. Other streams on which Megatron steps or gathers
+        parameters wait for the current one themselves (seen in core 0.17.1). The thread itself
+        waits for sources in host memory, where an offloaded optimizer steps, and during a graph
+        capture, because a graph can wait for nothing outside of it.
         """
         if (job := self._current) is None:
             return
@@ -213,7 +214,7 @@ class Stager:
             self.wait_copied()
 
     def _wait_on_device(self, job: _Job) -> bool:
-        """Make the current stream wait for the copies; False if it cannot."""
+        """Make the current stream wait for the copies; return False if it cannot."""
         try:
             if torch.cuda.is_current_stream_capturing():
                 return False
@@ -230,7 +231,7 @@ class Stager:
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return when no copy is under way, and what was copied has been handed over.
+        """Return when no copy is under way and the slot has been handed over.
 
         Returns:
             False after `timeout_s`, if that came first.
@@ -258,10 +259,10 @@ class Stager:
         self._let_go()
 
     def abandon(self) -> None:
-        """Let this process end soon, whatever the GPU does; called after a crash of training.
+        """Let this process end soon, even if the GPU hangs; called after a crash of training.
 
-        Copies under way get `ABANDON_S`, so that a healthy GPU's are complete. A slot that is not
-        by then stays STAGING, and the agent discards it.
+        Waits `ABANDON_S` for copies under way, which is enough for a healthy GPU. A slot that is
+        incomplete by then stays STAGING, and the agent discards it.
         """
         if self.wait(ABANDON_S):
             self.close()
@@ -280,7 +281,7 @@ class Stager:
             self._perform(job)
 
     def _perform(self, job: _Job) -> None:
-        """Copy and hand over. Whatever fails, all events of the job are set in the end."""
+        """Copy and hand over. All events of the job are set in the end, also after a failure."""
         started = time.perf_counter()
         error = job.error
         try:
@@ -292,10 +293,10 @@ class Stager:
             error = failure
         job.begun.set()
         if error is not None and self._stream is not None:
-            # Some copies may have been asked for: neither sources nor slot may change under them.
+            # Some copies may be enqueued: neither sources nor slot may change under them.
             with contextlib.suppress(RuntimeError):  # the save has failed already
                 self._stream.synchronize()
-        job.copies.clear()  # or their sources could not be freed until the next save
+        job.copies.clear()  # else their sources could not be freed until the next save
         job.copied.set()
         try:
             with job.recorder.recording():
@@ -314,31 +315,31 @@ class Stager:
             return
         assert job.ready is not None
         window: collections.deque[torch.cuda.Event] = collections.deque()
-        asked = 0
+        part_nbytes = 0
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(job.ready)
             for run in self._runs(job.copies, PART_NBYTES):
-                if asked and asked + run.nbytes > PART_NBYTES:
+                if part_nbytes and part_nbytes + run.nbytes > PART_NBYTES:
                     window.append(self._record())
-                    asked = 0
+                    part_nbytes = 0
                     if len(window) == PARTS_IN_FLIGHT and not job.awaited.is_set():
                         window.popleft().synchronize()
                 run.keep_memory(self._stream)
                 run.copy_from_device()
-                asked += run.nbytes
+                part_nbytes += run.nbytes
             job.all_copied = self._record()
         job.begun.set()
         job.all_copied.synchronize()
 
     def _record(self) -> torch.cuda.Event:
-        """Record an event behind what was asked for; a thread that waits for it sleeps."""
+        """Record an event behind the enqueued copies; a thread that waits for it sleeps."""
         assert self._stream is not None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
     def _copy_early(self, copies: list[Copy], ready: torch.cuda.Event | None) -> None:
-        """Copy, and let the current stream continue only behind the copies."""
+        """Copy; on a GPU the current stream waits for the copies."""
         if self._stream is None:
             for run in self._runs(copies, sys.maxsize):
                 run.copy_on_host()
@@ -351,7 +352,7 @@ class Stager:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def _runs(self, copies: list[Copy], most_nbytes: int) -> Iterator[_Run]:
-        """Yield adjacent pieces of one element type together, at most `most_nbytes` of them.
+        """Yield runs of adjacent pieces of one element type, of at most `most_nbytes` bytes.
 
         Nearly all pieces of a kind are adjacent. 20,000 pieces one by one take twice as long as
         their bytes, and one call for many releases the interpreter lock for its whole length.
@@ -382,7 +383,7 @@ class Stager:
 def _pieces(copies: list[Copy], most_nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield sources and offsets, cut at borders of page-locked chunks and at `most_nbytes`.
 
-    Whether one copy may cross two registrations of page-locked memory is not documented.
+    CUDA does not document copies across two registrations of page-locked memory.
     """
     for copy in copies:
         source, offset = copy.source, copy.offset
@@ -419,9 +420,9 @@ class _Run:
         torch._foreach_copy_(self._targets(), self.sources, non_blocking=self.is_pinned)
 
     def keep_memory(self, stream: torch.cuda.Stream) -> None:
-        """Keep the sources' memory from becoming other tensors' before `stream` has read it.
+        """Keep the allocator from reusing the sources' memory before `stream` has read it.
 
-        We hold the tensors, but training may empty one under a copy (`storage().resize_(0)`).
+        The job holds the tensors, but training may free their memory (`storage().resize_(0)`).
         """
         for source in self.sources:
             if source.is_cuda:

@@ -30,11 +30,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-#: An object that fits into the head travels in one collective; a larger one follows in parts.
+#: An object that fits into the head takes one collective; a larger one follows in parts.
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8
-#: Bytes of all ranks in one collective. With NCCL they lie in GPU memory, twice in a gather, where
-#: a restarted job may have little room: 1024 ranks with 10 MiB each would take 20 GiB at once.
+#: Bytes of all ranks in one collective. With NCCL they lie in GPU memory, twice in a gather; a
+#: restarted job may have little room: 1024 ranks with 10 MiB each would take 20 GiB at once.
 PART_NBYTES = 16 * 2**20
 
 
@@ -68,19 +68,19 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
 
 
 def _gathered_by_parts(mine: bytes, lengths: list[int], group: Group) -> list[memoryview]:
-    """Return the bytes of every rank, which are `lengths` long. Collective."""
+    """Return the bytes of every rank; `lengths` are their numbers of bytes. Collective."""
     longest = max(lengths)
     step = max(PART_NBYTES // len(lengths), 1)
     bodies = [bytearray() for _ in lengths]
     for start in range(0, longest, step):
         part = mine[start : start + step].ljust(min(step, longest - start), b"\0")
-        for body, length, theirs in zip(bodies, lengths, _all_gathered(part, group), strict=True):
-            body += theirs[: max(length - start, 0)]
+        for body, length, received in zip(bodies, lengths, _all_gathered(part, group), strict=True):
+            body += received[: max(length - start, 0)]
     return [memoryview(body) for body in bodies]
 
 
 def _broadcast_by_parts(mine: bytes, source: int) -> memoryview:
-    """Return the bytes of rank `source`; `mine` is as long on every rank. Collective."""
+    """Return the bytes of rank `source`; `mine` has the same length on every rank. Collective."""
     body = bytearray()
     for start in range(0, len(mine), PART_NBYTES):
         body += _broadcast(mine[start : start + PART_NBYTES], source)

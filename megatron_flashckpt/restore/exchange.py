@@ -24,7 +24,7 @@ from megatron_flashckpt.restore.transfer import ALIGNMENT, Span, Stream, transfe
 
 #: Memory that one rank uses for what it sends in a round, and again for what it receives.
 ROUND_NBYTES = 64 * 1024 * 1024
-#: The same on a GPU that is nearly full; smaller rounds would take too long.
+#: Lower bound of that memory on a GPU that is nearly full; smaller rounds would take too long.
 LEAST_ROUND_NBYTES = 1024 * 1024
 
 
@@ -89,28 +89,32 @@ def exchange(
 
 
 def buffers_nbytes() -> int:
-    """Return the most memory that the buffers of an exchange take on this rank, host and GPU."""
+    """Return an upper bound of the host and GPU memory for an exchange's buffers on this rank."""
     return (3 if sends_from_gpu() else 2) * ROUND_NBYTES
 
 
 def sends_from_gpu() -> bool:
-    """Return whether ranks exchange bytes between GPUs; alike on all ranks."""
+    """Return whether ranks exchange bytes between GPUs; equal on all ranks."""
     return dist.is_initialized() and device_of(None) == "cuda"
 
 
 def free_gpu_nbytes() -> int:
     """Return how many bytes of this rank's GPU are free.
 
-    What PyTorch keeps for later allocations is given up first: NCCL cannot use it.
+    First frees the memory that PyTorch keeps for later allocations, because NCCL cannot use it.
     """
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
 
 
 def _round_nbytes(rooms: list[int | None]) -> int:
-    """Return the bytes of a round, for GPUs with so much free memory; None: no GPU is used.
+    """Return the bytes of a round.
 
-    Both buffers take half of the fullest GPU; NCCL's connections need some of the rest.
+    Both buffers take half of the fullest GPU's free memory; NCCL's connections need some of the
+    rest.
+
+    Args:
+        rooms: free bytes of each rank's GPU; None: no GPU is used.
     """
     least = min((room for room in rooms if room is not None), default=None)
     if least is None:
@@ -133,8 +137,8 @@ def _in_group_of_its_own(work: Callable[[Group], None]) -> None:
     try:
         work(group)
     except FlashCkptError:
-        # All ranks raise it, so all come here. After any other error some may hang in a collective
-        # of the group, and to destroy it would wait for them.
+        # All ranks raise a FlashCkptError together. After other errors some ranks may hang in a
+        # collective of the group, and `destroy_process_group` would wait for them.
         dist.destroy_process_group(group)
         raise
     dist.destroy_process_group(group)

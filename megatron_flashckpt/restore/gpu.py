@@ -1,4 +1,4 @@
-"""The GPU that a load fills: its stream for the load's threads, and page-locked host memory."""
+"""GPU that a load fills: its stream for the threads of the load, and page-locked host memory."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One rank's GPU, with the stream on which the training thread uses it.
+    """A rank's GPU, with the current stream of the training thread.
 
-    Every thread of a load copies on that stream. So no copy runs before what the training thread
-    asked for earlier (an optimizer that makes its states), or after what it asks for later.
+    All threads of a load copy on that stream. So no copy runs before work that the training thread
+    enqueued earlier (an optimizer that makes its states), or after work that it enqueues later.
     """
 
     stream: torch.cuda.Stream
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> Gpu | None:
-        """Return the GPU on which `tensors` lie, None if all lie in host memory.
+        """Return the GPU on which `tensors` lie; None if all lie in host memory.
 
-        Called by the training thread: its current stream is the one to use.
+        Called by the training thread, whose current stream the load uses.
         """
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         return None if device is None else cls(torch.cuda.current_stream(device))
@@ -35,14 +35,14 @@ class Gpu:
     def enter_thread(self) -> None:
         """Make the device and the stream current in the calling thread.
 
-        The current device of a new thread is 0, on every rank. A thread that did not change it
-        would make a context on GPU 0, which takes half a GiB of that GPU's memory per rank.
+        A new thread begins on device 0, on every rank. If it stayed there, it would make a context
+        on GPU 0, which takes half a GiB of that GPU's memory per rank.
         """
         cuda.enter_thread(self.stream.device_index)
         torch.cuda.set_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Return when the GPU has made all copies that the calling thread has asked for."""
+        """Return when the GPU has made all copies that the calling thread has enqueued."""
         torch.cuda.current_stream(self.stream.device).synchronize()
 
     def host_memory(self, nbytes: int) -> memoryview:
@@ -61,14 +61,14 @@ def host_buffer(nbytes: int, *, pinned: bool) -> torch.Tensor:
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            # PyTorch has taken the error out of CUDA's state of this thread when it raises, so no
-            # later kernel of the training thread fails because of it.
+            # PyTorch clears CUDA's error of this thread before it raises, so no later kernel of
+            # the training thread fails because of it.
             _warn_once(nbytes, str(error))
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-#: Reasons that this process has logged. A load makes a buffer per thread and per round of sends,
-#: and CUDA refuses them all for one reason.
+#: Reasons that this process has logged: a load makes many buffers, and CUDA refuses all of them
+#: for the same reason.
 _reported: set[str] = set()
 
 

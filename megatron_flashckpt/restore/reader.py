@@ -53,9 +53,9 @@ class Sink(Protocol):
         """
 
     def put(self, parts: list[Part]) -> None:
-        """Take what one chunk has of several reads, at least of one.
+        """Take the parts of one or more reads that lie in one chunk.
 
-        The sources may be overwritten once it returns.
+        The caller may overwrite the sources when this returns.
         """
 
 
@@ -158,8 +158,8 @@ class ChunkReader:
     A single one is the caller's: no other has to wake up, or to wait for the interpreter's lock.
 
     Args:
-        gpu: the GPU that the sink copies to, if it does. Buffers are page-locked then, and every
-            thread has the GPU's device and stream.
+        gpu: the GPU that the sink copies to; None: host memory. For a GPU, buffers are page-locked,
+            and all threads use its device and stream.
     """
 
     def __init__(self, source: ChunkSource, threads: int, gpu: Gpu | None = None) -> None:

@@ -176,7 +176,7 @@ class _Rounds:
 
         work = [self._mine[chunk] for chunk in chunks]
         together(lambda: self._reader.read(work, self._targets, keep), self._sharing.group)
-        synchronize()  # or the next measurement would hold the GPU's part of this one
+        synchronize()  # else the next measurement would include the GPU's part of this one
         return time.perf_counter() - started
 
     def _send(self, lists: list[list[_Chunk]], buffer: torch.Tensor, quota: int) -> float:

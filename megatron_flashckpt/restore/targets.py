@@ -39,7 +39,7 @@ class Targets:
         self._pieces = pieces
         self._tensors = tensors
         self.gpu = Gpu.of(tensors)
-        """The GPU that the load fills; None if all tensors lie in host memory."""
+        """GPU that the load fills; None if all tensors lie in host memory."""
 
     def place(self, read: Read, offset: int, nbytes: int) -> memoryview | None:
         """Return the memory that is to hold `nbytes` bytes of `read.stored` from byte `offset` of
@@ -71,16 +71,16 @@ class Targets:
         """Put parts of a chunk where they are wanted.
 
         In the layout that was saved most are as they are wanted: one call copies all of these, a
-        quarter of what a call each takes. A GPU is asked for all copies of a chunk, then waited for
-        once: the caller reads the next chunk into the same buffer.
+        quarter of what a call each takes. For a GPU, enqueue all copies of a chunk, then wait once:
+        the caller reads the next chunk into the same buffer.
         """
         try:
-            self._ask(parts, non_blocking=self.gpu is not None)
+            self._copy(parts, non_blocking=self.gpu is not None)
         finally:
             if self.gpu is not None:
                 self.gpu.synchronize()
 
-    def _ask(self, parts: list[Part], *, non_blocking: bool) -> None:
+    def _copy(self, parts: list[Part], *, non_blocking: bool) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for part in parts:
@@ -115,7 +115,7 @@ class Targets:
         """Put the bytes `source` (flat, uint8), which start and end at whole elements.
 
         Args:
-            non_blocking: return before a GPU has copied from `source` in host memory.
+            non_blocking: may return before a GPU has copied from `source` in host memory.
         """
         target, stored = self._carried(read.wanted)
         elements = source.view(stored)

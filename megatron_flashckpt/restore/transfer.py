@@ -18,10 +18,10 @@ Span = tuple[int, int]
 """Offset in the sender's buffer, bytes."""
 
 Cut = tuple[int, int, int, int]
-"""Number of a span, start in it, start and end in the sender's buffer."""
+"""Number of a span, start within the span, start and end in the sender's buffer."""
 
 Take = Callable[[int, int, int, torch.Tensor], None]
-"""Called with peer, span, start in the span, and bytes that came."""
+"""Called with the peer, the number of the span, the start within the span, and the bytes."""
 
 
 class Stream:
@@ -36,7 +36,7 @@ class Stream:
         self.nbytes = sum(_aligned(nbytes) for _, nbytes in spans)
 
     def cut(self, low: int, high: int) -> list[Cut]:
-        """Return the cuts that stream bytes `[low, high)` are.
+        """Return the cuts that make up stream bytes `[low, high)`.
 
         Args:
             low, high: multiples of `ALIGNMENT`.
@@ -57,7 +57,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class _Buffers:
-    """What one rank sends and receives in a round, where the process group takes it.
+    """Buffers of one rank for a round: on the GPU with NCCL, else in host memory.
 
     They are made once, before the first round, so that no later round can run out of memory.
     """
@@ -114,8 +114,8 @@ def transfer(
         low, high = turn * quota, (turn + 1) * quota
         sends = [stream.cut(low, high) for stream in outgoing]
         receives = [stream.cut(low, high) for stream in incoming]
-        # A rank that has failed joins the remaining rounds all the same, with whatever its buffers
-        # hold: the others wait for it, and one agreement at the end is enough.
+        # A rank that has failed joins the remaining rounds with arbitrary bytes, because the
+        # others wait for it; all ranks agree on the failure at the end.
         if failure is None:
             parts = [own[a:b] for spans in sends for *_, a, b in spans]
             failure = attempt(functools.partial(buffers.fill, parts)).error
@@ -129,7 +129,7 @@ def transfer(
 
 
 def _most_nbytes(streams: list[Stream], quota: int) -> int:
-    """Return what the first round takes of `streams`: no later one takes more."""
+    """Return the bytes of `streams` in the first round, which is the largest."""
     return sum(min(stream.nbytes, quota) for stream in streams)
 
 
