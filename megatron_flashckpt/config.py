@@ -171,8 +171,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     pinned: bool = True
     """Page-lock the slots, so that a GPU copies into them at full speed while training continues.
-    It takes 0.1 to 1 s per GiB in the background. False: where the kernel or the GPU driver is so
-    slow at it that training stalls meanwhile."""
+    Page-locking takes 0.1 to 1 s per GiB, in the background. False: where it is so slow that
+    training stalls meanwhile."""
 
     huge_pages: bool = True
     """Slots are made of huge pages of 2 MiB where the kernel can (Linux 6.1), whatever the system
@@ -180,9 +180,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     as the system provides them, where memory is so fragmented that finding them takes long."""
 
     busy: Literal["wait", "skip"] = "wait"
-    """No free slot: `wait` for one, or `skip` this save on all ranks alike. `skip` costs one tiny
-    all-reduce per save, the only collective that a save can make. With NCCL the training thread
-    waits there until the GPUs of all ranks have finished the work that was queued before it."""
+    """No free slot: `wait` for one, or `skip` this save on all ranks. `skip` costs one tiny
+    all-reduce per save, the only collective of a save. With NCCL the training thread waits in it
+    until the GPUs of all ranks have finished the work that was queued before."""
 
     on_failure: Literal["warn", "raise"] = "warn"
     """A save that failed in the background: log an error on every rank, or stop training."""
