@@ -167,8 +167,8 @@ class Session:
 
     def abandon(self) -> None:
         """Hang up after a crash; the agent keeps the slots for a restart."""
-        for each in self._open.values():
-            each.checkpointer.abandon()
+        for opened in self._open.values():
+            opened.checkpointer.abandon()
         self._open.clear()
 
 

@@ -95,7 +95,9 @@ def begin(model: list[Any], optimizer: Any) -> None:
     expected = together(lambda: expect(state, chunks, saved))
     geometry = state.geometry(chunks)
     pieces = [
-        it for it in expected.pieces if it.kind != MASTER or state.derives_key(geometry, it.key)
+        piece
+        for piece in expected.pieces
+        if piece.kind != MASTER or state.derives_key(geometry, piece.key)
     ]
     _add_up(tally(pieces, state.stands_for(chunks, saved), (WEIGHT, BUFFER, MASTER)))
     needs = _needs(checkpointer, expected)
@@ -201,8 +203,8 @@ def _check_own(margs: Any, model: list[Any], optimizer: Any) -> frozenset[str]:
 
 def _check_derived(state: ModelState, chunks: list[Any], saved: Any) -> None:
     """Check plain weights that share keys with FP8 or FP4 weights of any rank."""
-    if found := self_check.of_derived(state, chunks, saved):
-        raise self_check.refusal(found)
+    if lines := self_check.of_derived(state, chunks, saved):
+        raise self_check.refusal(lines)
 
 
 def _add_up(mine: dict[str, Tally]) -> None:

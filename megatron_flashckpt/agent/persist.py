@@ -119,8 +119,8 @@ def _write_chunks(
         # In the context of this thread, so that the phases are recorded with those of the save.
         contexts = [contextvars.copy_context() for _ in range(flow.threads)]
         writing = [pool.submit(context.run, write_some) for context in contexts]
-    for each in writing:
-        each.result()
+    for future in writing:
+        future.result()
     return [digests[number] for number in range(len(digests))]
 
 

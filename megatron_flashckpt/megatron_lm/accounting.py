@@ -139,7 +139,7 @@ def unquantizable(chunks: list[Any], optimizer: Any) -> list[str]:
     if not quantized:
         return []
     names = _names(chunks)
-    subs = [it for it in optimizer_state.sub_optimizers(optimizer) if keeps_masters(it)]
+    subs = [sub for sub in optimizer_state.sub_optimizers(optimizer) if keeps_masters(sub)]
     mastered = {id(parameter) for sub in subs for parameter in optimizer_state.sharded(sub)}
     idle = [sub for sub in subs if not quantizes_masters(sub)]
     unfilled = {id(parameter) for sub in idle for parameter in optimizer_state.sharded(sub)}
@@ -147,18 +147,18 @@ def unquantizable(chunks: list[Any], optimizer: Any) -> list[str]:
         *_line(
             "weights of a tensor class into which this Megatron cannot quantize masters",
             (
-                f"{names[id(it)]} ({type(it).__name__})"
-                for it in quantized
-                if not is_known_to_megatron(it)
+                f"{names[id(parameter)]} ({type(parameter).__name__})"
+                for parameter in quantized
+                if not is_known_to_megatron(parameter)
             ),
         ),
         *_line(
             "FP8 or FP4 weights without fp32 masters in a DistributedOptimizer of this rank",
-            (names[id(it)] for it in quantized if id(it) not in mastered),
+            (names[id(weight)] for weight in quantized if id(weight) not in mastered),
         ),
         *_line(
             "FP8 or FP4 weights that this Megatron does not make of their masters",
-            (names[id(it)] for it in quantized if id(it) in unfilled),
+            (names[id(weight)] for weight in quantized if id(weight) in unfilled),
         ),
     ]
 
