@@ -1,4 +1,4 @@
-"""Ranks of a node share its memory: what fits for one of them may not fit for all."""
+"""Ranks of a node share its memory: slabs that fit one by one may not fit together."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_node_has_its_own_memory_and_all_that_lack_some_are_named() -> None
     )
 
 
-def test_of_many_nodes_some_are_named() -> None:
+def test_a_refusal_lists_at_most_ten_nodes() -> None:
     lines = refusal([need(f"n{number}", 60, 50) for number in range(12)]).splitlines()
     assert len(lines) == 11
     assert lines[-1] == "  and 2 more"
@@ -104,7 +104,7 @@ def test_ranks_that_have_their_slabs_already_need_nothing() -> None:
     check([need("n0", 60, 70, is_there=True), need("n0", 60, 70)], 2)
 
 
-def test_every_rank_says_what_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_need_of_a_rank_has_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_memory.platform, "node", lambda: "n7")
     (mine,) = gather_needs(5, 6, is_there=True)
     assert (mine.host, mine.slab_nbytes, mine.held_nbytes, mine.is_there) == ("n7", 5, 6, True)

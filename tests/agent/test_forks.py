@@ -1,7 +1,7 @@
-"""Forked children, as the workers of a DataLoader are, keep nothing of a trainer's tie to its node.
+"""Forked children, such as the workers of a DataLoader, keep neither slab nor connection.
 
-What they kept would live as long as they do: memory of replaced slabs, and a connection whose end
-the agent could not notice.
+A kept slab would outlive its replacement, and a kept connection would hide the trainer's end from
+the agent.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def sockets_of(pid: int | str) -> list[str]:
 
 
 class Tie:
-    """What ties a trainer to its node: the agent's socket, and the slab."""
+    """Descriptors that tie a trainer to its node: the agent's socket, and the slab."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         client, slab = checkpointer.link.current, checkpointer.link._slab
@@ -107,7 +107,7 @@ def test_a_child_keeps_neither_slab_nor_connection_and_its_parent_works_on(
 
 
 class Keeping(Dataset[torch.Tensor]):
-    """Its items say how much of the tie to its node a worker keeps."""
+    """Items count the descriptors and mappings of the tie that a worker keeps."""
 
     def __init__(self, tie: Tie) -> None:
         self._tie = tie
@@ -138,7 +138,7 @@ def test_a_replaced_slab_is_freed_while_a_worker_of_a_data_loader_lives(
     job.assert_stored(root, 2)
 
 
-def test_what_takes_the_number_or_the_place_of_a_slab_in_a_child_stays() -> None:
+def test_a_child_keeps_what_reuses_a_slabs_descriptor_number_or_address() -> None:
     slab = Slab.create(1, 0, PAGE, "0")
     number = slab.fd
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(slab.memory))
@@ -181,7 +181,7 @@ def test_a_slab_that_is_being_made_is_not_inherited(monkeypatch: pytest.MonkeyPa
     assert kept == [True, False]
 
 
-def test_a_fork_waits_for_who_makes_a_descriptor() -> None:
+def test_a_fork_waits_until_a_descriptor_is_registered() -> None:
     about_to_fork, registered = threading.Event(), []
     seen: list[list[str]] = []
 
@@ -201,7 +201,7 @@ def test_a_fork_waits_for_who_makes_a_descriptor() -> None:
 
 
 def test_a_child_that_ends_asks_the_agent_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process does at its end is inherited, too: it belongs to the trainer alone."""
+    """A forked child inherits the trainer's exit handlers, which must do nothing there."""
     session = Session(Config())
     done: list[str] = []
     monkeypatch.setattr(session, "finalize", lambda *, blocking: done.append("finalized"))

@@ -1,4 +1,4 @@
-"""Freeing the memory of a large slab takes seconds; meanwhile the agent answers everybody."""
+"""Freeing the memory of a large slab takes seconds; meanwhile the agent answers all ranks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def gpus() -> Iterator[GpuNode]:
 
 
 class GpuJob(Job):
-    """One rank whose tensors are on the device of its local rank."""
+    """A rank whose tensors are on the device of its local rank."""
 
     def __init__(self, local_rank: int, *args: Any) -> None:
         torch.cuda.set_device(local_rank)  # as Megatron does, on the training thread
@@ -173,7 +173,7 @@ def test_a_rank_with_tensors_of_another_device_fails_its_saves_by_name(
 def test_a_blocking_save_has_copied_everything_when_it_returns(
     make: Any, root: Path, gpus: GpuNode
 ) -> None:
-    """For jobs in which other things than the optimizer's step change the state."""
+    """Jobs whose tensors change outside of the optimizer's step need such saves."""
     gpus.d2h_bytes_per_s = 200e6
     job = make(5)
     values = job.values

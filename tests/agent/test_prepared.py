@@ -73,7 +73,7 @@ def test_a_slab_that_is_too_small_stays_while_a_restart_could_load_what_is_in_it
 
 
 def test_a_slab_that_a_save_made_is_large_enough_for_the_next(job: Job) -> None:
-    """Though it has less room for descriptions than one that was made before any save."""
+    """A slab that fits is kept, even with less room for metadata than one made before any save."""
     assert job.save(1) is None
     made = slab_of(job.checkpointer)
     rehearse(job)
@@ -98,7 +98,7 @@ def test_side_state_that_no_load_could_restore_is_refused_by_the_rehearsal(job: 
 def test_one_slab_is_made_for_a_job_whose_modules_have_extra_states(
     job: Job, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with FP8: 60 states of 2 KiB, which are empty before the first step."""
+    """FP8 modules have such states: 60 of 2 KiB, which are empty before the first step."""
     modules = [QuantizedKeeper(history=16) for _ in range(60)]
     chunks: list[Any] = [torch.nn.ModuleDict({"layers": torch.nn.ModuleList(modules)})]
     objects = [(0, f"layers.{n}._extra_state", f"layers._extra_state/{n}") for n in range(60)]
@@ -159,7 +159,7 @@ def small_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> SmallNode:
     return made
 
 
-def test_a_slab_without_a_checkpoint_goes_before_a_larger_one_is_made(
+def test_a_slab_without_a_checkpoint_is_freed_before_a_larger_one_is_made(
     job: Job, root: Path, small_node: SmallNode
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)

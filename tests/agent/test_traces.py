@@ -129,7 +129,7 @@ def test_a_recorder_counts_what_blocks_training_once() -> None:
     assert recorder.blocked_s == 4.5
 
 
-def test_what_the_training_loop_waited_for_counts_where_it_was_measured() -> None:
+def test_blocked_time_is_the_wait_of_the_training_loop_if_it_was_measured() -> None:
     recorder = Recorder(in_loop=True)
     recorder.spans += [
         Span(EARLY, "MainThread", 0.0, 1.0),
@@ -144,7 +144,7 @@ def test_what_the_training_loop_waited_for_counts_where_it_was_measured() -> Non
     assert (cost.blocked_s, cost.staged_s) == (8.0, 20.0)
 
 
-def test_a_save_whose_loop_never_returns_is_handed_over_all_the_same() -> None:
+def test_a_save_whose_training_loop_never_continues_is_handed_over() -> None:
     recorder = Recorder(in_loop=True)
     recorder.await_loop(0.01)
     assert recorder.staged_cost(3.0, blocking=True).blocked_s == 3.0

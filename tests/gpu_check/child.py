@@ -17,7 +17,7 @@ _LOOK_S = 0.01
 
 
 class Child:
-    """One process and what it reports."""
+    """A process and its report."""
 
     def __init__(self, name: str, where: Path, **environment: str) -> None:
         """Start it.
@@ -44,9 +44,9 @@ class Child:
                 stderr=subprocess.STDOUT,
             )
         self.status: int | None = None
-        """As of `subprocess`; None while it runs."""
+        """Exit status as of `subprocess`; None while the process runs."""
         self.ended_at: float | None = None
-        """When its end was noticed, on the monotonic clock."""
+        """Time at which the end was noticed, on the monotonic clock."""
 
     def look(self) -> bool:
         """Return whether the process has ended; note when."""
@@ -62,7 +62,7 @@ class Child:
 
     @property
     def output(self) -> str:
-        """The end of what it printed."""
+        """Last lines of the process's output."""
         return self._output.read_text(errors="replace")[-1200:]
 
     def lines(self) -> list[dict[str, Any]]:

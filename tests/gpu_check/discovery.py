@@ -1,4 +1,4 @@
-"""The sections that there are, in the order in which they run.
+"""Lists the sections, in the order in which they run.
 
 Their constants are read from the source: importing a section would import torch and Megatron here.
 """
@@ -23,23 +23,23 @@ _CONSTANTS = ("LETTER", "TITLE", "SECONDS", "GPUS", "SIMULATED", "MEGATRON")
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One process to run."""
+    """A section: a process to run."""
 
     name: str
     """Module in the package of sections."""
     label: str
-    """What the report calls it: its letter, or its letter and a device."""
+    """Name in the report: the section's letter, or its letter and a device."""
     title: str
     seconds: float
-    """Its limit, if the budget allows for as much."""
+    """Time limit in seconds, if the budget allows for as much."""
     gpus: int
-    """Number of GPUs that it needs."""
+    """Number of GPUs that the section needs."""
     simulated: bool
-    """Whether it also runs on the simulated node."""
+    """True if the section also runs on the simulated node."""
     megatron: bool
-    """Whether it imports Megatron."""
+    """True if the section imports Megatron."""
     environ: tuple[tuple[str, str], ...] = ()
-    """What it finds in its environment beside the driver's."""
+    """Variables that the section gets in addition to the driver's environment."""
 
     @property
     def gets_the_rest(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the slots of a rank hold after its process has ended, as its next start would find it."""
+"""Contents of a rank's slots after its process has ended, as its next start would find them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Held:
 
     states: list[str]
     values: dict[int, list[float]]
-    """By iteration that the agent offers: the smallest and the largest element of each tensor."""
+    """Smallest and largest element of each tensor, by iteration that the agent offers."""
 
     def is_whole(self, iteration: int) -> bool:
         """Return whether that save is offered, and all its elements are the iteration's number."""

@@ -38,7 +38,7 @@ def gpus() -> int:
 
 
 def keep_busy(seconds: float) -> None:
-    """Have the current stream do nothing for about so long; the caller continues at once."""
+    """Keep the current stream busy for about `seconds`; the caller continues at once."""
     if simulated_node is None:
         torch.cuda._sleep(int(seconds * _CLOCK_HZ))
     else:

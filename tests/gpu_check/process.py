@@ -29,13 +29,13 @@ Line = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a section."""
+    """Result of a section."""
 
     lines: list[Line]
-    """What it reported, and what the driver has to add."""
+    """Lines that the section reported and the driver added."""
     seconds: float
     output: str
-    """The end of what it printed, if it crashed or was killed."""
+    """Last lines of the section's output, if it crashed or was killed."""
 
     @property
     def failed(self) -> list[Line]:
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def why_not(self) -> str:
-        """Why nothing of it ran; empty if anything did."""
+        """Reason why no part of the section ran; empty if any part ran."""
         skips = [line for line in self.lines if line["kind"] == SKIP]
         return str(skips[0]["detail"]) if skips and len(skips) == len(self.lines) else ""
 

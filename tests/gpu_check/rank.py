@@ -1,4 +1,4 @@
-"""One rank of a job with tensors on the GPU and no model: a real `Checkpointer`, a real agent."""
+"""A rank with tensors on the GPU and no model, with a real `Checkpointer` and a real agent."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Rank:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def save(self, iteration: int) -> None:
-        """Begin a save; what only a step changes may still be copied."""
+        """Begin a save; tensors that only a step changes may still be copied afterwards."""
         request = SaveRequest(
             iteration=iteration,
             chunks=[],

@@ -1,4 +1,4 @@
-"""What a section found, one JSON line for each fact, written at once.
+"""Writes a section's facts, one JSON line for each, at once.
 
 A section that is killed keeps the lines it has written.
 """

@@ -1,4 +1,4 @@
-"""What people see: progress while sections run, and a table of all facts at the end."""
+"""Prints progress while sections run, and a table of all facts at the end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Output:
             yield
 
     def ended(self, section: Section, outcome: Outcome) -> None:
-        """Say how a section ended, and at once what is broken."""
+        """Print how a section ended, and the rules that it found broken."""
         verdict = "FAILED" if outcome.failed else outcome.why_not or "ok"
         self._print(f"{section.label:3}{section.title}: {verdict}, {outcome.seconds:.1f} s")
         for line in outcome.failed:

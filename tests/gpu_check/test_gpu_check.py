@@ -47,12 +47,12 @@ def write_section(
 
 
 class Ended(NamedTuple):
-    """What a driver left."""
+    """Result of a run of the driver."""
 
     status: int
     output: str
     lines: dict[str, list[dict[str, Any]]]
-    """By section."""
+    """Lines of the report, by section."""
 
 
 def run_made_up(package: Path, *arguments: str) -> Ended:
@@ -90,7 +90,7 @@ WITH_CHILDREN = """
 
 @pytest.fixture(scope="module")
 def pids(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where sections with children write their ids."""
+    """File in which sections with children write their process ids."""
     return tmp_path_factory.mktemp("pids")
 
 
@@ -174,7 +174,7 @@ def test_a_section_that_hangs_is_killed_with_all_its_children(ended: Ended, pids
     assert_ended(pids / "hung")
 
 
-def test_what_a_section_leaves_running_is_ended(ended: Ended, pids: Path) -> None:
+def test_processes_that_a_section_leaves_running_are_ended(ended: Ended, pids: Path) -> None:
     what = "processes that it left running and that were killed"
     assert ended.lines["R"][1:] == [{**SHAPE, "kind": "note", "what": what, "detail": "2"}]
     assert_ended(pids / "left")

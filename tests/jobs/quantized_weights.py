@@ -1,4 +1,4 @@
-"""Gives real Megatron models FP8 or FP4 weights: stand-ins, as TransformerEngine needs a GPU.
+"""Gives real Megatron models stand-ins for FP8 or FP4 weights: TransformerEngine needs a GPU.
 
 `install` has Megatron's own DDP and DistributedOptimizer treat the stand-ins of
 `tests/megatron_lm/quantized_double.py` as TransformerEngine's classes. What TransformerEngine would
@@ -31,7 +31,7 @@ from tests.megatron_lm.quantized_double import BlockDouble, PackedDouble, Quanti
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One of Megatron's FP8 recipes, and what it means for weights."""
+    """An FP8 or FP4 recipe of Megatron, with the tensor classes of its weights."""
 
     tensor: type[QuantizedDouble]
     fp8_recipe: str

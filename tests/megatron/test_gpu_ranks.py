@@ -86,7 +86,7 @@ def test_a_resume_from_storage_is_bit_exact(jobs: Jobs) -> None:
 
 
 def test_copies_were_under_way_when_the_next_step_was_due(jobs: Jobs) -> None:
-    """Else no test here would show whether the step waits for them."""
+    """Without such copies no test of this module would show whether the step waits for them."""
     under_way = {
         (event["rank"], event["attempt"], event["iteration"])
         for event in jobs.restarted.named("change")

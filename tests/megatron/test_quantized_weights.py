@@ -1,4 +1,4 @@
-"""FP8 weights: saved as their masters only, and made of them again by Megatron after a load.
+"""FP8 weights are saved as masters only, and Megatron makes them of the masters after a load.
 
 Real jobs of real Megatron, its DDP and DistributedOptimizer included, on two ranks with dropout on.
 The weights are stand-ins for TransformerEngine's (`tests/jobs/quantized_weights.py`), which runs on

@@ -128,7 +128,7 @@ def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
 def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_step(
     ran: Result,
 ) -> None:
-    """Though each of them would fit alone."""
+    """Each of the slabs would fit alone."""
     for error in errors(ran, "memory for one"):
         assert error is not None
         assert error[0] == "StorageError"

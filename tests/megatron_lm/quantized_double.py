@@ -48,10 +48,10 @@ class QuantizedDouble(torch.Tensor):
     raw: torch.Tensor
     """The FP8 bytes, as uint8, in the shape of the tensor."""
     scale_inv: torch.Tensor
-    """What the FP8 values are multiplied by."""
+    """Factor by which FP8 values are multiplied."""
     writes_lists_back = True
     dequantizations = 0
-    """How often any tensor of any of these classes was dequantized."""
+    """Number of times that tensors of these classes were dequantized."""
 
     @staticmethod
     def __new__(

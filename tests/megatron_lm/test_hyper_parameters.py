@@ -517,7 +517,7 @@ def test_torchs_adam_goes_on_bit_for_bit_with_rates_that_are_tensors(
 # ---------------------------------------------------------------------- kept or refused
 
 
-def test_classes_and_functions_in_a_group_are_the_jobs_own(make) -> None:
+def test_a_load_leaves_classes_and_functions_in_a_group_alone(make) -> None:
     """Megatron's optimizer over offloaded ones lists their classes."""
     inner = stepped(make([{**group(1.0, lr=0.5), "kind": torch.optim.AdamW}]))
     saved = hyper_parameters(wrapped(inner))

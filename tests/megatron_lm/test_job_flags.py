@@ -1,4 +1,4 @@
-"""Which flags of a job decide how it is staged."""
+"""Flags of a job decide when its state may be copied."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def test_a_flag_is_named_if_the_state_changes_beside_steps(
         (Namespace(), False),
     ],
 )
-def test_jobs_that_capture_graphs_are_known(args: Namespace, captures: bool) -> None:
+def test_jobs_that_capture_graphs_are_recognized(args: Namespace, captures: bool) -> None:
     assert captures_graphs(args) is captures

@@ -352,27 +352,27 @@ unknown = pytest.mark.parametrize(
 
 
 @unknown
-def test_what_has_no_plain_form_is_refused_with_its_place_and_type(unknown):
+def test_a_value_without_a_plain_form_is_refused_with_its_place_and_type(unknown):
     kind = f"{type(unknown).__module__}.{type(unknown).__qualname__}".replace("builtins.", "")
     tree = {"u": unknown, "l": [1, {"m": unknown}, 2], "t": (unknown,)}
     assert refusal(tree) == refusal_of(f"u ({kind})", f"l[1].m ({kind})", f"t[0] ({kind})")
 
 
 @unknown
-def test_what_has_no_plain_form_is_left_out_where_that_is_allowed(unknown):
+def test_a_value_without_a_plain_form_is_left_out_under_a_lossy_key(unknown):
     tree = {"u": unknown, "l": [1, unknown, 2], "n": argparse.Namespace(a=unknown, b=3)}
     back = lossy_round_trip(tree)
     assert typed(back) == typed({"l": [1, 2], "n": argparse.Namespace(b=3)})
 
 
-def test_only_what_is_named_may_be_left_out():
+def test_only_values_under_lossy_keys_may_be_left_out():
     tree = {"args": {"f": len}, "scheduler": {"f": len}}
     with pytest.raises(UnsupportedError, match=r"state: scheduler\.f \(builtin_function"):
         plain.encode(tree, lossy=("args",))
     assert refusal([len]) == refusal_of("[0] (builtin_function_or_method)")
 
 
-def test_the_place_of_what_is_refused_is_named_inside_of_everything_that_has_contents():
+def test_a_refusal_names_the_place_of_a_value_inside_of_any_container():
     tree = {
         TAG: {(1, "a"): len},
         "namespace": argparse.Namespace(a=[len]),
@@ -412,7 +412,7 @@ def test_what_has_no_plain_form_is_left_out_of_dicts_with_odd_keys_and_of_sets()
     assert typed(lossy_round_trip(tree)) == typed({Colour.RED: 2, "s": {3}})
 
 
-def test_something_without_a_plain_form_by_itself_comes_back_as_nothing():
+def test_a_lossy_value_without_a_plain_form_comes_back_as_none():
     assert lossy_round_trip(Opaque()) is None
 
 

@@ -1,4 +1,4 @@
-"""FP8 and FP4 weights: which are refused because no load could make them of masters.
+"""FP8 and FP4 weights are refused if no load could make them of masters.
 
 `tests/megatron/test_quantized_weights.py` saves and loads those that are not.
 """
@@ -136,7 +136,7 @@ def test_releases_that_gather_weights_otherwise_are_refused(name: str) -> None:
 
 
 @pytest.mark.usefixtures("known")
-def test_masters_in_host_memory_are_no_masters_of_fp8_weights() -> None:
+def test_fp8_weights_with_masters_in_host_memory_are_refused() -> None:
     job = quantized_job()
     optimizer = sharding(job)
     optimizer.optimizer = SimpleNamespace(param_to_inner_param={}, sub_optimizers=[])

@@ -275,7 +275,7 @@ def test_a_tracker_without_generators_takes_a_checkpoint_without_any(gpu: None) 
     assert tensor_parallel.get_cuda_rng_tracker().get_states() == {}
 
 
-def test_a_load_says_what_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_load_logs_the_values_that_it_leaves_out(caplog: pytest.LogCaptureFixture) -> None:
     """A process that has not imported a class, and checkpoints of releases that saved a `repr`."""
     tag = "__flashckpt__"
     optimizer = [

@@ -1,4 +1,4 @@
-"""What a thread of ours sets before it calls CUDA, on a simulated node of GPUs."""
+"""Threads of the package set their device and capture mode before they call CUDA."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_thread_that_entered_breaks_no_capture() -> None:
             in_new_thread(event.query)
 
 
-def test_a_device_that_has_failed_is_told() -> None:
+def test_a_device_that_has_failed_raises() -> None:
     with simulated_gpus() as node:
         node.devices[5].fail("an illegal memory access was encountered")
         with pytest.raises(RuntimeError, match="an illegal memory access"):
@@ -150,7 +150,7 @@ def test_a_runtime_that_is_not_mapped_is_not_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", " (deleted)"])
-def test_a_runtime_that_cannot_be_opened_is_done_without(tmp_path: Path, suffix: str) -> None:
+def test_a_runtime_that_cannot_be_opened_is_none(tmp_path: Path, suffix: str) -> None:
     def refuse(path: str) -> None:
         assert suffix == "", "a file of that name would be another one"
         raise OSError(f"{path}: cannot open shared object file: No such file or directory")
@@ -161,5 +161,5 @@ def test_a_runtime_that_cannot_be_opened_is_done_without(tmp_path: Path, suffix:
     assert cuda._find_library(maps, refuse) is None
 
 
-def test_this_process_has_no_runtime() -> None:
+def test_a_process_without_cuda_has_no_runtime() -> None:
     assert cuda.runtime_library() is None

@@ -1,4 +1,4 @@
-"""What staging does on a GPU: which copies are asked for when, and who waits for which.
+"""Staging on a GPU: when copies are enqueued, and which streams and threads wait for them.
 
 The GPU is `tests.simulated_gpu`, which follows CUDA's rules for order, threads and memory.
 """
@@ -91,7 +91,7 @@ def test_the_step_waits_on_the_device_and_the_thread_continues(
     assert torch.equal(weight.cpu(), 2 * torch.arange(1000.0))
 
 
-def test_copies_are_made_behind_what_training_asked_for_before_the_save(
+def test_copies_follow_the_work_that_training_enqueued_before_the_save(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     early, late = (torch.zeros(100, device="cuda") for _ in range(2))
@@ -103,7 +103,7 @@ def test_copies_are_made_behind_what_training_asked_for_before_the_save(
     assert torch.equal(staged(slab, 200), torch.tensor([1.0] * 100 + [2.0] * 100))
 
 
-def test_what_the_next_forward_changes_is_copied_before_it(
+def test_tensors_that_the_next_forward_changes_are_copied_before_it(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     buffer, weight = (torch.ones(10, device="cuda") for _ in range(2))
@@ -146,7 +146,7 @@ def test_a_step_that_is_captured_waits_outside_of_its_graph(
 def test_memory_that_training_frees_under_a_copy_is_not_overwritten(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
-    """As `untyped_storage().resize_(0)` does: the tensor lives on without its memory."""
+    """Training frees memory by `untyped_storage().resize_(0)`; the tensor object remains."""
     weight = torch.ones(PART_NUMEL, device="cuda")
     with node.devices[RANK].held():
         stager.stage(copies(slab, [weight]), Finish())
@@ -167,7 +167,7 @@ def test_memory_that_training_frees_under_a_copy_is_not_overwritten(
 def test_tensors_of_another_device_are_refused_by_name(
     node: Node, slab: Slab, device: int | None
 ) -> None:
-    """Their copies would run on a stream that nobody here waits for."""
+    """Their copies would run on a stream that nothing waits for."""
     stager = Stager()
     stager.use(slab, device=device)
     finish = Finish()
@@ -221,7 +221,7 @@ def in_parts(count: int) -> list[torch.Tensor]:
     return [torch.full((PART_NUMEL,), float(n), device="cuda") for n in range(count)]
 
 
-def test_at_most_two_parts_are_asked_for_and_not_done(
+def test_at_most_two_parts_are_enqueued_and_unfinished(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     tensors = [*in_parts(5), torch.full((9 * PART_NUMEL,), 9.0, device="cuda")]
@@ -233,7 +233,7 @@ def test_at_most_two_parts_are_asked_for_and_not_done(
     assert torch.equal(staged(slab, 14 * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
 
 
-def test_the_rest_is_asked_for_at_once_when_the_step_waits(
+def test_all_remaining_parts_are_enqueued_when_the_step_waits(
     node: Node, slab: Slab, stager: Stager
 ) -> None:
     tensors = in_parts(14)

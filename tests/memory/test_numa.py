@@ -1,4 +1,4 @@
-"""The memory of a slab lies at the NUMA node of the rank's GPU, as far as that is known."""
+"""The memory of a slab lies at the NUMA node of the rank's GPU, if that is known."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_without_a_node_the_kernel_is_asked_for_nothing(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("why", ["refused", "another machine"])
-def test_a_slab_is_made_where_the_kernel_likes_if_it_does_not_listen(
+def test_a_slab_is_made_all_the_same_if_the_kernel_refuses_the_node(
     kernel: Kernel,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -122,7 +122,7 @@ def gpus() -> Iterator[Node]:
 
 @pytest.fixture
 def devices(gpus: Node, tmp_path: Path) -> Path:
-    """What the kernel says of the PCI device that GPU 3 is."""
+    """Files in which the kernel describes the PCI device of GPU 3."""
     (tmp_path / "0000:03:00.0").mkdir()
     (tmp_path / "0000:03:00.0/numa_node").write_text("1\n")
     return tmp_path
@@ -133,9 +133,7 @@ def test_the_node_of_a_gpu_is_that_of_its_pci_device(devices: Path) -> None:
     assert node_of_gpu(4, devices) is None
 
 
-def test_a_gpu_whose_node_nobody_knows_has_none(
-    devices: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_node_of_a_gpu_is_none(devices: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (devices / "0000:03:00.0/numa_node").write_text("-1\n")
     assert node_of_gpu(3, devices) is None
     (devices / "0000:03:00.0/numa_node").write_text("1\n")

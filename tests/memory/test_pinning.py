@@ -99,7 +99,7 @@ def test_one_thread_locks_all_chunks_in_order_on_the_device_of_the_rank(
     pinned.unpin()
 
 
-def test_what_is_covered_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
+def test_the_locked_range_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
     gate = node.refusals["cudaHostRegister"] = Gate()
     pinned = PinnedSlab(slab, 0, None)
     for number in range(5):
@@ -115,7 +115,7 @@ def test_what_is_covered_grows_chunk_by_chunk(node: Node, slab: Slab) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 3])
-def test_what_was_locked_before_a_failure_stays_usable(
+def test_chunks_locked_before_a_failure_stay_usable(
     node: Node, slab: Slab, failing: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -314,7 +314,7 @@ def test_unpinning_ends_although_the_runtime_raises(node: Node, slab: Slab) -> N
     assert not pinned.covers(1)
 
 
-def test_what_is_locked_is_what_was_asked_for(node: Node, slab: Slab) -> None:
+def test_exactly_the_memory_of_the_slab_is_locked(node: Node, slab: Slab) -> None:
     pinned = PinnedSlab(slab, 0, None)
     pinned.wait()
     source = torch.full((CHUNK,), 9, dtype=torch.uint8, device="cuda")
@@ -329,7 +329,7 @@ def test_what_is_locked_is_what_was_asked_for(node: Node, slab: Slab) -> None:
     pinned.unpin()
 
 
-def test_a_warning_without_a_directory_for_turns(
+def test_a_missing_directory_for_turns_is_a_warning(
     node: Node, slab: Slab, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pinned = PinnedSlab(slab, 0, tmp_path / "none")

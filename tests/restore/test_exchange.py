@@ -303,7 +303,7 @@ def test_ranks_that_need_nothing_from_others_are_not_connected(found: list[dict]
     assert [each["gpu"]["idle_collectives"] for each in found] == [0] * RANKS
 
 
-def test_all_ranks_raise_what_one_gpu_has_no_memory_for(found: list[dict]) -> None:
+def test_all_ranks_raise_if_one_gpu_has_no_memory(found: list[dict]) -> None:
     for each in found:
         refused, no_room = each["gpu"]["errors"]
         assert refused == "FlashCkptError: rank 1: OutOfMemoryError: CUDA out of memory"

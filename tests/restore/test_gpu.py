@@ -176,7 +176,7 @@ def test_every_thread_of_a_load_uses_the_gpu_of_its_rank_alone(
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_load_runs_after_what_the_training_thread_asked_for_before(
+def test_a_load_runs_after_work_that_the_training_thread_enqueued_before(
     node: Node,
     training: concurrent.futures.ThreadPoolExecutor,
     made: Made,

@@ -160,7 +160,7 @@ def test_a_damaged_chunk_raises_on_every_replica(tmp_path: Path) -> None:
         assert sum(error.startswith("CorruptCheckpointError: ") for error in said) >= 1
 
 
-def test_the_time_that_a_gpu_takes_counts_for_the_act_that_caused_it(
+def test_the_time_of_the_gpu_counts_for_the_read_or_send_that_caused_it(
     traced: dict[str, list[dict]],
 ) -> None:
     """The ranks share their reads if a read takes long, and stop if a transfer does."""

@@ -46,7 +46,7 @@ class Block:
         weakref.finalize(self, allocator.give_back, *arguments).atexit = False
 
     def record_stream(self, stream: Stream) -> None:
-        """Have the memory wait for what `stream` is asked for until it is given back."""
+        """Free the memory only after the work that `stream` has queued when this block ends."""
         if stream is not self._stream and stream not in self._awaited:
             self._awaited.append(stream)
 

@@ -37,7 +37,7 @@ CONNECTION_NBYTES = 4096
 
 
 class Nccl:
-    """One rank's NCCL. A group is a `ProcessGroup`, or None: all ranks."""
+    """NCCL of one rank. A group is a `ProcessGroup`; None: all ranks."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -29,9 +29,9 @@ Work = Callable[[], None]
 POOL_SIZE = 32
 #: Priorities that have a pool: 0, -1, -2 and -3.
 PRIORITIES = 4
-#: How often a blocked host thread looks whether its device has failed.
+#: Seconds between two looks of a blocked host thread at its device's failure.
 _LOOK_S = 0.05
-#: How long `Node.close` waits for its threads; work that hangs for ever outlives it.
+#: Seconds that `Node.close` waits for its threads; work that hangs for ever outlives it.
 _CLOSE_S = 5.0
 
 ILLEGAL_ADDRESS = 700
@@ -43,7 +43,7 @@ UNKNOWN = 999
 
 
 class _Thread(threading.local):
-    """What CUDA keeps for one host thread. A new thread begins on device 0."""
+    """CUDA's settings of one host thread. A new thread begins on device 0."""
 
     def __init__(self) -> None:
         self.device = 0
@@ -51,12 +51,12 @@ class _Thread(threading.local):
         self.latched: str | None = None
         """Error of a failed call that the next kernel launch of this thread will report."""
         self.capture_mode = "global"
-        """Which captures of others this thread's unsafe calls heed."""
+        """Capture mode: the captures of other threads that this thread's unsafe calls heed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One CUDA call as a host thread made it."""
+    """A CUDA call of a host thread."""
 
     name: str
     thread: str
@@ -69,8 +69,8 @@ class Wait:
 
     thread: str
     queued_nbytes: int
-    """Copies to the host that were asked for and not done when the wait began: its price at most,
-    however busy the machine is that simulates the device."""
+    """Copies to the host that were enqueued and unfinished when the wait began: an upper bound of
+    the wait, however busy the simulating machine is."""
 
 
 class Node:
@@ -89,7 +89,7 @@ class Node:
         self.calls: list[Call] = []
         self.waits: list[Wait] = []
         self.refusals: dict[str, Callable[[], None]] = {}
-        """By call name: what is done instead of the call, such as raising an error."""
+        """Functions that are called in place of CUDA calls, by call name; they may raise."""
         self.captures: list[Capture] = []
         self.runtime: Any = None
         """The node's `runtime.Runtime`."""
@@ -137,7 +137,7 @@ class Node:
 
     @property
     def is_capturing_here(self) -> bool:
-        """Whether the calling thread has begun a capture that goes on."""
+        """True if the calling thread is capturing."""
         return any(capture.thread == threading.get_ident() for capture in self.captures)
 
     def current_device(self) -> Device:
@@ -171,7 +171,7 @@ class Node:
             self.here.streams[stream.device_index] = stream
 
     def synchronize(self, index: int | None = None) -> None:
-        """Return when all that was asked of the device before, on any stream, is done."""
+        """Return when all work is done that was enqueued on the device before, on any stream."""
         device = self.devices[self.here.device if index is None else index]
         self.call("synchronize", device=device, unsafe=True, awaited=device.streams)
         device.drain()
@@ -226,7 +226,7 @@ class Node:
 
 
 class Device:
-    """One GPU: a default stream, pools of streams, an engine and an allocator."""
+    """A GPU: a default stream, pools of streams, an engine and an allocator."""
 
     def __init__(self, node: Node, index: int, memory_nbytes: int) -> None:
         self.node = node
@@ -258,7 +258,7 @@ class Device:
             return pool[turn % POOL_SIZE]
 
     def drain(self) -> None:
-        """Return when all that was asked of the device by now is done."""
+        """Return when all work is done that is enqueued on the device by now."""
         for mark in [stream.mark() for stream in self.streams]:
             self.block(mark)
 
@@ -314,7 +314,7 @@ class Stream:
         self.priority = priority
         self.capture: Capture | None = None
         self._pending: collections.deque[Work | None] = collections.deque()
-        """All that is not done, what runs now included."""
+        """Unfinished work, the running item included."""
         # A finalizer may enqueue while this thread enqueues: no lock, only calls that are atomic.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         gpu.streams.append(self)
@@ -491,7 +491,7 @@ class Event:
 
 
 class Engine:
-    """Copies to the host, one at a time, in the order in which they were asked for.
+    """Copies to the host, one at a time, in the order in which they were enqueued.
 
     The order is pessimistic: hardware with several channels may let a small copy of another
     stream go ahead of copies that were asked for before.
@@ -547,7 +547,7 @@ class Capture:
         self._requests: list[Callable[[Stream], None]] = []
 
     def add(self, request: Callable[[Stream], None]) -> None:
-        """Have every replay ask its stream for this."""
+        """Have every replay enqueue this on its stream."""
         self.check()
         self._requests.append(request)
 

@@ -1,4 +1,4 @@
-"""The part of the CUDA runtime below torch that we call: page-locking and the capture mode.
+"""The calls of the CUDA runtime below torch that the package makes: page-locking, capture mode.
 
 Rules (CUDA Runtime API, `cudaHostRegister`, `cudaThreadExchangeStreamCaptureMode`,
 `cudaGetLastError`): a range is registered once and unregistered by its begin; a call that fails
@@ -33,7 +33,7 @@ class Runtime:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.locked: dict[int, int] = {}
-        """By address: bytes that are page-locked."""
+        """Page-locked bytes, by address."""
         self.registered_by: list[tuple[int, str, int]] = []
         """Bytes, thread and its device of every registration that succeeded."""
         self.kept: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Tensors of a simulated device: what is done with them is enqueued on the current stream.
+"""Tensors of a simulated device: their operations are enqueued on the current stream.
 
 Rules (`aten/src/ATen/native/cuda/Copy.cu`, CUDA Runtime API "API synchronization behavior"): an
 operation runs on the calling thread's current stream of the *tensor's* device, whatever device
@@ -19,7 +19,7 @@ from tests.simulated_gpu.node import Node, Stream, accelerator_error
 
 aten = torch.ops.aten
 
-#: These leave their memory as it was.
+#: Operations that do not write to their memory.
 _UNINITIALIZED = {aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default}
 
 
@@ -51,7 +51,7 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def allocate(cls, shape: Any, dtype: torch.dtype, index: int) -> DeviceTensor:
-        """Return an uninitialized tensor: it holds what its memory held before."""
+        """Return an uninitialized tensor, with the former contents of its memory."""
         like = torch.empty(shape, dtype=dtype, device="meta")
         gpu, stream = cls.node.devices[index], cls.node.current_stream(index)
         if like.numel():  # torch asks the driver for memory in other modes during a capture
@@ -120,7 +120,7 @@ def _argument(value: Any) -> Any:
 
 
 def _launch(node: Node, index: int, name: str, work: Callable[[], None]) -> None:
-    """Enqueue a kernel, which reports what an earlier call of this thread has left behind.
+    """Enqueue a kernel; raise the error that an earlier call of this thread has left behind.
 
     Raises:
         AcceleratorError: an earlier call of this thread failed; torch clears that error.

@@ -588,7 +588,7 @@ class TestSynchronize:
             torch.cuda.synchronize()
             torch.cuda.synchronize(2)
 
-    def test_it_does_not_wait_for_what_others_ask_later(self, node: Node) -> None:
+    def test_it_does_not_wait_for_work_that_is_enqueued_later(self, node: Node) -> None:
         """Runtime API, cudaDeviceSynchronize: only *preceding* tasks count."""
         made, first, second = filled(1), threading.Event(), threading.Event()
         stream: Any = torch.cuda.current_stream()
@@ -1027,8 +1027,8 @@ class TestCapture:
 
 class TestNode:
     def test_calls_name_thread_and_device(self, node: Node) -> None:
-        """Of this simulation: every call is noted with its thread and the device that was current
-        there, whatever device it concerns."""
+        """Rule of this simulation: it notes every call with its thread and that thread's current
+        device, whatever device the call concerns."""
         made = filled(1, "cuda:2")
 
         def work() -> None:
@@ -1040,7 +1040,7 @@ class TestNode:
         assert calls == [("set_device", 0), ("copy to host", 1), ("Stream.synchronize", 1)]
 
     def test_refusals_are_called_instead(self, node: Node) -> None:
-        """Of this simulation: a test has a call raise what it likes; a function of the runtime
+        """Rule of this simulation: a test may have any call raise; a function of the runtime
         turns an AcceleratorError into its status."""
 
         def refuse() -> None:
@@ -1053,7 +1053,7 @@ class TestNode:
         assert torch.cuda.cudart().cudaHostUnregister(0) == UNKNOWN == 999
 
     def test_afterwards_torch_is_as_before_and_no_thread_is_left(self) -> None:
-        """Of this simulation: nothing of it outlives its context."""
+        """Rule of this simulation: nothing of it outlives its context."""
         before = {name: getattr(torch.cuda, name) for name in dir(torch.cuda)}
         before_torch = {name: getattr(torch, name) for name in dir(torch)}
         cuda_method, threads = torch.Tensor.cuda, set(threading.enumerate())
@@ -1072,8 +1072,8 @@ class TestNode:
             node.call("anything")
 
     def test_a_held_device_does_not_keep_it_from_ending(self) -> None:
-        """Of this simulation: who waits for the device is told that the driver shuts down, what
-        waits for its turn is dropped, and the threads end."""
+        """Rule of this simulation: waiting threads get the error of a driver that shuts down,
+        queued work is dropped, and the node's threads end."""
         threads = set(threading.enumerate())
         with simulated_gpus(1, d2h_bytes_per_s=1.0) as node:
             made, target = filled(1), locked()
@@ -1092,7 +1092,7 @@ class TestNode:
     def test_work_that_hangs_does_not_keep_it_from_ending(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of this simulation: `Node.close` waits for its threads only so long."""
+        """Rule of this simulation: `Node.close` waits for its threads a limited time."""
         monkeypatch.setattr("tests.simulated_gpu.node._CLOSE_S", 0.1)
         begun, go, threads = threading.Event(), threading.Event(), set(threading.enumerate())
 

@@ -60,7 +60,7 @@ class TestDefaultStream:
         assert event.query()
 
     def test_two_threads_take_turns(self, node: Node, go: threading.Event) -> None:
-        """What one thread enqueues waits for what another has the stream do."""
+        """Work that one thread enqueues waits for the work of another on the same stream."""
         begun = threading.Event()
         stream = torch.cuda.default_stream(0)
 
@@ -91,7 +91,7 @@ class TestDefaultStream:
         with pytest.raises(torch.AcceleratorError, match="ValueError: no such index"):
             torch.cuda.synchronize()
 
-    def test_a_copy_to_the_host_waits_for_the_copies_that_were_asked_for_before(
+    def test_a_copy_to_the_host_waits_for_copies_that_were_enqueued_before(
         self, node: Node, go: threading.Event
     ) -> None:
         side, made, target = torch.cuda.Stream(), torch.ones(1024, device="cuda"), locked(4096)
@@ -121,7 +121,7 @@ class TestOtherStreams:
     def test_a_copy_that_comes_too_late_reads_what_the_program_has_changed(
         self, node: Node, go: threading.Event
     ) -> None:
-        """What this node is made for: training changes a tensor before its copy was made."""
+        """Purpose of this node: it shows that training changed a tensor before its copy."""
         weight, target, side = torch.zeros(1024), locked(4096), torch.cuda.Stream()
         side.enqueue(go.wait)
         with torch.cuda.stream(side):
@@ -132,7 +132,7 @@ class TestOtherStreams:
         assert torch.equal(target.view(torch.float32), torch.ones(1024))
 
     def test_a_copy_that_waits_for_nothing_is_right_all_the_same(self, node: Node) -> None:
-        """What this node cannot show: on a GPU this copy could read `weight` before the addition,
+        """Limit of this node: on a GPU this copy could read `weight` before the addition,
         because its stream does not wait for the default stream."""
         weight, target = torch.zeros(1024), locked(4096)
         weight.add_(1.0)

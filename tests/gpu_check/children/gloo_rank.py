@@ -1,4 +1,4 @@
-"""One of two ranks whose process group is gloo, as under `--distributed-backend gloo`.
+"""Rank of a pair whose process group is gloo, as under `--distributed-backend gloo`.
 
 Each receives what the other holds, straight into tensors on the GPU.
 """

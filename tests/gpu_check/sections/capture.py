@@ -1,4 +1,4 @@
-"""Graphs that training captures in global mode survive all that our threads do meanwhile."""
+"""Calls of the package's threads break no graph that training captures in global mode."""
 
 from __future__ import annotations
 

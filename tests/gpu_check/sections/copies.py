@@ -54,7 +54,7 @@ class Times:
 
     returned: float
     asked: float
-    """All copies are asked for."""
+    """All copies are enqueued."""
     done: float
 
 

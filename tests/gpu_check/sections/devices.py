@@ -1,4 +1,4 @@
-"""No thread of ours calls CUDA before it has set its device, and every byte is the right one."""
+"""Threads of the package set their device before any CUDA call, and all stored bytes are right."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _CALLS = (
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a thread that is not the training thread."""
+    """A CUDA call of another thread than the training thread."""
 
     name: str
     thread: str
     device: int
     is_set: bool
-    """Whether the thread had set its device."""
+    """True if the thread had set its device before."""
 
 
 class _Noting(type):
-    """A class that stands for another one and notes who makes an object of it."""
+    """Metaclass of a class that replaces another one and notes each thread that makes an object."""
 
     real: type
     call: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""What this machine is, as far as saves depend on it."""
+"""Facts about this machine on which saves depend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long small copies of training wait behind the copies of a save, for each kind of queueing."""
+"""Small copies of training wait behind the copies of a save: times for each kind of queueing."""
 
 from __future__ import annotations
 

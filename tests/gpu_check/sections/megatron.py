@@ -213,7 +213,7 @@ def _report_prices(report: Report, run: Run, turns: list[Block]) -> None:
 
 
 class Run:
-    """One process of the job, with the files that it writes."""
+    """A process of the job, with the files that it writes."""
 
     def __init__(
         self,

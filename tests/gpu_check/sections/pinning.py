@@ -100,7 +100,7 @@ def _copy_time(source: torch.Tensor, target: torch.Tensor) -> tuple[float, float
 
 
 def _report_latched_errors(report: Report) -> None:
-    """Lock memory twice: whose kernels meet the error?"""
+    """Lock memory twice, and report in which thread a kernel meets the error."""
     slab = Slab.create(1, 0, machine.pick(64 << 20, 1 << 20), "latched")
     slab.populate()
     memory = torch.frombuffer(slab.memory, dtype=torch.uint8)
@@ -147,10 +147,10 @@ def _kernel(number: torch.Tensor) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """When something was being locked, on the monotonic clock."""
+    """Times at which memory was being locked, on the monotonic clock."""
 
     way: str
-    """How much in one call."""
+    """Bytes of one call."""
     begin: float
     end: float
 

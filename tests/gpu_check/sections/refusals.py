@@ -1,4 +1,4 @@
-"""What could not be saved is refused, and what a graph reads stays where it was at its capture."""
+"""Weights that cannot be saved are refused; tensors that a graph reads stay in place in a load."""
 
 from __future__ import annotations
 

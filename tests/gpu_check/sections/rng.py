@@ -1,4 +1,4 @@
-"""Random numbers go on after a load as they would have without one, in captured steps, too."""
+"""Random numbers continue after a load as without one, in captured steps, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron's own timers, which synchronize the device behind every save, wait for little of it."""
+"""Megatron's own timers synchronize the device after a save, and wait for little of its copies."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _LARGEST_SHARE = 0.1
 
 @dataclasses.dataclass
 class Round:
-    """Seconds of one save, or of a pair of timers without one."""
+    """Seconds of a save and its waits, or of a pair of timers without a save."""
 
     blocked_s: float
-    """Until `stage` returned."""
+    """Seconds until `stage` returned."""
     timers_s: float
-    """In `stop` of one timer and `start` of the next, as in `save_checkpoint_and_time`."""
+    """Seconds in `stop` of one timer and `start` of the next, as in `save_checkpoint_and_time`."""
     item_s: float
-    """In the first `.item()` behind it."""
+    """Seconds in the first `.item()` after the timers."""
     step_s: float
-    """Until the training thread may ask for the step."""
+    """Seconds until the training thread may enqueue the step."""
     copied_s: float
-    """Until all is copied."""
+    """Seconds until all tensors are copied."""
 
 
 def run(report: Report) -> None:
