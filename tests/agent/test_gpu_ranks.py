@@ -84,6 +84,8 @@ def test_every_local_rank_stores_its_own_bytes(
     assert job.checkpointer.link.stager.device == local_rank
     registered = {device for _, _, device in gpus.runtime.registered_by}
     assert registered == ({local_rank} if pinned else set())
+    ours = [call for call in gpus.calls if call.thread.startswith("flashckpt-")]
+    assert {call.device for call in ours if call.name != "set_device"} == {local_rank}
 
 
 @pytest.mark.parametrize("local_rank", [0, 5])
