@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,8 @@ from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
 from tests.agent.test_persist import stored
-from tests.agent.trainer import eventually
+from tests.agent.trainer import PATIENCE_S, eventually
+from tests.memory.mapped import times_mapped
 from tests.simulated_gpu import Node as GpuNode
 from tests.simulated_gpu import simulated_gpus
 
@@ -67,6 +70,11 @@ def make(root: Path, node: Node, monkeypatch: pytest.MonkeyPatch, gpus: GpuNode)
     gpus.refusals.clear()
     for each in made:
         each.checkpointer.close(leave=False)
+
+
+def descriptors_of_slabs() -> int:
+    targets = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sum(target.startswith("/memfd:flashckpt-") for target in targets)
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -147,6 +155,72 @@ def test_a_rank_whose_slab_grows_stores_its_own_bytes(
     job.checkpointer.link.wait_for_device_work()
     (locked,) = gpus.runtime.locked.values()
     assert locked == job.checkpointer.link._slab.geometry.nbytes
+
+
+def test_a_job_with_graphs_waits_until_its_slab_is_locked(make: Any, gpus: GpuNode) -> None:
+    job = make(5)
+    may_lock = threading.Event()
+    gpus.refusals["cudaHostRegister"] = may_lock.wait
+    job.checkpointer.link.prepare(25_000_000)
+    waiting = threading.Thread(target=job.checkpointer.link.wait_for_device_work)
+    waiting.start()
+    eventually("the slab is made", lambda: not job.checkpointer.link.is_preparing)
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    may_lock.set()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert len(gpus.runtime.registered_by) == 1
+
+
+def test_a_slot_that_could_not_be_handed_over_is_offered_to_no_agent(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks are told that the save has failed, so no later agent may commit it."""
+    job = make(5)
+    assert job.save(1) is None
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job.checkpointer.link.client(), "staged", refuse)
+        assert job.save(2) == "not handed to the agent (ValueError: no)"
+    headers = [slot.header for slot in job.checkpointer.link._slab.slots]
+    assert {it.iteration: it.state for it in headers}[2] == SlotState.FAILED
+
+
+def test_a_slab_with_a_checkpoint_is_unlocked_and_unmapped_when_a_larger_one_is_made(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    job = make(5)
+    tensors, job.tensors = job.tensors, job.tensors[:1]
+    assert job.save(1) is None
+    before = times_mapped("0"), descriptors_of_slabs()
+    job.tensors = tensors
+    assert job.save(2) is None
+    job.assert_stored(root, 2)
+    assert (times_mapped("0"), descriptors_of_slabs()) == before
+    job.checkpointer.link.wait_for_device_work()
+    assert list(gpus.runtime.locked.values()) == [job.checkpointer.link._slab.geometry.nbytes]
+
+
+def test_a_save_in_mid_copy_is_taken_over_by_the_next_agent(
+    make: Any, root: Path, gpus: GpuNode
+) -> None:
+    """An agent that gets the slab earlier would take the slot for one that a crash cut short."""
+    job = make(5)
+    assert job.save(1) is None
+    link = job.checkpointer.link
+    with gpus.devices[5].held():
+        job.checkpointer.save(job.request(2))
+        os.kill(link.client().agent_pid, signal.SIGKILL)
+        eventually("the loss is seen", lambda: job.checkpointer.poll() or link.current is None)
+        link._preparing.join(1.0)
+        assert link.is_preparing, "the next agent waits for the copies"
+    (outcome,) = job.checkpointer.wait()
+    assert (outcome.iteration, outcome.error) == (2, None)
+    job.assert_stored(root, 2)
 
 
 def test_a_device_that_was_set_after_the_memory_was_made_is_used(

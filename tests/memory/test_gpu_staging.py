@@ -5,6 +5,7 @@ The GPU is `tests.simulated_gpu`, which follows CUDA's rules for order, threads 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -440,6 +441,28 @@ def test_a_save_fails_by_name_and_training_and_exit_continue(
     assert stager.wait(PATIENCE_S)
     assert errors_of(again) == [None]
     assert torch.equal(staged(slab, 4 * PART_NUMEL)[::PART_NUMEL], torch.arange(4.0))
+
+
+def test_a_failed_save_ends_when_no_copy_of_it_is_under_way(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    """Then the slab may be unmapped, and a copy into it would go wherever its address leads."""
+    asked = itertools.count()
+
+    def refuse_the_second() -> None:
+        if next(asked) == 1:
+            refuse()
+
+    node.refusals["copy to host"] = refuse_the_second
+    finish = Finish()
+    with node.devices[RANK].held():
+        stager.stage(copies(slab, in_parts(2)), finish)
+        eventually("the second copy is refused", lambda: next(asked) > 1)
+        assert not stager.wait(0.1)
+        assert finish.calls == []
+    stager.wait()
+    (error,) = errors_of(finish)
+    assert "illegal memory access" in str(error)
 
 
 def test_the_calls_that_are_refused_are_all_that_a_save_makes(
