@@ -89,9 +89,9 @@ def test_side_state_that_no_load_could_restore_is_refused_by_the_rehearsal(job: 
     with pytest.raises(UnsupportedError) as refused:
         job.checkpointer.rehearse([], None, rank_state)
     assert str(refused.value) == (
-        "side state holds what a load cannot restore: rng.trackers.dropout (torch._C.Generator), "
+        "a load could not restore this side state: rng.trackers.dropout (torch._C.Generator), "
         "optimizer[0].hook (builtin_function_or_method); keep it as tensors, numbers, text, or "
-        "lists and dicts of them, or keep Megatron's own checkpointing for this job"
+        "lists and dicts of them, or use Megatron's own checkpointing for this job"
     )
 
 
