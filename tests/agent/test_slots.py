@@ -254,6 +254,6 @@ def test_the_agent_lets_go_of_a_slab_without_a_checkpoint(node: Node, root: Path
 def test_the_agent_keeps_a_slab_with_a_checkpoint(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert trainer.save(1).error is None
-    with pytest.raises(AgentError, match="the slab of rank 0 holds iteration 1; it is kept"):
+    with pytest.raises(AgentError, match="of rank 0 holds iteration 1, so the agent keeps it"):
         trainer.client.detach()
     assert [offer.iteration for offer in trainer.take()] == [1]
