@@ -36,8 +36,8 @@ from megatron_flashckpt.megatron_lm.expectation import Expected
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
+from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, EncodedMeta, Slot, SlotHeader, SlotState
-from megatron_flashckpt.memory.stager import Copy
 from megatron_flashckpt.memory.step_hook import StepHook
 from megatron_flashckpt.metrics import reported
 from megatron_flashckpt.node_link import NodeLink

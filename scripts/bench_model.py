@@ -21,9 +21,10 @@ from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.plan import PlanCache
 from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.memory.stager import Copy, Stager
+from megatron_flashckpt.memory.stager import Stager
 from megatron_flashckpt.planning.cluster_model import Cluster, PerParameter, even_sizes, plan
 from megatron_flashckpt.storage.posix import PosixStorage
 

@@ -24,38 +24,24 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import torch
 
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory import cuda
-from megatron_flashckpt.memory.pinning import CHUNK_NBYTES, PinnedSlab
+from megatron_flashckpt.memory.pinning import PinnedSlab
+from megatron_flashckpt.memory.runs import Copy, Run, runs
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.tracing import EARLY, WAIT, Recorder, phase, recorder
 
 logger = logging.getLogger(__name__)
 
-#: On a CPU, adjacent pieces of at least this average size are copied one by one; smaller ones are
-#: concatenated first. (One by one, pieces of 4 KiB take 4.6 times one plain copy of all.)
-_LARGE = 256 * 1024
 #: Late copies of a GPU are enqueued in parts of this size: 1.3 ms at 52 GB/s.
 PART_NBYTES = 64 * 2**20
 #: Upper bound of parts that are enqueued and unfinished, until the optimizer's step waits.
 PARTS_IN_FLIGHT = 2
 #: Seconds that `abandon` waits for copies that are under way.
 ABANDON_S = 1.0
-
-
-class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A piece and its place in the slab."""
-
-    source: torch.Tensor
-    """Flat and contiguous, on any device."""
-    offset: int
-    """Bytes from the start of the slab."""
-    early: bool
-    """True if other code than `optimizer.step()` may change the source."""
 
 
 @dataclasses.dataclass
@@ -331,6 +317,11 @@ class Stager:
         job.begun.set()
         job.all_copied.synchronize()
 
+    def _runs(self, copies: list[Copy], most_nbytes: int) -> Iterator[Run]:
+        pinned = self._pinned
+        is_pinned = pinned.covers if pinned is not None else lambda end: False
+        return runs(copies, self._bytes, is_pinned, most_nbytes)
+
     def _record(self) -> torch.cuda.Event:
         """Record an event behind the enqueued copies; a thread that waits for it sleeps."""
         assert self._stream is not None
@@ -350,83 +341,3 @@ class Stager:
             for run in self._runs(copies, PART_NBYTES):
                 run.copy_from_device()
         torch.cuda.current_stream().wait_stream(self._stream)
-
-    def _runs(self, copies: list[Copy], most_nbytes: int) -> Iterator[_Run]:
-        """Yield runs of adjacent pieces of one element type, of at most `most_nbytes` bytes.
-
-        Nearly all pieces of a kind are adjacent. 20,000 pieces one by one take twice as long as
-        their bytes, and one call for many releases the interpreter lock for its whole length.
-        """
-        begin = end = 0
-        sources: list[torch.Tensor] = []
-        for source, offset in _pieces(copies, most_nbytes):
-            if sources and (
-                offset != end
-                or offset % CHUNK_NBYTES == 0
-                or source.dtype != sources[0].dtype
-                or end + source.nbytes - begin > most_nbytes
-            ):
-                yield self._run_of(begin, end, sources)
-                sources = []
-            if not sources:
-                begin = offset
-            sources.append(source)
-            end = offset + source.nbytes
-        if sources:
-            yield self._run_of(begin, end, sources)
-
-    def _run_of(self, begin: int, end: int, sources: list[torch.Tensor]) -> _Run:
-        is_pinned = self._pinned is not None and self._pinned.covers(end)
-        return _Run(self._bytes[begin:end].view(sources[0].dtype), sources, is_pinned)
-
-
-def _pieces(copies: list[Copy], most_nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield sources and offsets, cut at borders of page-locked chunks and at `most_nbytes`.
-
-    CUDA does not document copies across two registrations of page-locked memory.
-    """
-    for copy in copies:
-        source, offset = copy.source, copy.offset
-        while True:
-            nbytes = min(source.nbytes, most_nbytes, CHUNK_NBYTES - offset % CHUNK_NBYTES)
-            if nbytes == source.nbytes:
-                yield source, offset
-                break
-            numel = nbytes // source.itemsize
-            yield source[:numel], offset
-            source, offset = source[numel:], offset + nbytes
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """Adjacent pieces of one element type, and the bytes of the slab where they belong."""
-
-    target: torch.Tensor
-    sources: list[torch.Tensor]
-    is_pinned: bool
-
-    @property
-    def nbytes(self) -> int:
-        return self.target.nbytes
-
-    def copy_on_host(self) -> None:
-        if self.target.nbytes < _LARGE * len(self.sources):
-            torch.cat(self.sources, out=self.target)
-        else:
-            torch._foreach_copy_(self._targets(), self.sources)
-
-    def copy_from_device(self) -> None:
-        """Copy on the current stream; asynchronously if the target is page-locked."""
-        torch._foreach_copy_(self._targets(), self.sources, non_blocking=self.is_pinned)
-
-    def keep_memory(self, stream: torch.cuda.Stream) -> None:
-        """Keep the allocator from reusing the sources' memory before `stream` has read it.
-
-        The job holds the tensors, but training may free their memory (`storage().resize_(0)`).
-        """
-        for source in self.sources:
-            if source.is_cuda:
-                source.record_stream(stream)
-
-    def _targets(self) -> tuple[torch.Tensor, ...]:
-        return self.target.split_with_sizes([source.numel() for source in self.sources])

@@ -16,7 +16,8 @@ import msgspec
 import torch
 
 from megatron_flashckpt.memory import cuda, stager
-from megatron_flashckpt.memory.stager import Copy, Stager
+from megatron_flashckpt.memory.runs import Copy
+from megatron_flashckpt.memory.stager import Stager
 from tests.simulated_gpu import DeviceTensor
 from tests.simulated_gpu.eager import on_device
 

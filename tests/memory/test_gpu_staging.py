@@ -17,8 +17,9 @@ from megatron.core.timers import Timers
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory import stager as stager_module
+from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import PART_NBYTES, PARTS_IN_FLIGHT, Copy, Stager
+from megatron_flashckpt.memory.stager import PART_NBYTES, PARTS_IN_FLIGHT, Stager
 from tests.agent.trainer import eventually
 from tests.memory.test_stager import PATIENCE_S, Finish, bytes_at, raw
 from tests.simulated_gpu import Node, simulated_gpus
@@ -319,7 +320,7 @@ def test_no_copy_crosses_the_border_of_two_locked_chunks(
 ) -> None:
     chunk = 3 << 18
     monkeypatch.setattr("megatron_flashckpt.memory.pinning.CHUNK_NBYTES", chunk)
-    monkeypatch.setattr(stager_module, "CHUNK_NBYTES", chunk)
+    monkeypatch.setattr("megatron_flashckpt.memory.runs.CHUNK_NBYTES", chunk)
     node.runtime.failing_call = 4  # the rest is not locked
     stager = Stager()
     stager.use(slab, device=RANK)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import Copy, Stager
+from megatron_flashckpt.memory.stager import Stager
 from tests.memory.mapped import times_mapped
 
 PATIENCE_S = 20.0

@@ -1,0 +1,117 @@
+"""Groups the copies of a save into runs that one call of torch makes each.
+
+Nearly all pieces of a kind are adjacent in a slot. 20,000 pieces one by one take twice as long as
+their bytes, and one call for many releases the interpreter lock for its whole length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import msgspec
+import torch
+
+from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
+
+#: On a CPU, adjacent pieces of at least this average size are copied one by one; smaller ones are
+#: concatenated first. (One by one, pieces of 4 KiB take 4.6 times one plain copy of all.)
+_LARGE = 256 * 1024
+
+
+class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A piece and its place in the slab."""
+
+    source: torch.Tensor
+    """Flat and contiguous, on any device."""
+    offset: int
+    """Bytes from the start of the slab."""
+    early: bool
+    """True if other code than `optimizer.step()` may change the source."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Adjacent pieces of one element type, and the bytes of the slab where they belong."""
+
+    target: torch.Tensor
+    sources: list[torch.Tensor]
+    is_pinned: bool
+
+    @property
+    def nbytes(self) -> int:
+        return self.target.nbytes
+
+    def copy_on_host(self) -> None:
+        if self.target.nbytes < _LARGE * len(self.sources):
+            torch.cat(self.sources, out=self.target)
+        else:
+            torch._foreach_copy_(self._targets(), self.sources)
+
+    def copy_from_device(self) -> None:
+        """Copy on the current stream; asynchronously if the target is page-locked."""
+        torch._foreach_copy_(self._targets(), self.sources, non_blocking=self.is_pinned)
+
+    def keep_memory(self, stream: torch.cuda.Stream) -> None:
+        """Keep the allocator from reusing the sources' memory before `stream` has read it.
+
+        The job holds the tensors, but training may free their memory (`storage().resize_(0)`).
+        """
+        for source in self.sources:
+            if source.is_cuda:
+                source.record_stream(stream)
+
+    def _targets(self) -> tuple[torch.Tensor, ...]:
+        return self.target.split_with_sizes([source.numel() for source in self.sources])
+
+
+def runs(
+    copies: list[Copy],
+    slab: torch.Tensor,
+    is_pinned: Callable[[int], bool],
+    most_nbytes: int,
+) -> Iterator[Run]:
+    """Yield runs of adjacent pieces of one element type, of at most `most_nbytes` bytes.
+
+    Args:
+        slab: all bytes of the slab, flat uint8.
+        is_pinned: returns whether all bytes of the slab below an offset are page-locked.
+    """
+
+    def run(begin: int, end: int, sources: list[torch.Tensor]) -> Run:
+        return Run(slab[begin:end].view(sources[0].dtype), sources, is_pinned(end))
+
+    begin = end = 0
+    sources: list[torch.Tensor] = []
+    for source, offset in _pieces(copies, most_nbytes):
+        if sources and (
+            offset != end
+            or offset % CHUNK_NBYTES == 0
+            or source.dtype != sources[0].dtype
+            or end + source.nbytes - begin > most_nbytes
+        ):
+            yield run(begin, end, sources)
+            sources = []
+        if not sources:
+            begin = offset
+        sources.append(source)
+        end = offset + source.nbytes
+    if sources:
+        yield run(begin, end, sources)
+
+
+def _pieces(copies: list[Copy], most_nbytes: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield sources and offsets, cut at borders of page-locked chunks and at `most_nbytes`.
+
+    CUDA does not document copies across two registrations of page-locked memory.
+    """
+    for copy in copies:
+        source, offset = copy.source, copy.offset
+        while True:
+            nbytes = min(source.nbytes, most_nbytes, CHUNK_NBYTES - offset % CHUNK_NBYTES)
+            if nbytes == source.nbytes:
+                yield source, offset
+                break
+            numel = nbytes // source.itemsize
+            yield source[:numel], offset
+            source, offset = source[numel:], offset + nbytes
