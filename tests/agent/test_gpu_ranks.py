@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_flashckpt.layout import names
+from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
@@ -173,6 +174,27 @@ def test_a_job_with_graphs_waits_until_its_slab_is_locked(make: Any, gpus: GpuNo
     assert len(gpus.runtime.registered_by) == 1
 
 
+def test_the_agent_is_told_how_long_the_training_loop_waited(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(5)
+    assert job.save(1) is None
+    client, told = job.checkpointer.link.client(), []
+    staged = client.staged
+
+    def ring(slot: int, cost: RankCost, spans: Any) -> None:
+        told.append(cost.blocked_s)
+        staged(slot, cost, spans)
+
+    monkeypatch.setattr(client, "staged", ring)
+    recorder = job.checkpointer.save(job.request(2, in_loop=True)).recorder
+    slots = job.checkpointer.link._slab.slots
+    eventually("all is copied", lambda: SlotState.STAGED in {it.header.state for it in slots})
+    recorder.seen_by_loop(recorder.started, 7.5)
+    assert [outcome.error for outcome in job.checkpointer.wait()] == [None]
+    assert told == [7.5]
+
+
 def test_a_slot_that_could_not_be_handed_over_is_offered_to_no_agent(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,8 +274,11 @@ def test_a_blocking_save_has_copied_everything_when_it_returns(
     """Jobs whose tensors change outside of the optimizer's step need such saves."""
     gpus.d2h_bytes_per_s = 200e6
     job = make(5)
+    job.checkpointer.link.prepare(25_000_000)
+    job.checkpointer.link.wait_for_device_work()
     values = job.values
     job.checkpointer.save(job.request(1, blocking=True))
+    assert gpus.devices[5].to_host.queued_nbytes == 0
     for tensor in job.tensors:
         tensor.fill_(-1.0)
     assert job.checkpointer.wait()[0].error is None
@@ -389,3 +414,18 @@ def test_a_crashed_rank_with_a_gpu_that_hangs_ends_and_leaves_the_older_save(
     states = sorted(slot.header.state for slot in slab.slots)
     assert states[-1] == SlotState.DURABLE
     assert SlotState.STAGED not in states
+
+
+def test_a_rank_whose_gpu_hangs_ends_when_its_drain_has_run_out(make: Any, gpus: GpuNode) -> None:
+    job = make(5)
+    assert job.save(1) is None
+    gpus.devices[5].running.clear()
+    job.checkpointer.save(job.request(2))
+    (late,) = job.checkpointer.wait(timeout_s=0.05)
+    assert "not committed within 0 s" in late.error
+    closing = threading.Thread(target=job.checkpointer.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    was_closed = not closing.is_alive()
+    gpus.devices[5].running.set()
+    assert was_closed

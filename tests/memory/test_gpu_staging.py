@@ -378,6 +378,22 @@ def test_a_slab_is_unlocked_when_another_takes_its_place_and_not_at_exit(
     other.close()
 
 
+def test_a_slab_stays_mapped_and_locked_while_copies_into_it_are_under_way(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    finish = Finish()
+    dropping = threading.Thread(target=stager.drop_slab)
+    with node.devices[RANK].held():
+        stager.stage(copies(slab, in_parts(1)), finish)
+        dropping.start()
+        dropping.join(0.1)
+        assert dropping.is_alive()
+        assert list(node.runtime.locked.values()) == [slab.geometry.nbytes]
+    dropping.join(PATIENCE_S)
+    assert errors_of(finish) == [None]
+    assert node.runtime.locked == {}
+
+
 # ---------------------------------------------------------------------- graphs
 
 
