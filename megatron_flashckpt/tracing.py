@@ -136,11 +136,13 @@ class Recorder:
     @property
     def blocked_s(self) -> float:
         """Seconds that training has lost to the save: the wait of the loop (of the call, if the
-        loop was not measured), and the waits of later steps."""
+        loop was not measured), and the waits of later steps in the same thread."""
         outer = LOOP if self._loop_s is not None else SAVE
-        (returned, *_) = [span.end for span in self.spans if span.name == outer] or [0.0]
-        later = [it.seconds for it in self.spans if it.name == WAIT and it.start >= returned]
-        return self.seconds.get(outer, 0.0) + sum(later)
+        blocked_s = self.seconds.get(outer, 0.0)
+        for call in [span for span in self.spans if span.name == outer][:1]:
+            waits = [span for span in self.spans if (span.name, span.thread) == (WAIT, call.thread)]
+            blocked_s += sum(wait.seconds for wait in waits if wait.start >= call.end)
+        return blocked_s
 
 
 class OpenTraces:

@@ -129,6 +129,26 @@ def test_a_recorder_counts_what_blocks_training_once() -> None:
     assert recorder.blocked_s == 4.5
 
 
+def test_waits_of_other_threads_do_not_block_training() -> None:
+    """The thread that looks for another agent waits for copies, too."""
+    recorder = Recorder()
+    with recorder.phase(SAVE):
+        pass
+    saved_s = recorder.blocked_s
+
+    def wait() -> None:
+        with recorder.phase(WAIT):
+            pass
+
+    replacing = threading.Thread(target=wait, name="flashckpt-replace")
+    replacing.start()
+    replacing.join()
+    assert [span.name for span in recorder.spans] == [SAVE, WAIT]
+    assert recorder.blocked_s == saved_s
+    wait()
+    assert recorder.blocked_s == saved_s + recorder.spans[-1].seconds
+
+
 def test_blocked_time_is_the_wait_of_the_training_loop_if_it_was_measured() -> None:
     recorder = Recorder(in_loop=True)
     recorder.spans += [
