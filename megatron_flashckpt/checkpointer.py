@@ -355,7 +355,8 @@ class Checkpointer:
                     raise SaveFailedError(
                         "the agent discarded the slot during the copy; this rank had hung up"
                     )
-                slot.set_state(SlotState.KEPT if request.memory_only else SlotState.STAGED)
+                state = SlotState.KEPT if request.memory_only else SlotState.STAGED
+                slot.set_header(msgspec.structs.replace(staging, state=state))
                 reach("stage.staged")
                 staged_s = trace.age_s
                 trace.await_loop(_LOOP_S)

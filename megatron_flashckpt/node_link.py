@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Room for descriptions of later saves that are a little longer.
 _META_RESERVE = 64 * 1024
+#: Seconds that a job with CUDA graphs waits for page-locked slots before its first step.
+_PINNING_S = 600.0
 #: For the descriptions of saves before there was one: arguments and the like.
 _FIRST_META = 8 * _META_RESERVE
 
@@ -98,7 +100,14 @@ class NodeLink:
         Jobs with CUDA graphs call this before the first step, which captures graphs.
         """
         self._prepared()
-        self.stager.wait_pinned()
+        if not self.stager.wait_pinned(_PINNING_S):
+            logger.warning(
+                "rank %d: checkpoint slots are still being page-locked after %.0f s, perhaps "
+                "because another rank of this node hangs in the GPU driver; training begins, and "
+                "'pinned: false' does without",
+                self._rank,
+                _PINNING_S,
+            )
 
     def _note_device(self) -> None:
         """Note the training thread's CUDA device. Called on that thread only.

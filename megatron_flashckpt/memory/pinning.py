@@ -65,9 +65,9 @@ class PinnedSlab:
         """Return whether all bytes of the slab below `end` are locked."""
         return end <= self.nbytes
 
-    def wait(self) -> None:
-        """Return when all chunks are locked, or locking has failed."""
-        self._settled.wait()
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return True when all chunks are locked or locking has failed; False after `timeout_s`."""
+        return self._settled.wait(timeout_s)
 
     def unpin(self) -> None:
         """Unlock all chunks; return when they are unlocked.

@@ -86,7 +86,6 @@ def runs(
     for source, offset in _pieces(copies, most_nbytes):
         if sources and (
             offset != end
-            or offset % CHUNK_NBYTES == 0
             or source.dtype != sources[0].dtype
             or end + source.nbytes - begin > most_nbytes
         ):

@@ -50,10 +50,6 @@ class _Job:
     finish: Callable[[float, BaseException | None], None]
     recorder: Recorder
     """Records the save that this job is part of."""
-    ready: torch.cuda.Event | None = None
-    """On a GPU: complete when all work is done that training enqueued before the save."""
-    on_gpu: bool = False
-    """True if all late sources are on the GPU."""
     all_copied: torch.cuda.Event | None = None
     """On a GPU, once `begun`: complete when the last copy is made."""
     error: BaseException | None = None
@@ -128,10 +124,13 @@ class Stager:
         if self._device is not None and self._slab is not None and self._pinned is None:
             self._pinned = PinnedSlab(self._slab, self._device, turns)
 
-    def wait_pinned(self) -> None:
-        """Return when page-locking has ended: afterwards only the copy thread calls CUDA."""
-        if self._pinned is not None:
-            self._pinned.wait()
+    def wait_pinned(self, timeout_s: float | None = None) -> bool:
+        """Return when page-locking has ended: afterwards only the copy thread calls CUDA.
+
+        Returns:
+            False after `timeout_s`, if that came first.
+        """
+        return self._pinned is None or self._pinned.wait(timeout_s)
 
     def drop_slab(self) -> None:
         """Unlock the slab and drop its mapping. Waits for copies that are under way."""
@@ -155,13 +154,8 @@ class Stager:
         job = _Job(late, finish, recorder() or Recorder())
         try:
             self._check_devices(copies)
-            if self._stream is not None:
-                # The copy thread would be too late: by then the next forward may have begun on
-                # this stream.
-                job.ready = torch.cuda.current_stream().record_event()
-                job.on_gpu = all(copy.source.is_cuda for copy in late)
             with phase(EARLY):
-                self._copy_early([copy for copy in copies if copy.early], job.ready)
+                self._copy_early([copy for copy in copies if copy.early])
             reach("stage.half")
         except Exception as failure:
             job.error = failure
@@ -196,7 +190,7 @@ class Stager:
         if (job := self._current) is None:
             return
         job.awaited.set()
-        if not job.on_gpu or job.copied.is_set() or not self._wait_on_device(job):
+        if self._stream is None or job.copied.is_set() or not self._wait_on_device(job):
             self.wait_copied()
 
     def _wait_on_device(self, job: _Job) -> bool:
@@ -204,7 +198,7 @@ class Stager:
         try:
             if torch.cuda.is_current_stream_capturing():
                 return False
-            self._wait(lambda job: job.begun)
+            self._wait(lambda job: job.begun)  # by then, copies of host tensors are made
             if job.all_copied is not None:
                 torch.cuda.current_stream().wait_event(job.all_copied)
         except RuntimeError as error:
@@ -299,11 +293,9 @@ class Stager:
             for run in self._runs(job.copies, sys.maxsize):
                 run.copy_on_host()
             return
-        assert job.ready is not None
         window: collections.deque[torch.cuda.Event] = collections.deque()
         part_nbytes = 0
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(job.ready)
             for run in self._runs(job.copies, PART_NBYTES):
                 if part_nbytes and part_nbytes + run.nbytes > PART_NBYTES:
                     window.append(self._record())
@@ -329,14 +321,17 @@ class Stager:
         event.record(self._stream)
         return event
 
-    def _copy_early(self, copies: list[Copy], ready: torch.cuda.Event | None) -> None:
-        """Copy; on a GPU the current stream waits for the copies."""
+    def _copy_early(self, copies: list[Copy]) -> None:
+        """Copy behind all work that training has enqueued; its next work waits for the copies.
+
+        On a GPU this orders late copies, too. The copy thread would be too late for that: by then
+        the next forward may have begun on the current stream.
+        """
         if self._stream is None:
             for run in self._runs(copies, sys.maxsize):
                 run.copy_on_host()
             return
-        assert ready is not None
-        self._stream.wait_event(ready)
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for run in self._runs(copies, PART_NBYTES):
                 run.copy_from_device()

@@ -18,7 +18,7 @@ from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece
-from megatron_flashckpt.memory.slot import Slot, SlotState
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
@@ -109,13 +109,14 @@ def test_the_agent_writes_nothing_before_everything_is_copied(
 ) -> None:
     job = make(config)
     before_staged: list[bool] = []
-    set_state = Slot.set_state
+    set_header = Slot.set_header
 
-    def look_and_set(slot: Slot, state: SlotState) -> None:
-        before_staged.append((root / names.iteration_dir(1)).exists())
-        set_state(slot, state)
+    def look_and_set(slot: Slot, header: SlotHeader) -> None:
+        if header.state == SlotState.STAGED:
+            before_staged.append((root / names.iteration_dir(1)).exists())
+        set_header(slot, header)
 
-    monkeypatch.setattr(Slot, "set_state", look_and_set)
+    monkeypatch.setattr(Slot, "set_header", look_and_set)
     assert job.save(1) is None
     job.assert_stored(root, 1)
     assert before_staged == [False]

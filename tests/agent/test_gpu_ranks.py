@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from megatron_flashckpt import node_link
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.memory.slot import SlotState
@@ -172,6 +173,23 @@ def test_a_job_with_graphs_waits_until_its_slab_is_locked(make: Any, gpus: GpuNo
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
     assert len(gpus.runtime.registered_by) == 1
+
+
+def test_a_driver_that_hangs_does_not_keep_a_job_with_graphs_from_training(
+    make: Any,
+    gpus: GpuNode,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(node_link, "_PINNING_S", 0.1)
+    job = make(5)
+    may_lock = threading.Event()
+    gpus.refusals["cudaHostRegister"] = may_lock.wait
+    job.checkpointer.link.prepare(25_000_000)
+    job.checkpointer.link.wait_for_device_work()
+    may_lock.set()
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("rank 0: checkpoint slots are still being page-locked after 0 s")
 
 
 def test_the_agent_is_told_how_long_the_training_loop_waited(
