@@ -1,4 +1,4 @@
-"""How long the training loop waits for a save is announced once, by the call that staged it."""
+"""A save is announced once, with the time for which the training loop waited for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.agent.trainer import PATIENCE_S
 
 
 class Announced(list[tuple[float, str]]):
-    """What was announced."""
+    """Announced seconds, and the place where each was measured."""
 
     def __call__(self, seconds: float, where: str) -> None:
         self.append((seconds, where))
