@@ -102,19 +102,19 @@ def _end(process: subprocess.Popen[bytes], where: str) -> list[int]:
 
     Agents have sessions of their own, so processes are found by their TMPDIR.
     """
-    is_over = process.poll() is not None
+    # Before any is killed: of a process that is ending, /proc shows no environment.
+    orphans = list(_running_in(where)) if process.poll() is not None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_GONE_S)
-    orphans = list(_running_in(where))
     deadline = time.monotonic() + _GONE_S
     while (left := list(_running_in(where))) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
-    return orphans if is_over else []
+    return orphans
 
 
 def _running_in(where: str) -> Iterator[int]:
