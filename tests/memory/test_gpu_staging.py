@@ -285,9 +285,13 @@ def test_megatron_s_timers_and_small_copies_of_training_do_not_wait_for_a_save(
     assert in_timers < parts * PART / 10
     assert waited_for(loss.item) <= PARTS_IN_FLIGHT * PART + loss.nbytes
     assert waited_for(stager.before_change) == 0, "the thread asks for the step, and continues"
+    at_step: list[int] = []
+    engine = node.devices[RANK].to_host
+    torch.cuda.current_stream().enqueue(lambda: at_step.append(engine.queued_nbytes))
     tensors[-1].mul_(0.0)
     torch.cuda.current_stream().synchronize()
-    assert time.perf_counter() - started >= 0.7, "the step waits for what is left"
+    assert at_step == [0], "the step waits for all copies that are left"
+    assert time.perf_counter() - started >= 0.7
     stager.wait()
     assert errors_of(finish) == [None]
     assert torch.equal(staged(slab, parts * PART_NUMEL)[-1], torch.tensor(49.0))
