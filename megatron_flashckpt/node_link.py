@@ -143,7 +143,7 @@ class NodeLink:
 
     def _pin(self) -> None:
         """Begin to page-lock the slab. A load after a restart does not need that."""
-        if self._config.pinned:
+        if self._config.pinned and self._device is not None:
             self.stager.pin(agent_directory(self._root, self._config.runtime_dir))
 
     def _prepare(

@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 #: `cudaStreamCaptureModeRelaxed` of the CUDA runtime.
 _RELAXED = 2
 #: A wheel adds a digest to the name of a library that it bundles.
-_RUNTIME = re.compile(r"libcudart(-[0-9a-f]+)?\.so[.0-9]*")
+_NAME = re.compile(r"libcudart(-[0-9a-f]+)?\.so[.0-9]*")
+#: The library, once it was found.
+_runtime: Any = None
 
 
 def current_device() -> int | None:
@@ -66,7 +68,10 @@ def _leave_captures_alone() -> None:
 
 def runtime_library() -> Any:
     """Return the CUDA runtime that torch has loaded, for ctypes; None if it is not found."""
-    return _find_library(Path("/proc/self/maps"), ctypes.CDLL)
+    global _runtime
+    if _runtime is None:  # reading the maps of a large process takes milliseconds
+        _runtime = _find_library(Path("/proc/self/maps"), ctypes.CDLL)
+    return _runtime
 
 
 def _find_library(maps: Path, load: Callable[[str], Any]) -> Any:
@@ -74,7 +79,7 @@ def _find_library(maps: Path, load: Callable[[str], Any]) -> Any:
     # is mapped will do. A file that was replaced has another name in the maps.
     for line in maps.read_text().splitlines():
         path = line[line.find("/") :] if "/" in line else ""
-        if _RUNTIME.fullmatch(path.rpartition("/")[2]):
+        if _NAME.fullmatch(path.rpartition("/")[2]):
             with contextlib.suppress(OSError):
                 return load(path)
     return None
