@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import sys
+import threading
+from multiprocessing import connection, context, forkserver, popen_forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,38 @@ COMMON = {
 _PR_SET_PDEATHSIG = 1
 
 
+class _Popen(popen_forkserver.Popen):
+    """A forked process whose exit code several threads may ask for.
+
+    `Process.start` polls the processes of all threads, and the exit code can be read from the
+    sentinel only once. A second thread that reads at the same time would get 255.
+    """
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._reading = threading.Lock()
+        super().__init__(process)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None and flag != os.WNOHANG:
+            connection.wait([self.sentinel])
+        with self._reading:
+            return super().poll(os.WNOHANG)
+
+
+class _Process(context.ForkServerProcess):
+    @staticmethod
+    def _Popen(process: BaseProcess) -> _Popen:  # type: ignore[override]
+        return _Popen(process)
+
+
+class _Context(context.ForkServerContext):
+    Process = _Process  # type: ignore[assignment]
+
+
 def nursery() -> Any:
     """Return the multiprocessing context whose processes have imported Megatron, and no threads."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.forked.preload"])
+    nursery_context = _Context()
+    nursery_context.set_forkserver_preload(["tests.forked.preload"])
     wanted = {
         "PYTHONPATH": os.pathsep.join(map(str, (CPU_MEGATRON, REPO, REPO / "scripts"))),
         **COMMON,
@@ -32,11 +62,11 @@ def nursery() -> Any:
     before = dict(os.environ)
     os.environ.update(wanted)
     try:
-        multiprocessing.forkserver.ensure_running()  # type: ignore[attr-defined]
+        forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return context
+    return nursery_context
 
 
 def settle_in(environment: dict[str, str], log: str, *, afresh: bool = True) -> None:
