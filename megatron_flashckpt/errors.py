@@ -75,3 +75,28 @@ def is_damage(error: BaseException) -> bool:
     if isinstance(error, StorageError):
         return error.errno in _LOST
     return isinstance(error, CorruptCheckpointError | NotCommittedError)
+
+
+#: What network file systems report while a server, or the way to it, is away for a moment: NFS
+#: (a handle that another host has replaced, a soft mount), Lustre (an eviction), FUSE.
+_MAY_PASS = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EINTR,
+        errno.EIO,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENOLCK,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether storage may do a moment later what it has just refused with `error`."""
+    return isinstance(error, OSError) and error.errno in _MAY_PASS

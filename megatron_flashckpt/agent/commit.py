@@ -4,6 +4,10 @@ The agent on the node of global rank 0 commits: it waits until the *names* of al
 records are there (names, not a count: a record of an earlier attempt must not stand in for one of
 this attempt), merges them, and puts the manifest. Only then does the tracker move. The other agents
 wait for that manifest.
+
+Once an agent has published the records of its ranks, only the committing agent decides. The others
+retry storage errors until their deadline, and delete their files only if the committing agent says
+that the save has failed: it may be reading their records at that moment.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ import xxhash
 
 from megatron_flashckpt.agent.leftovers import Leftovers, beside
 from megatron_flashckpt.agent.pending import PendingSave, gave_up
-from megatron_flashckpt.agent.record_files import read_records
+from megatron_flashckpt.agent.record_files import check_shards, read_records
 from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.errors import (
     FlashCkptError,
     FormatVersionError,
     StorageError,
     is_damage,
+    may_pass,
 )
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest, names
@@ -32,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 #: How often a node that waits for two files looks at all that there are.
 _LIST_EVERY_S = 30.0
+#: How long the committing agent retries storage that reports errors which may pass.
+_TROUBLE_S = 20.0
+#: Pauses before a note of a failure is put again.
+_NOTE_RETRIES_S = (0.2, 1.0, 3.0)
 _NOTE_NBYTES = 2**16
 _TRACKER_NBYTES = 4096
 
@@ -55,12 +64,12 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         present = _look(save)
         failure = _failure_elsewhere(save, present)
         if failure is not None:
-            if 0 in save.metas and names.failure_name(0, save.save_id) not in present:
+            save.called_off = names.failure_name(0, save.save_id) in present
+            if 0 in save.metas and not save.called_off:
                 leave_note(save.storage, save.iteration, save.save_id, 0, failure)
             return True, failure
-        expired = time.monotonic() - save.staged_at > timeout_s
         if save.persisted < set(save.metas):
-            return expired, gave_up(save, timeout_s) if expired else None
+            return _expired(save, timeout_s)
         if _is_committed(save, present):
             if 0 in save.metas:
                 # By an agent that is gone: it may not have come to what follows the manifest.
@@ -74,21 +83,49 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 commit(save)
                 return True, None
             save.missing = sorted(expected - present)
-        if expired:
-            return True, gave_up(save, timeout_s)
+        save.troubled_since = None
     except (FlashCkptError, OSError) as error:
-        return True, str(error)
+        if may_pass(error) and _is_worth_a_retry(save):
+            logger.warning("iteration %d: tries again: %s", save.iteration, error)
+            return _expired(save, timeout_s)
+        return _failed(save, str(error))
     except Exception as error:  # or the thread that concludes all saves would end here
         logger.exception("iteration %d", save.iteration)
-        return True, f"{save.storage.place}/{save.directory}: {type(error).__name__}: {error}"
-    return False, None
+        place = f"{save.storage.place}/{save.directory}"
+        return _failed(save, f"{place}: {type(error).__name__}: {error}")
+    return _expired(save, timeout_s)
+
+
+def _expired(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
+    """Return the result of a save that is still open: a failure, if its time is over."""
+    if time.monotonic() - save.staged_at <= timeout_s:
+        return False, None
+    return _failed(save, gave_up(save, timeout_s))
+
+
+def _failed(save: PendingSave, error: str) -> tuple[bool, str]:
+    """Return a failure; the committing agent first tells the other nodes, which wait for it."""
+    if 0 in save.metas:
+        leave_note(save.storage, save.iteration, save.save_id, 0, error)
+    return True, error
+
+
+def _is_worth_a_retry(save: PendingSave) -> bool:
+    """Return whether an error that may pass leaves `save` open.
+
+    The committing agent gives up after `_TROUBLE_S`, so that a dead disk does not hold slots for
+    the whole commit timeout. The other agents cannot decide, and wait for its decision.
+    """
+    if save.troubled_since is None:
+        save.troubled_since = time.monotonic()
+    return 0 not in save.metas or time.monotonic() - save.troubled_since < _TROUBLE_S
 
 
 def commit(save: PendingSave) -> None:
     """Merge the records and put the manifest, then move the tracker, then tidy up.
 
     Raises:
-        CorruptCheckpointError: the records contradict each other.
+        CorruptCheckpointError: the records contradict each other, or a shard is not there.
         StorageError: the tracker still names the previous checkpoint.
     """
     storage, meta = save.storage, save.metas[0]
@@ -104,6 +141,8 @@ def commit(save: PendingSave) -> None:
         )
         # What no load would take must not become a checkpoint, and the tracker must not name it.
         manifest.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
+    with phase("check shards"):
+        check_shards(storage, save.iteration, records)
     with phase("manifest"):
         # Its name becomes durable with that of the manifest, and the tracker names neither before.
         common = f"{save.directory}/{names.common_name(save.save_id)}"
@@ -172,9 +211,17 @@ def forget(save: PendingSave) -> None:
     """Free the space that this node's ranks took for a save that failed.
 
     If its manifest is there all the same (the tracker could not be moved), it is a checkpoint and
-    stays whole.
+    stays whole. Records and shards that the committing agent may still commit stay, too: its
+    sweeper removes them after a later commit.
     """
     try:
+        if not _may_remove(save):
+            logger.warning(
+                "iteration %d: rank 0's node has not said that the save failed and may commit it; "
+                "it removes the files after a later commit",
+                save.iteration,
+            )
+            return
         if _is_committed(save, set(save.storage.list(save.directory))):
             return
     except OSError as error:
@@ -193,6 +240,17 @@ def forget(save: PendingSave) -> None:
         save.storage.delete_directory(save.directory)  # unless it holds something
     except OSError as error:
         logger.warning("left behind after a failed save: %s", error)
+
+
+def _may_remove(save: PendingSave) -> bool:
+    """Return whether nobody can commit `save` any more."""
+    if 0 in save.metas or save.called_off or save.outlived:
+        return True  # this agent decides, or the agent or the ranks of the job have decided
+    if save.superseded_by == save.iteration or save.persist_failed or save.past is not None:
+        return True
+    return names.failure_name(0, save.save_id) in save.storage.present(
+        save.directory, [names.failure_name(0, save.save_id)]
+    )
 
 
 def is_persisted(save: PendingSave, rank: int) -> bool:
@@ -264,7 +322,12 @@ def _tell_others(save: PendingSave) -> None:
 def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> None:
     """Tell the agents of other nodes of a failure; on a full or dead disk they will time out."""
     name = f"{names.iteration_dir(iteration)}/{names.failure_name(rank, save_id)}"
-    try:
-        storage.put(name, reason.encode())
-    except (FlashCkptError, OSError) as error:
-        logger.error("cannot tell other nodes of the failure: %s", error)
+    for pause_s in (*_NOTE_RETRIES_S, None):
+        try:
+            storage.put(name, reason.encode())
+            return
+        except (FlashCkptError, OSError) as error:
+            if pause_s is None or not may_pass(error):
+                logger.error("cannot tell other nodes of the failure: %s", error)
+                return
+            time.sleep(pause_s)

@@ -37,6 +37,12 @@ class PendingSave:
     """Commit records that were not there when last looked for, on the node that commits."""
     listed_at: float = -math.inf
     """When its directory was listed last; `time.monotonic`."""
+    troubled_since: float | None = None
+    """When storage began to report errors which may pass; `time.monotonic`."""
+    called_off: bool = False
+    """The committing agent has left a note that the save failed."""
+    persist_failed: bool = False
+    """A rank of this node has no commit record and gets none, so nobody can commit the save."""
     called_slow: bool = False
     """Its trainers were told that it takes long."""
     inherited: bool = False

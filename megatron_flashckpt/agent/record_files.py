@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +23,11 @@ _READERS = 16
 _AT_ONCE_S = 3e-4
 #: What the first ones may take beyond that.
 _START_S = 0.01
+#: Shards that an error names.
+_SHOWN = 8
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def read_records(
@@ -39,16 +46,50 @@ def read_records(
             return record
         return msgspec.structs.replace(record, template=KNOWN_ITEMS)
 
-    records: list[CommitRecord] = []
+    return _for_all(read, range(world_size))
+
+
+def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecord]) -> None:
+    """Raise unless all shards are there with the sizes that their records state.
+
+    Whoever removes a shard while the records are read (another job, a person) must not leave a
+    checkpoint that names it.
+
+    Raises:
+        CorruptCheckpointError: names the shards that are missing or have another size.
+    """
+    directory = names.iteration_dir(iteration)
+
+    def fault(record: CommitRecord) -> str | None:
+        try:
+            nbytes = storage.size(f"{directory}/{record.file}")
+        except FileNotFoundError:
+            return f"{record.file} is missing"
+        if nbytes != record.nbytes:
+            return f"{record.file} has {nbytes} bytes instead of {record.nbytes}"
+        return None
+
+    faults = [text for text in _for_all(fault, records) if text is not None]
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise CorruptCheckpointError(
+            f"{storage.place}/{directory}: {'; '.join(faults[:_SHOWN])}{more}: removed or changed "
+            "since the shards were written; find out what else writes there before the next save"
+        )
+
+
+def _for_all(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """Return what `function` returns for all items, in order; on slow storage with many threads."""
+    results: list[_Result] = []
     started = time.monotonic()
-    while len(records) < world_size:
-        if time.monotonic() - started > _START_S + _AT_ONCE_S * len(records):
+    while len(results) < len(items):
+        if time.monotonic() - started > _START_S + _AT_ONCE_S * len(results):
             break
-        records.append(read(len(records)))
-    if len(records) < world_size:
+        results.append(function(items[len(results)]))
+    if len(results) < len(items):
         with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-            records += pool.map(read, range(len(records), world_size))
-    return records
+            results += pool.map(function, items[len(results) :])
+    return results
 
 
 def _read(storage: Storage, iteration: int, save_id: str, rank: int) -> CommitRecord:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.agent import commit
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.rendezvous import SOCKET
 from megatron_flashckpt.agent.server import Agent, listen
@@ -98,8 +99,10 @@ def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_io_error_anywhere_fails_the_save_on_every_rank_and_leaves_nothing_of_it(
-    node: Node, root: Path, faults: Faults, call: str
+    node: Node, root: Path, faults: Faults, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(commit, "_TROUBLE_S", 0.5)
+    monkeypatch.setattr(commit, "_NOTE_RETRIES_S", ())
     with agent_here(node, root):
         trainers = [node.trainer(root, rank, 2) for rank in range(2)]
         assert save_all(trainers, 1) == [None, None]

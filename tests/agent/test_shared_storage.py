@@ -1,0 +1,164 @@
+"""Commits on storage that several nodes share, and that reports errors which pass."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import commit as commit_module
+from megatron_flashckpt.agent.commit import forget, leave_note, outcome_of
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage.base import Durable
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.persisting import persisted
+from tests.agent.test_persist import stored
+
+SAVE_ID = "a" * 12
+DIRECTORY = names.iteration_dir(5)
+OPEN = (False, None)
+PASSING = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN]
+
+
+class _Troubled(PosixStorage):
+    """Real storage that refuses the next `count` calls with an error."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.number, self.count = 0, 0
+
+    def trouble(self, number: int, count: int = 1) -> None:
+        self.number, self.count = number, count
+
+    def _maybe(self) -> None:
+        if self.count:
+            self.count -= 1
+            raise StorageError(self.number, os.strerror(self.number))
+
+    def list(self, directory: str) -> list[str]:
+        self._maybe()
+        return super().list(directory)
+
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        self._maybe()
+        return super().present(directory, names)
+
+    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+        self._maybe()
+        super().put(name, data, durable)
+
+
+def _of_rank(root: Path, rank: int) -> set[str]:
+    """Return the files of `rank` in the directory of the save."""
+    return {path.name for path in (root / DIRECTORY).glob(f"rank_{rank:05d}-*")}
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit_module, "_NOTE_RETRIES_S", (0.0, 0.0))
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+@pytest.mark.parametrize("troubled", [0, 1])
+def test_an_error_that_passes_breaks_no_commit(root: Path, number: int, troubled: int) -> None:
+    storages = [_Troubled(root), _Troubled(root)]
+    saves = [persisted(storage, SAVE_ID, rank, 2) for rank, storage in enumerate(storages)]
+    storages[troubled].trouble(number)
+    assert outcome_of(saves[troubled], 60.0) == OPEN
+    for save in saves:
+        assert outcome_of(save, 60.0) == (True, None)
+    assert [shard.rank for shard in stored(root, 5).manifest.shards] == [0, 1]
+    assert {names.shard_name(rank, SAVE_ID) for rank in range(2)} <= set(
+        os.listdir(root / DIRECTORY)
+    )
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+def test_an_error_while_the_tracker_moves_is_retried(root: Path, number: int) -> None:
+    storage = _Troubled(root)
+    save = persisted(storage, SAVE_ID)
+    storage.trouble(number)
+    storage.list = lambda directory: PosixStorage.list(storage, directory)  # type: ignore[method-assign]
+    assert outcome_of(save, 60.0) == OPEN, "the common state could not be put"
+    assert outcome_of(save, 60.0) == (True, None)
+    assert (root / names.TRACKER).read_text() == "5"
+
+
+def test_a_node_whose_time_is_over_leaves_its_files_to_the_committing_node(root: Path) -> None:
+    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
+    waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
+    finished, error = outcome_of(waiting, 0.0)
+    assert finished
+    assert error is not None
+    forget(waiting)
+    assert len(_of_rank(root, 1)) == 2, "its record and its shard"
+    assert outcome_of(committing, 60.0) == (True, None)
+    assert names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
+
+
+def test_a_node_removes_its_files_once_the_committing_node_has_given_up(root: Path) -> None:
+    committing = persisted(PosixStorage(root), SAVE_ID, 0, 3)
+    waiting = persisted(PosixStorage(root), SAVE_ID, 1, 3)
+    finished, error = outcome_of(committing, 0.0)
+    assert finished
+    assert error is not None
+    assert outcome_of(waiting, 60.0) == (True, error)
+    forget(waiting)
+    assert _of_rank(root, 1) == set()
+
+
+def test_a_node_whose_own_rank_has_no_record_removes_its_files(root: Path) -> None:
+    save = persisted(PosixStorage(root), SAVE_ID, 1, 2)
+    save.error, save.persist_failed = "no space", True
+    assert outcome_of(save, 60.0) == (True, "no space")
+    forget(save)
+    assert names.shard_name(1, SAVE_ID) not in os.listdir(root / DIRECTORY)
+
+
+@pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
+def test_a_committing_node_that_gives_up_tells_the_others(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.0)
+    storage = _Troubled(root)
+    committing = persisted(storage, SAVE_ID, 0, 2)
+    waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
+    storage.trouble(number)
+    assert outcome_of(committing, 60.0) == (True, os_error(number))
+    assert outcome_of(waiting, 60.0) == (True, os_error(number))
+
+
+def os_error(number: int) -> str:
+    return str(StorageError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut short"])
+def test_a_shard_that_is_not_what_its_record_states_is_not_committed(
+    root: Path, damage: str
+) -> None:
+    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
+    waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
+    shard = root / DIRECTORY / names.shard_name(1, SAVE_ID)
+    if damage == "removed":
+        shard.unlink()
+    else:
+        os.truncate(shard, 10)
+    finished, error = outcome_of(committing, 60.0)
+    assert finished
+    assert error is not None
+    assert shard.name in error
+    assert not (root / DIRECTORY / names.MANIFEST).exists()
+    assert not (root / names.TRACKER).exists()
+    assert outcome_of(waiting, 60.0) == (True, error)
+
+
+def test_a_note_is_put_again_until_it_is_there(root: Path) -> None:
+    storage = _Troubled(root)
+    persisted(storage, SAVE_ID)
+    storage.trouble(errno.ESTALE, count=2)
+    leave_note(storage, 5, SAVE_ID, 0, "no space")
+    assert (root / DIRECTORY / names.failure_name(0, SAVE_ID)).read_text() == "no space"
