@@ -25,6 +25,10 @@ _MADV_POPULATE_WRITE = 23
 #: Of Linux 6.1.
 _MADV_COLLAPSE = 25
 _MADV_DONTFORK = 10
+_MADV_DONTDUMP = 16
+#: Mapped by one call. The kernel holds the lock of the memory map meanwhile, so another thread's
+#: mmap waits: up to 5 s for a slab of 3 GiB in one call, 31 ms in calls of 4 MiB.
+_POPULATE_NBYTES = 4 * 2**20
 _MAP_FIXED = 0x10
 #: From linux/memfd.h (Linux 6.3); Python's os module does not have it.
 _MFD_NOEXEC_SEAL = 0x8
@@ -71,7 +75,8 @@ def create_memory(name: str) -> int:
 def map_shared(fd: int, nbytes: int) -> memoryview:
     """Return the first `nbytes` bytes of `fd`, shared and writable, at a multiple of 2 MiB.
 
-    They are unmapped with the last view of them. Forked children do not inherit the mapping.
+    They are unmapped with the last view of them. Forked children do not inherit the mapping, and
+    core dumps leave it out.
     Called under `forks.held_off`.
 
     Raises:
@@ -91,6 +96,7 @@ def map_shared(fd: int, nbytes: int) -> memoryview:
         _libc.munmap(reserved, begin - reserved)
     _libc.munmap(end, reserved + reserved_nbytes - end)
     _libc.madvise(begin, nbytes, _MADV_DONTFORK)
+    _libc.madvise(begin, nbytes, _MADV_DONTDUMP)
     owner = (ctypes.c_ubyte * nbytes).from_address(begin)
     # Not at exit: other threads may still be reading, and the kernel unmaps what a process leaves.
     weakref.finalize(owner, _unmap, begin, nbytes, forks.depth()).atexit = False
@@ -159,7 +165,10 @@ def populate(memory: memoryview) -> None:
 
     The interpreter lock is free meanwhile.
     """
-    _libc.madvise(_address(memory), memory.nbytes, _MADV_POPULATE_WRITE)
+    begin = _address(memory)
+    for offset in range(0, memory.nbytes, _POPULATE_NBYTES):
+        nbytes = min(_POPULATE_NBYTES, memory.nbytes - offset)
+        _libc.madvise(begin + offset, nbytes, _MADV_POPULATE_WRITE)
 
 
 def _address(memory: memoryview) -> int:

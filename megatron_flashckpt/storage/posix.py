@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import threading
@@ -14,7 +15,10 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.storage.base import Durable, Kind, temporary_name
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, REFUSALS, DirectIo, is_aligned
+from megatron_flashckpt.storage.fallocate import fallocate
 from megatron_flashckpt.storage.reading import KeptFiles, Seen, read_parts
+
+logger = logging.getLogger(__name__)
 
 _REMEDY = {
     errno.ENOSPC: "free space there or save elsewhere",
@@ -31,6 +35,10 @@ _REMEDY = {
     errno.ELOOP: "a symbolic link stands where a file should be: remove it",
 }
 
+
+#: What file systems answer that cannot synchronize directories (PostgreSQL ignores the first two).
+#: There, a new name becomes durable when the file system chooses.
+_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS})
 
 #: How much of a file being written may be in the page cache before it is sent to storage.
 _CACHED_NBYTES = 64 * 1024 * 1024
@@ -83,9 +91,9 @@ class PosixWriter:
             raise
 
     def _reserve(self, nbytes: int) -> None:
-        """A full disk is found out before the first byte is written."""
+        """Reserve the space, so that a full disk is found out before the first byte is written."""
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)
+            fallocate(self._fd, nbytes)
         except OSError as error:
             # Not every network file system can reserve; the writes will tell.
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
@@ -141,10 +149,21 @@ class PosixWriter:
             _sync_directory(self._path.parent)
 
     def _close(self) -> None:
+        """Close both descriptors, then raise the first error.
+
+        NFS reports a full quota or disk when a file is closed. A descriptor that stayed open would
+        keep the removed file, and with it the quota.
+        """
         fds = [fd for fd in (self._direct_fd, self._fd) if fd >= 0]
         self._direct_fd = self._fd = -1
+        errors = []
         for fd in fds:
-            os.close(fd)
+            try:
+                os.close(fd)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
@@ -309,9 +328,13 @@ def _is_in(directory_fd: int, name: str) -> bool:
 
 
 def _sync_directory(path: Path) -> None:
-    """Make a new directory entry durable."""
+    """Make a new directory entry durable, where the file system can synchronize a directory."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+        logger.debug("%s: directories cannot be synchronized here (%s)", path, error.strerror)
     finally:
         os.close(fd)

@@ -23,12 +23,13 @@ from megatron_flashckpt.agent.server import Agent, listen
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory.slot import Slot
+from megatron_flashckpt.storage import posix
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
 
 #: The system calls of a save, in order, as Python names them.
-CALLS = ["open", "posix_fallocate", "pwrite", "fdatasync", "fsync", "replace", "listdir"]
+CALLS = ["open", "fallocate", "pwrite", "fdatasync", "fsync", "replace", "listdir"]
 
 
 class Faults:
@@ -39,7 +40,8 @@ class Faults:
         self._act: dict[str, Callable[[], None]] = {}
         self._healed = threading.Event()
         for name in CALLS:
-            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+            module = posix if name == "fallocate" else os  # Python's os does not have the first
+            monkeypatch.setattr(module, name, self._wrapped(name, getattr(module, name)))
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(what: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.memory import mapping
 from megatron_flashckpt.memory.mapping import create_memory
 from megatron_flashckpt.memory.slab import Slab
 
@@ -59,3 +61,40 @@ def test_any_other_refusal_of_a_memfd_is_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "memfd_create", memfd_create)
     with pytest.raises(OSError, match="Too many open files"):
         create_memory("0")
+
+
+def test_core_dumps_leave_slabs_out() -> None:
+    slab = Slab.create(1, 0, 1, "dumped")
+    text = Path("/proc/self/smaps").read_text()
+    mapping = text[text.index("/memfd:flashckpt-dumped ") :]
+    flags = next(line for line in mapping.splitlines() if line.startswith("VmFlags:"))
+    assert "dd" in flags.split()
+    slab.close()
+
+
+def test_pages_are_mapped_by_many_short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel holds the lock of the memory map in each; other threads allocate in between."""
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        @staticmethod
+        def madvise(address: int, nbytes: int, advice: int) -> None:
+            assert advice == mapping._MADV_POPULATE_WRITE
+            calls.append((address, nbytes))
+
+    memory = memoryview(bytearray(9 * 2**20 + 5))
+    monkeypatch.setattr(mapping, "_libc", Library)
+    mapping.populate(memory)
+    assert [nbytes for _, nbytes in calls] == [4 * 2**20, 4 * 2**20, 2**20 + 5]
+    begin = calls[0][0]
+    assert [address - begin for address, _ in calls] == [0, 4 * 2**20, 8 * 2**20]
+
+
+def test_all_pages_of_a_populated_slab_are_mapped() -> None:
+    slab = Slab.create(1, 0, 9 * 2**20, "populated", huge_pages=False)
+    slab.populate()
+    text = Path("/proc/self/smaps").read_text()
+    entry = text[text.index("/memfd:flashckpt-populated ") :].splitlines()
+    resident = next(line for line in entry if line.startswith("Rss:"))
+    assert int(resident.split()[1]) * 1024 >= slab.geometry.nbytes
+    slab.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.errors import FlashCkptError, StorageError
+from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix import PosixStorage
 
 MIB = 1024 * 1024
@@ -42,20 +43,20 @@ def outside(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tmpfs(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+def tmpfs(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     """Mount small file systems; they go with the test."""
     mounted = []
 
-    def mount(options: str) -> Path:
+    def mount(options: str, kind: str = "tmpfs") -> Path:
         path = tmp_path / f"tmpfs{len(mounted)}"
         path.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+        command = ["mount", "-t", kind, "-o", options, kind, str(path)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except FileNotFoundError:
             pytest.skip("needs the mount program")
         if done.returncode:
-            pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
+            pytest.skip(f"needs the right to mount a {kind}: {done.stderr.strip()}")
         mounted.append(path)
         return path
 
@@ -306,6 +307,77 @@ def test_a_full_disk_is_found_out_before_the_first_byte(tmpfs):
     assert caught.value.errno == errno.ENOSPC
     assert "free space there or save elsewhere" in str(caught.value)
     assert os.listdir(root) == []
+
+
+def writes() -> int:
+    """Return how many system calls that write this process has made."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("syscw:")).split()[1])
+
+
+def test_a_file_system_that_cannot_reserve_space_is_not_written_to_for_it(tmpfs):
+    """glibc's posix_fallocate writes a byte per page there: 4,096 writes for these 16 MiB."""
+    storage = PosixStorage(tmpfs("size=32m", "ramfs"))
+    before = writes()
+    writer = storage.create("shard", 16 * MIB)
+    assert writes() - before < 10
+    writer.write_at(0, b"1")
+    writer.finish()
+    assert storage.read("shard") == b"1"
+
+
+@pytest.mark.parametrize("method", ["finish", "abandon"])
+def test_an_error_of_close_leaves_no_descriptor_open(root, monkeypatch, method):
+    writer = PosixStorage(root, DirectIo("always")).create("shard", MIB)
+    ours = {writer._fd, writer._direct_fd} - {-1}
+    assert len(ours) == 2, "a second descriptor for direct writes"
+    real_close = os.close
+
+    def close(fd: int) -> None:
+        real_close(fd)
+        if fd in ours:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    before = open_descriptors()
+    monkeypatch.setattr(os, "close", close)
+    if method == "finish":
+        with pytest.raises(StorageError, match="raise the quota"):
+            writer.finish()
+    else:
+        writer.abandon()
+    monkeypatch.undo()
+    assert open_descriptors() == before - 2
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP])
+def test_a_file_system_that_cannot_synchronize_directories_is_used(root, monkeypatch, number):
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(number, os.strerror(number))
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    storage = PosixStorage(root)
+    storage.put("f", b"1")
+    writer = storage.create("shard", 1)
+    writer.write_at(0, b"2")
+    writer.finish()
+    assert (storage.read("f"), storage.read("shard")) == (b"1", b"2")
+
+
+def test_an_io_error_of_a_directory_is_not_ignored(root, monkeypatch):
+    real_fsync = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real_fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StorageError, match="check it before the next save"):
+        PosixStorage(root).put("f", b"1")
 
 
 def test_what_was_reserved_can_be_written_and_is_free_again_after_abandon(tmpfs):
