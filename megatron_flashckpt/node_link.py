@@ -240,7 +240,8 @@ class NodeLink:
     def _ensure(self, data_nbytes: int, meta_nbytes: int) -> Slab:
         self._connected()
         slab = self._slab
-        if slab is None or not slab.fits(meta_nbytes, data_nbytes, self._config.slots):
+        fits = slab is not None and slab.fits(meta_nbytes, data_nbytes, self._config.slots)
+        if slab is None or slab.read_only or not fits:
             self.stager.wait()
             self._make_way()
             slab = Slab.create(
@@ -287,7 +288,7 @@ class NodeLink:
             self._note_device()
             self._use(slab)
             # The load reads one slot, once; all pages are mapped when it is over (`prepare`).
-            self._unmapped = True
+            self._unmapped = not slab.read_only
             self._attached = True
         return slab, offers
 

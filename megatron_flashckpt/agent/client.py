@@ -58,6 +58,13 @@ class AgentClient:
         self._ended: str | None = None
         welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION), p.Welcome)[0]
         self.agent_pid = welcome.pid
+        if welcome.former_pid:
+            logger.warning(
+                "rank %d: process %d, an earlier one of this rank, still runs on this node; it "
+                "saves nothing any more: end it",
+                rank,
+                welcome.former_pid,
+            )
 
     def _ask(
         self, request: p.Request, expected: type[_R], fd: int | None = None, wait_s: float = 0.0
@@ -127,7 +134,9 @@ class AgentClient:
         reply, fd = self._ask(p.TakeSlab(), p.SlabOffer)
         if fd is None:
             return None, ()
-        return Slab.attach(fd), reply.offers
+        slab = Slab.attach(fd)
+        slab.read_only = reply.read_only
+        return slab, reply.offers
 
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Say which save training goes on from; newer slots of other saves are emptied."""

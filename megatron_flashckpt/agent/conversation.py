@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -12,6 +13,7 @@ import msgspec
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError, process_of
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.slots import RankSlots
@@ -52,7 +54,8 @@ class Conversations:
             if p.peer(connection).uid != os.getuid():
                 logger.warning("refused a connection of user %d", p.peer(connection).uid)
                 return
-            number = self._greet(connection)
+            process = process_of(connection)
+            number = self._greet(connection, process)
             while number is not None:
                 body, fd = p.receive(connection)
                 try:
@@ -62,7 +65,7 @@ class Conversations:
                         os.close(fd)
                     raise
                 try:
-                    answer = self._answer(number, request, fd)
+                    answer = self._answer(number, request, fd, process)
                 except FlashCkptError as error:
                     answer = (p.Refused(str(error)),)
                 p.send(connection, *answer)
@@ -75,7 +78,7 @@ class Conversations:
             connection.close()
             self._farewell(number, connection)
 
-    def _greet(self, connection: socket.socket) -> int | None:
+    def _greet(self, connection: socket.socket, process: RankProcess | None) -> int | None:
         body, fd = p.receive(connection)
         if fd is not None:
             os.close(fd)
@@ -86,14 +89,41 @@ class Conversations:
             return None
         with self._node.changed:
             rank = self._node.ranks.setdefault(hello.rank, Trainer())
-            rank.left = False
-            rank.connection = connection
-            self._node.traces.first_rank = min(self._node.ranks)
-            self.parting = False
-            self._inherit(hello.rank)
-            rank.forget_saves()
-        p.send(connection, p.Welcome(os.getpid(), self._node.options.root))
-        return hello.rank
+            try:
+                former = rank.incarnations.greet(process, left=rank.left)
+            except ReplacedError as error:
+                logger.warning("rank %d: refused process %d", hello.rank, p.peer(connection).pid)
+                answer: p.Reply = p.Refused(str(error))
+            else:
+                former_pid = 0 if former is None else former.pid
+                self._begin_incarnation(hello.rank, connection, former_pid)
+                answer = p.Welcome(os.getpid(), self._node.options.root, former_pid)
+        p.send(connection, answer)
+        return hello.rank if isinstance(answer, p.Welcome) else None
+
+    def _begin_incarnation(self, number: int, connection: socket.socket, former_pid: int) -> None:
+        """Serve the rank on `connection` only. The lock is held."""
+        rank = self._node.ranks[number]
+        if former_pid:
+            logger.warning(
+                "rank %d: process %d takes the place of process %d, which still runs",
+                number,
+                p.peer(connection).pid,
+                former_pid,
+            )
+            if rank.connection is not None:
+                # Ends the wait of its thread for a request; the process is told when it reconnects.
+                with contextlib.suppress(OSError):
+                    rank.connection.shutdown(socket.SHUT_RDWR)
+            if rank.slots is not None:
+                rank.slots.former_pid = former_pid
+        rank.left = False
+        rank.connection = connection
+        self._node.traces.first_rank = min(self._node.ranks)
+        self.parting = False
+        self._inherit(number)
+        rank.forget_saves()
+        self._node.changed.notify_all()
 
     def _farewell(self, number: int | None, connection: socket.socket) -> None:
         with self._node.changed:
@@ -108,11 +138,11 @@ class Conversations:
             self._node.changed.notify_all()
 
     def _answer(
-        self, number: int, request: p.Request, fd: int | None
+        self, number: int, request: p.Request, fd: int | None, process: RankProcess | None
     ) -> tuple[p.Reply] | tuple[p.Reply, int]:
         """Return the reply, with the descriptor to send along if any."""
         if isinstance(request, p.AttachSlab) and fd is not None:
-            taken = self._attach(number, Slab.attach(fd))
+            taken = self._attach(number, Slab.attach(fd), process)
             reach("agent.attached")
             return (p.Attached(taken),)
         if fd is not None:
@@ -127,18 +157,19 @@ class Conversations:
             # Before any rank goes on: none of them has a save under way.
             self._committer.sweeper.look_soon(self._committer.is_pending)
         with self._node.changed:
-            rank = self._node.ranks[number]
+            rank = self._served(number, process)
             match request:
                 case p.TakeSlab():
                     if rank.slots is None:
                         return (p.SlabOffer(False, ()),)
                     offers = tuple(rank.slots.offers(self._node.committed))
-                    return p.SlabOffer(True, offers), rank.slots.slab.fd
+                    read_only = rank.slots.former_pid > 0
+                    return p.SlabOffer(True, offers, read_only), rank.slots.slab.fd
                 case p.Adopt():
                     self._adopt(number, request)
                     return (p.Done(),)
                 case p.Acquire():
-                    return (self._acquire(rank, request.wait_s),)
+                    return (self._acquire(number, request.wait_s, process),)
                 case p.Staged():
                     self._saves.take_over(number, request.slot, request)
                     return (p.Done(),)
@@ -152,7 +183,7 @@ class Conversations:
                     return (p.Done(),)
                 case p.Poll():
                     self._node.traces.add_later(number, request.spans)
-                    return (self._poll(number, request.wait_s),)
+                    return (self._poll(number, request.wait_s, process),)
                 case p.OpenPeers():
                     return (self._open_peers(request),)
                 case p.JoinPeers() if self._node.peers is not None:
@@ -168,9 +199,24 @@ class Conversations:
                 case _:
                     return (p.Refused(f"unexpected {type(request).__name__}"),)
 
-    def _attach(self, number: int, slab: Slab) -> tuple[str, ...]:
+    def _served(self, number: int, process: RankProcess | None) -> Trainer:
+        """Return what the agent keeps for a rank. The lock is held.
+
+        Raises:
+            AgentError: the agent serves another process of this rank since.
+        """
+        rank = self._node.ranks[number]
+        if rank.incarnations.served != process:
+            raise AgentError(f"another process of rank {number} has taken this one's place")
+        return rank
+
+    def _attach(self, number: int, slab: Slab, process: RankProcess | None) -> tuple[str, ...]:
         with self._node.changed:
-            rank = self._node.ranks[number]
+            try:
+                rank = self._served(number, process)
+            except AgentError:
+                slab.close()
+                raise
             if rank.slots is not None and rank.slots.slab.is_same(slab):
                 # Its trainer has reconnected; what we know of its slots stays true.
                 slab.close()
@@ -242,9 +288,15 @@ class Conversations:
             # Not here: it waits for what is under way, and this answer must not.
             threading.Thread(target=peers.close, daemon=True).start()
 
-    def _acquire(self, rank: Trainer, wait_s: float) -> p.Granted:
+    def _acquire(self, number: int, wait_s: float, process: RankProcess | None) -> p.Granted:
+        rank = self._served(number, process)
         if rank.slots is None:
             raise AgentError("a slot was asked for before a slab was attached")
+        if rank.slots.former_pid:
+            raise AgentError(
+                f"process {rank.slots.former_pid}, an earlier one of rank {number}, may still "
+                "write to this slab; attach another one"
+            )
         deadline = time.monotonic() + wait_s
         while len(rank.awaited) >= _UNCOMMITTED or (index := rank.slots.acquire()) < 0:
             hung_s = rank.slots.busy_for()
@@ -256,6 +308,7 @@ class Conversations:
                 return p.Granted(-1, hung_s)
             if not self._node.changed.wait(deadline - time.monotonic()) or rank.slots is None:
                 return p.Granted(-1)
+            self._served(number, process)
         reach("agent.granted")
         return p.Granted(index)
 
@@ -280,12 +333,13 @@ class Conversations:
             rank.awaited.discard(request.save_id or "")
         self._node.changed.notify_all()
 
-    def _poll(self, number: int, wait_s: float) -> p.Outcomes:
-        rank = self._node.ranks[number]
+    def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:
+        rank = self._served(number, process)
         deadline = time.monotonic() + wait_s
         while not rank.untold and not rank.notices and rank.awaited:
             if not self._node.changed.wait(deadline - time.monotonic()):
                 break
+            self._served(number, process)
         told, rank.untold = tuple(rank.untold), []
         for outcome in told:
             self._node.traces.told(outcome.save_id, number)

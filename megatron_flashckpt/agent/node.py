@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.freeing import free
+from megatron_flashckpt.agent.incarnations import Incarnations
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.traces import Traces
 from megatron_flashckpt.storage.direct_io import DirectIo, DirectMode
@@ -53,6 +54,7 @@ class Trainer:
         self.notices: list[p.Notice] = []
         self.left = False
         self.connection: socket.socket | None = None
+        self.incarnations = Incarnations()
 
     def forget_saves(self) -> None:
         """Tell a later trainer nothing of what this one has staged.

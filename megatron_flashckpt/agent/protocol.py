@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_FRAME_NBYTES = 256 * 1024 * 1024
 
 _LENGTH = struct.Struct("<I")
@@ -66,6 +66,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     pid: int
     root: str
+    former_pid: int = 0
+    """Earlier process of this rank that still runs, and that is served no more; 0: none."""
 
 
 class AttachSlab(msgspec.Struct, frozen=True, tag=True):
@@ -94,6 +96,8 @@ class TakeSlab(msgspec.Struct, frozen=True, tag=True):
 class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     present: bool
     offers: tuple[Offer, ...]
+    read_only: bool = False
+    """An earlier process of this rank still runs and may write to the slab's other slots."""
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True):

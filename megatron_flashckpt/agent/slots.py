@@ -40,6 +40,8 @@ class RankSlots:
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
+        self.former_pid = 0
+        """Earlier process of the rank that may still write to slots which it had acquired."""
         self.infos = [SlotInfo() for _ in slab.slots]
         # A slab that outlived its first agent is not empty: its newest checkpoint goes last.
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):

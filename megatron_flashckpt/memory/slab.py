@@ -32,6 +32,9 @@ class Slab:
         self.fd = fd
         self.geometry = geometry
         self.memory = map_shared(fd, geometry.nbytes)
+        #: Whether another process may still write to slots that hold no complete checkpoint, so
+        #: that this one must not save into them.
+        self.read_only = False
         forks.close_in_children(self)
 
     @classmethod

@@ -17,7 +17,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_resources import open_files
-from tests.agent.trainer import PATIENCE_S, content, held_back, new_save_id
+from tests.agent.trainer import PATIENCE_S, content, held_back, new_save_id, pieces_of
 
 
 def test_the_newest_complete_checkpoint_is_never_overwritten_while_the_other_slot_is_free(
@@ -146,7 +146,7 @@ def test_a_larger_slab_replaces_the_former_one(node: Node, root: Path) -> None:
     assert small.slab is not None
     small.slab.close()
     small.slab = None
-    small.pieces = node.trainer(root, 0, 1, numel=5000).pieces
+    small.pieces = pieces_of(0, 1, "decoder.weight", 5000)
     data = small.stage(2, new_save_id())
     assert small.outcome().error is None
     (offer,) = small.take()

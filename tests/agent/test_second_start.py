@@ -1,0 +1,200 @@
+"""A rank that is started a second time while its first process lives."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.incarnations import (
+    Incarnations,
+    RankProcess,
+    ReplacedError,
+    process_of,
+)
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.node_link import NodeLink
+from tests.agent.conftest import Node
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import PATIENCE_S, FakeTrainer, eventually, is_alive, new_save_id, suspend
+
+OLDER, NEWER = RankProcess(1, 11), RankProcess(2, 22)
+
+
+def in_later_process(function: Callable[..., None], *args: object) -> None:
+    """Run `function` in a process that starts now; the test fails with it."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    process.start()
+    process.join(3 * PATIENCE_S)
+    assert process.exitcode == 0, "see the output above"
+
+
+def test_a_slot_that_the_first_process_copies_into_is_never_part_of_a_commit(
+    node: Node, root: Path
+) -> None:
+    first = node.process(root, iterations=[1, 2], save_id="b" * 12, stop="staging")
+    first.stopped()
+    second = node.process(root, iterations=[3, 4], save_id="c" * 12, stop="committed")
+    second.stopped()
+    assert first.process.poll() is None, "it lives"
+    assert stored(root, 4).manifest.save_id == "c" * 12
+    assert not (root / names.iteration_dir(2)).exists()
+
+
+def test_the_first_process_is_refused_and_told_why(node: Node, root: Path) -> None:
+    first = node.trainer(root)
+    data = first.stage(1, new_save_id())
+    second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
+    second.stopped()
+    assert read_rank(stored(root, 1), first) == data, "what it had staged is committed"
+    with pytest.raises(AgentError, match="is gone"):
+        first.client.poll()
+    with pytest.raises(AgentError, match=f"process {second.process.pid} .*end it"):
+        first.find_agent()
+    assert stored(root, 2).manifest.save_id == "b" * 12
+    second.kill()
+    with pytest.raises(AgentError, match="end it"):
+        node.trainer(root)
+
+
+def test_a_link_saves_into_memory_of_its_own_while_the_former_process_lives(
+    node: Node, root: Path
+) -> None:
+    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
+    first.stopped()
+    in_later_process(_save_beside, root, node.config(), first.process.pid)
+    assert first.process.poll() is None, "it lives"
+
+
+def _save_beside(root: Path, config: Config, former: int) -> None:
+    link = NodeLink(str(root), 0, config)
+    taken, offers = link.take_slab()
+    assert taken is not None
+    assert taken.read_only
+    assert [offer.iteration for offer in offers] == [1]
+    with pytest.raises(AgentError, match=f"process {former}, an earlier one .* may still"):
+        link.client().acquire(3, new_save_id(), 0.0)
+    made = link.ensure_slab(10, 10)
+    assert not made.read_only
+    assert not any(slot.header.state in COMPLETE for slot in made.slots)
+    assert link.client().acquire(3, new_save_id(), 0.0) >= 0
+    link.close(leave=False)
+
+
+def test_the_start_names_the_former_process(node: Node, root: Path) -> None:
+    first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
+    first.stopped()
+    in_later_process(_read_the_warning, root, node.config(), first.process.pid)
+
+
+def _read_the_warning(root: Path, config: Config, former: int) -> None:
+    import logging
+
+    lines: list[str] = []
+
+    class _Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("megatron_flashckpt").addHandler(_Lines())
+    FakeTrainer(root, config).hang_up()
+    assert [line for line in lines if f"process {former}, an earlier one of this rank" in line]
+
+
+def test_a_former_process_that_has_ended_changes_nothing(node: Node, root: Path) -> None:
+    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
+    first.stopped()
+    first.kill()
+    trainer = node.trainer(root)
+    (offer,) = trainer.take()
+    assert offer.iteration == 1
+    assert trainer.slab is not None
+    assert not trainer.slab.read_only
+    assert trainer.save(3).error is None
+
+
+def test_a_suspended_process_lives(node: Node, root: Path) -> None:
+    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
+    first.stopped()
+    suspend(first.process.pid)
+    try:
+        in_later_process(_save_beside, root, node.config(), first.process.pid)
+    finally:
+        os.kill(first.process.pid, signal.SIGCONT)
+
+
+# ---------------------------------------------------------------------- who is served
+
+
+@pytest.fixture
+def all_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankProcess, "is_alive", True)
+
+
+@pytest.mark.usefixtures("all_alive")
+def test_the_process_that_started_last_is_served() -> None:
+    incarnations = Incarnations()
+    assert incarnations.greet(OLDER, left=False) is None
+    assert incarnations.greet(OLDER, left=False) is None, "it has reconnected"
+    assert incarnations.greet(NEWER, left=False) == OLDER
+    with pytest.raises(ReplacedError, match="process 22 "):
+        incarnations.greet(OLDER, left=False)
+    assert incarnations.greet(NEWER, left=False) is None
+
+
+def test_a_replaced_process_is_refused_though_its_successor_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive = {OLDER, NEWER}
+    monkeypatch.setattr(RankProcess, "is_alive", property(lambda process: process in alive))
+    incarnations = Incarnations()
+    incarnations.greet(OLDER, left=False)
+    incarnations.greet(NEWER, left=False)
+    alive.remove(NEWER)
+    with pytest.raises(ReplacedError):
+        incarnations.greet(OLDER, left=False)
+    assert incarnations.greet(RankProcess(3, 33), left=False) is None
+
+
+@pytest.mark.usefixtures("all_alive")
+def test_an_agent_that_replaces_another_may_meet_them_in_any_order() -> None:
+    incarnations = Incarnations()
+    assert incarnations.greet(NEWER, left=False) is None
+    for left in (False, True):
+        with pytest.raises(ReplacedError):
+            incarnations.greet(OLDER, left=left)
+
+
+@pytest.mark.usefixtures("all_alive")
+def test_a_process_that_ended_as_planned_is_no_former_one() -> None:
+    incarnations = Incarnations()
+    incarnations.greet(OLDER, left=False)
+    assert incarnations.greet(NEWER, left=True) is None
+
+
+def test_a_process_with_a_reused_pid_is_another_one() -> None:
+    left, right = socket.socketpair()
+    with left, right:
+        process = process_of(left)
+    assert process is not None
+    assert process.pid == os.getpid()
+    assert process.is_alive
+    assert not process._replace(started=process.started + 1).is_alive
+
+
+def test_a_zombie_does_not_live() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    eventually("a zombie", lambda: not is_alive(pid))
+    started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    assert not RankProcess(started, pid).is_alive
+    os.waitpid(pid, 0)
