@@ -10,11 +10,15 @@ Needs git and Python alone. A patch holds as few lines of context as `git apply`
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from patch_imports import TRAINING, lines_of, obstacles, swapped
 
 PATCHES = Path(__file__).resolve().parents[1] / "patches"
 #: Name of the patch -> revision it is made from. Later releases with the same minor number take it.
@@ -26,45 +30,17 @@ TAGS = {
     },
     "main": "HEAD",
 }
-#: Where releases keep their training loop; the first of early 2024.
-TRAINING = ("megatron/training.py", "megatron/training/training.py")
 #: And where they read arguments from checkpoints.
 ARGUMENTS = (
     "megatron/initialize.py",
     "megatron/training/initialize.py",
     "megatron/training/arguments.py",
 )
-#: Stock modules (the old home, the new one, relative), and which names are taken from ours.
-_IMPORT = re.compile(
-    r"^(?P<indent> *)from (?:megatron(?:\.training)?|)\.(?P<module>checkpointing|async_utils) "
-    r"import (?P<names>.*)$"
-)
-_SWAPPED = ("load_checkpoint", "save_checkpoint", "maybe_finalize_async_save")
-_ARGUMENTS = "load_args_from_checkpoint"
 _VERSION = re.compile(r"^(MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
 
 
 class PatchError(Exception):
     """Says what is wrong and what to do; nothing was changed."""
-
-
-def swapped(text: str) -> str:
-    """Return a module's text with our imports in the place of Megatron's."""
-    lines = text.splitlines(keepends=True)
-    for number, line in enumerate(lines):
-        match = _IMPORT.match(line.rstrip("\n"))
-        if match is None:
-            continue
-        # What else stands in the same statement is passed through by our modules.
-        names = match["names"]
-        if names == "(":
-            end = next(n for n in range(number, len(lines)) if lines[n].startswith(")"))
-            names = "".join(lines[number + 1 : end])
-        module = "arguments" if names == _ARGUMENTS else match["module"]
-        if any(name in re.findall(r"\w+", names) for name in (*_SWAPPED, _ARGUMENTS)):
-            ours = f"from megatron_flashckpt.{module} import {match['names']}"
-            lines[number] = f"{match['indent']}{ours}\n"
-    return "".join(lines)
 
 
 def make(checkout: Path, revision: str) -> str:
@@ -116,55 +92,114 @@ def _tried(command: list[str], texts: dict[str, str]) -> str | None:
         for path, text in texts.items():
             file = Path(scratch, path)
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+            file.write_bytes(text.encode())
+        done = subprocess.run(
+            command, cwd=scratch, env=_outside(scratch), capture_output=True, text=True
+        )
         if done.returncode:
             return done.stderr
-        wrong = [p for p, text in texts.items() if Path(scratch, p).read_text() != swapped(text)]
+        wrong = [p for p, text in texts.items() if _read(Path(scratch, p)) != swapped(text)]
         return f"{', '.join(wrong)} are not as they should be" if wrong else None
 
 
+def _outside(directory: str | Path) -> dict[str, str]:
+    """Return an environment in which git takes `directory` for no part of a repository.
+
+    In a directory of another repository `git apply` passes over files that are not that one's, and
+    says nothing.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    return {**kept, "GIT_CEILING_DIRECTORIES": str(Path(directory).resolve().parent)}
+
+
+def _read(file: Path) -> str:
+    """Return a file's text with the ends of its lines as they are."""
+    return file.read_bytes().decode()
+
+
 def apply(tree: Path, asked: str | None) -> str:
-    """Patch `tree`; return the name of the patch.
+    """Swap the imports of `tree`; return what was done.
 
     Args:
-        asked: only this one is wanted.
+        asked: only this patch is wanted.
 
     Raises:
-        PatchError: no Megatron-LM, patched already, or another patch is the right one.
+        PatchError: no Megatron-LM, patched already, another patch is the right one, or the imports
+            were edited so that it is not clear what to do.
     """
-    files = [tree / path for path in TRAINING if (tree / path).is_file()]
-    if not files:
+    texts = {p: _read(tree / p) for p in (*TRAINING, *ARGUMENTS) if (tree / p).is_file()}
+    training = [path for path in TRAINING if path in texts]
+    if not training:
         raise PatchError(
             f"{tree}: has no {' or '.join(TRAINING)}; name the root of a Megatron-LM checkout, or "
             "the site-packages that has megatron-core >= 0.17"
         )
-    if "megatron_flashckpt" in files[0].read_text():
-        raise PatchError(f"{files[0]}: imports megatron_flashckpt already; nothing is left to do")
     version = _version(tree)
-    fitting = [name for name in _nearest_first(version) if _fits(tree, name)]
-    if not fitting:
+    reasons = [reason for path, text in texts.items() for reason in obstacles(path, text)]
+    if reasons:
+        listed = "\n  ".join(reasons)
         raise PatchError(
-            f"{tree}: Megatron-LM core {version} is none that there is a patch for; swap the "
-            "imports by hand as patches/README.md shows, or use the launcher, which needs no edit"
+            f"{tree}: imports of this Megatron-LM core {version} were edited, so that they cannot "
+            f"be swapped:\n  {listed}\nNothing was changed. Edit these lines, or use the launcher, "
+            "which needs no edit"
         )
-    right = fitting[0]
+    changed = {path: swapped(text) for path, text in texts.items() if swapped(text) != text}
+    if not changed:
+        raise PatchError(
+            f"{tree / training[0]}: imports megatron_flashckpt already; nothing is left to do"
+        )
+    nearest = _nearest_first(version)
+    fitting = [name for name in nearest if _fits(texts, name)]
+    right = [*fitting, *nearest][0]
     if asked not in (None, right):
         raise PatchError(
             f"{tree}: is Megatron-LM core {version}: take patches/{right}.patch, not "
             f"{asked}.patch; nothing was changed"
         )
-    _git(tree, "apply", "--unsafe-paths", f"--directory={tree}", str(PATCHES / f"{right}.patch"))
-    return right
+    _write(tree, changed)
+    if fitting:
+        return f"applied patches/{right}.patch to {tree}"
+    lines = [
+        f"  {path}:{number}: {new.strip()}"
+        for path, text in changed.items()
+        for number, (old, new) in enumerate(
+            zip(lines_of(texts[path]), lines_of(text), strict=True), start=1
+        )
+        if old != new
+    ]
+    return "\n".join(
+        [f"swapped the imports of {tree}, whose lines differ from those of every patch:", *lines]
+    )
 
 
-def _fits(tree: Path, name: str) -> bool:
+def _write(tree: Path, texts: dict[str, str]) -> None:
+    """Replace files of `tree`, each at once, and none unless all can be written."""
+    written: dict[Path, Path] = {}
+    replaced: list[str] = []
+    try:
+        for path, text in texts.items():
+            file = (tree / path).resolve()
+            written[file] = file.with_name(f"{file.name}.flashckpt")
+            written[file].write_bytes(text.encode())
+            shutil.copymode(file, written[file])
+        for file, replacement in written.items():
+            replacement.replace(file)
+            replaced.append(file.name)
+    except OSError as error:
+        raise PatchError(
+            f"{error.filename}: cannot be written ({error.strerror}); "
+            + (f"{', '.join(replaced)} was changed" if replaced else "nothing was changed")
+        ) from error
+    finally:
+        for replacement in written.values():
+            replacement.unlink(missing_ok=True)
+    wrong = [path for path, text in texts.items() if _read(tree / path) != text]
+    if wrong:
+        raise PatchError(f"{tree}: {', '.join(wrong)} do not hold what was written into them")
+
+
+def _fits(texts: dict[str, str], name: str) -> bool:
     """Return whether a patch applies where its lines stand, and swaps all imports there are."""
-    texts = {
-        path: (tree / path).read_text()
-        for path in (*TRAINING, *ARGUMENTS)
-        if (tree / path).is_file()
-    }
     return _tried(["git", "apply", str(PATCHES / f"{name}.patch")], texts) is None
 
 
@@ -186,7 +221,11 @@ def _version(tree: Path) -> str:
 
 def _git(directory: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", *arguments], cwd=directory, capture_output=True, text=True, check=False
+        ["git", *arguments],
+        cwd=directory,
+        env=_outside(directory),
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise PatchError(f"git {' '.join(arguments)} in {directory}: {done.stderr.strip()}")
@@ -207,7 +246,7 @@ def main() -> None:
     try:
         if args.command == "apply":
             asked = Path(args.patch).name.removesuffix(".patch") if args.patch else None
-            print(f"applied patches/{apply(args.tree.resolve(), asked)}.patch to {args.tree}")
+            print(apply(args.tree, asked))
             return
         for name, revision in TAGS.items():
             if args.command == "make":
