@@ -116,16 +116,18 @@ def edit(tree: Path, old: str, new: str) -> str:
     return text.replace(old, new)
 
 
-@pytest.mark.parametrize("variable", ["none", "GIT_DIR", "TMPDIR"])
+@pytest.mark.parametrize("variable", ["", "GIT_DIR=.git", "TMPDIR=temporary"])
 def test_a_tree_inside_another_repository_is_really_patched(
     tree: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     """There `git apply` passes over all files, and ends with status 0."""
     subprocess.run(["git", "init", "-q", str(tree)], check=True)
+    (tree / "temporary").mkdir()
     (tree / "vendored").mkdir()
     (tree / "megatron").rename(tree / "vendored/megatron")
-    if variable != "none":
-        monkeypatch.setenv(variable, str(tree / ".git"))
+    if variable:
+        name, place = variable.split("=")
+        monkeypatch.setenv(name, str(tree / place))
     done = run("apply", tree / "vendored")
     assert done.stdout == f"applied patches/core_v0.17.1.patch to {tree / 'vendored'}\n", (
         done.stderr
