@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -21,7 +24,12 @@ from megatron_flashckpt.convert.to_legacy import write_legacy
 from megatron_flashckpt.convert.to_ours import write_ours
 from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
 from megatron_flashckpt.convert.torch_dist import CONFIG, open_torch_dist
-from megatron_flashckpt.errors import ConfigError, NotCommittedError
+from megatron_flashckpt.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    NotCommittedError,
+    UnsupportedError,
+)
 from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir, parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
@@ -93,7 +101,13 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
     directory, number = _directory(root, iteration)
     for source in SOURCES:
         if source.recognises(directory):
-            contents = source.open(directory, number, options)
+            with _named_arguments(str(directory)):
+                contents = source.open(directory, number, options)
+            if not hasattr(contents.args, "__dict__"):
+                raise CorruptCheckpointError(
+                    f"{directory}: holds {contents.args!r} in the place of training arguments; "
+                    "convert another iteration"
+                )
             return Opened(
                 source.name, _weights_only(contents) if options.weights_only else contents
             )
@@ -124,7 +138,28 @@ def convert(
     if contents.suspicion is not None and contents.optimizer and not options.accept_damage:
         refuse_damage(contents)
     counted = [_counted(tensor, on_read) for tensor in contents.tensors]
-    return DESTINATIONS[to](dataclasses.replace(contents, tensors=counted), destination, options)
+    with _named_arguments(contents.place):
+        return DESTINATIONS[to](
+            dataclasses.replace(contents, tensors=counted), destination, options
+        )
+
+
+@contextlib.contextmanager
+def _named_arguments(place: str) -> Iterator[None]:
+    """Say which of a checkpoint's training arguments is missing, if one is.
+
+    Which ones are needed depends on both formats and on the model.
+    """
+    try:
+        yield
+    except AttributeError as error:
+        if not isinstance(error.obj, argparse.Namespace | types.SimpleNamespace):
+            raise
+        raise UnsupportedError(
+            f"{place}: its training arguments lack '{error.name}', which this conversion needs; "
+            "convert to another format, or let Megatron itself load and save it "
+            "(--ckpt-convert-format torch_dist --ckpt-convert-save DIR)"
+        ) from error
 
 
 def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:

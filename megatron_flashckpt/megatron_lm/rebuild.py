@@ -31,6 +31,11 @@ _REMEDY = (
     "let Megatron itself load and save it (--ckpt-convert-format torch_dist "
     "--ckpt-convert-save DIR --dist-ckpt-optim-fully-reshardable)"
 )
+#: Arguments without which there is no model; Megatron has no defaults for them.
+_NEEDED = (
+    *("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size", "params_dtype"),
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+)
 #: Only shapes are wanted: no random numbers, no CUDA, none of the libraries that only speed up.
 _ONLY_SHAPES = {
     "perform_initialization": False,
@@ -71,6 +76,7 @@ def rank_models(args: Any) -> list[RankModel]:
             "this process is a rank of a torch.distributed job; convert checkpoints in a process "
             "of their own (flashckpt convert)"
         )
+    _refuse_incomplete(args)
     args = _completed(args)
     _refuse_unknown(args)
     found: dict[tuple[int, int, int], RankModel] = {}
@@ -83,6 +89,17 @@ def rank_models(args: Any) -> list[RankModel]:
                     groups = _group_numbers()
                     found[place] = RankModel(*place, first_replica, *groups, _chunks(args))
     return [found[place] for place in sorted(found)]
+
+
+def _refuse_incomplete(args: Any) -> None:
+    lacking = [name for name in _NEEDED if getattr(args, name, None) is None]
+    if not hasattr(args, "virtual_pipeline_model_parallel_size"):  # which may be None
+        lacking.append("virtual_pipeline_model_parallel_size")
+    if lacking:
+        raise UnsupportedError(
+            f"the checkpoint's model cannot be rebuilt from its args, which lack "
+            f"{', '.join(lacking)}; {_REMEDY}"
+        )
 
 
 def _completed(args: Any) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.convert.formats import Opened, convert, open_source
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.to_legacy import write_legacy
 from megatron_flashckpt.errors import (
@@ -216,6 +216,24 @@ def test_writing_refuses_contents_of_another_model(tmp_path: Path) -> None:
     with pytest.raises(MissingStateError, match=f"{missing} is not there, by the args"):
         write_legacy(made, tmp_path, Options())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_args_that_lack_attributes_are_named_with_a_remedy(tmp_path: Path) -> None:
+    made = contents(arguments(**DISTRIBUTED, overlap_grad_reduce=True))
+    whole, opened = dict(vars(made.args)), Opened("nowhere", made)
+    lacking = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
+    for name in lacking:
+        delattr(made.args, name)
+    with pytest.raises(UnsupportedError, match="--ckpt-convert-format torch_dist") as caught:
+        convert(opened, tmp_path / "torch", "torch", Options())
+    assert all(name in str(caught.value) for name in lacking)
+    assert convert(opened, tmp_path / "dist", "torch_dist", Options()).is_dir()
+    vars(made.args).update(whole)
+    del made.args.data_parallel_size  # bucket sizes follow from it
+    needs = r"nowhere: its training arguments lack 'data_parallel_size', which .* load and save it"
+    with pytest.raises(UnsupportedError, match=needs):
+        convert(opened, tmp_path / "torch", "torch", Options())
+    assert not list(tmp_path.glob("torch/iter_*"))
 
 
 def test_writing_refuses_optimizer_state_with_holes(tmp_path: Path) -> None:
