@@ -46,6 +46,8 @@ _PIPE_COLUMNS = 4096
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status (wrong usage raises SystemExit(2))."""
     args = _parser().parse_args(argv)
+    if sys.stdout is None:  # the shell has closed it: `flashckpt ls DIR >&-`
+        return complain("standard output is closed; nothing was done", 1)
     # In a pipe no table is squeezed to the 80 columns of a terminal that is not there.
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     out = Console(markup=False, highlight=False, soft_wrap=True, width=width)

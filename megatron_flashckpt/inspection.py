@@ -76,6 +76,9 @@ def save_directory(directory: str) -> PosixStorage:
     Raises:
         NotCommittedError: it is none, or a checkpoint inside one.
     """
+    if not directory.strip():
+        # An unset variable of a script; Python would take it for the working directory.
+        raise NotCommittedError(f"{directory!r}: names no directory; give what --save names")
     path = Path(directory)
     if not path.is_dir():
         raise NotCommittedError(f"{directory}: is not a directory; give what --save names")

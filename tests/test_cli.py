@@ -548,6 +548,20 @@ def test_a_directory_that_is_not_there_is_one_line(run: Run, tmp_path: Path, com
         only_line(ran, rf"{tmp_path / name}: is not a directory; give what --save names")
 
 
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_not_the_working_directory(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch, command: str, path: str
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    before = snapshot(save)
+    monkeypatch.chdir(save)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    only_line(run(command, path), r"' ?': names no directory; give what --save names")
+    assert snapshot(save) == before
+
+
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
 def test_one_checkpoint_given_for_the_save_directory_is_answered_with_what_to_type(
     run: Run, save: Path, command: str
@@ -660,6 +674,14 @@ def test_a_reader_that_hangs_up_gets_no_traceback(save: Path) -> None:
     with process.stderr as errors:
         assert errors.read() == b""
     assert process.wait() == 1
+
+
+def test_an_output_that_the_shell_has_closed_gets_one_line(save: Path) -> None:
+    make(save)
+    command = f"exec '{sys.executable}' -m megatron_flashckpt.cli ls '{save}' >&-"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True)
+    assert ran.returncode == 1
+    assert ran.stderr == b"flashckpt: standard output is closed; nothing was done\n"
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["inspect"], ["inspect", "--json"], ["verify"]])

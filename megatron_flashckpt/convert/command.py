@@ -31,8 +31,8 @@ def add_parser(commands: Any, iteration: Callable[[str], int]) -> None:
         description="Write a checkpoint of SRC, whose format is found out, into DST in another "
         "format, on the CPU and in this one process. Needs torch and megatron-core.",
     )
-    parser.add_argument("source", metavar="SRC", type=Path, help="save directory")
-    parser.add_argument("destination", metavar="DST", type=Path, help="save directory; created")
+    parser.add_argument("source", metavar="SRC", type=_path, help="save directory")
+    parser.add_argument("destination", metavar="DST", type=_path, help="save directory; created")
     parser.add_argument(
         "--to",
         required=True,
@@ -119,6 +119,12 @@ def _formats() -> ModuleType:
             "(no GPU is needed)"
         ) from error
     return formats
+
+
+def _path(text: str) -> Path:
+    if not text.strip():  # an unset variable; it would mean the working directory
+        raise argparse.ArgumentTypeError(f"{text!r} names no directory")
+    return Path(text)
 
 
 def _size(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,20 @@ def test_a_mistake_is_one_line_and_changes_nothing(
     assert snapshot(tmp_path) == before
 
 
+def test_arguments_that_lack_the_model_or_are_none_are_one_line(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, save, tmp_path / "other", "--to", "torch")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "which lack num_layers, hidden_size, " in err
+    made, source = contents(), tmp_path / "without"
+    made.common["args"] = None
+    save_as_ranks(made, source, replicas=1)
+    status, out, err = run(capsys, source, tmp_path / "other", "--to", "torch_dist")
+    assert (status, out) == (1, "")
+    assert re.fullmatch(r"flashckpt: .* holds None in the place of training arguments; .*\n", err)
+
+
 def test_a_damaged_source_is_one_line_with_the_commands_own_option(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +117,16 @@ def test_a_damaged_source_is_one_line_with_the_commands_own_option(
     status, out, err = run(capsys, save, tmp_path / "other", "--to", "torch_dist")
     assert (status, out) == (1, "")
     assert err == f"flashckpt: {shard}: is missing; choose an older one with --iteration\n"
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_an_empty_path_is_refused(capsys: pytest.CaptureFixture[str], empty: int) -> None:
+    paths = ["save", "other"]
+    paths[empty] = ""
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", *paths, "--to", "torch"])
+    assert caught.value.code == 2
+    assert "'' names no directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
