@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.piece import BUFFER, RANK_STATE, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.plan import Source, pieces_of
 
@@ -65,7 +66,8 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
     """Return one line per tensor that is not there exactly once; empty if all are.
 
     The ranges of every box must tile it, and the boxes of a tensor must tile the tensor. Rank
-    state is no tensor of the model: each rank has a box of its own size.
+    state is no tensor of the model: each rank has a box of its own size. Of copies beside the main
+    ones some may be missing: a load then takes the main one.
     """
     tensors: dict[tuple[str, str], _Runs] = defaultdict(lambda: defaultdict(list))
     shapes: dict[tuple[str, str], set[tuple[Shape, str]]] = defaultdict(set)
@@ -76,6 +78,8 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
                 piece.check()
             except LayoutError as error:
                 problems.append(f"rank {source.rank}: {error}")
+                continue
+            if is_copy(piece.kind):
                 continue
             name = (piece.kind, piece.key)
             shapes[name].add((piece.global_shape, piece.dtype))
