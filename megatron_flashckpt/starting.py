@@ -105,6 +105,7 @@ def begin(model: list[Any], optimizer: Any) -> None:
     _announce(margs, checkpointer, expected, needs, started)
     checkpointer.prepare(expected)
     checkpointer.start_run()
+    state.copied_keys = _copied(geometry.copied_keys)
     _note_checked(margs, model, optimizer)
 
 
@@ -228,6 +229,14 @@ def _add_up(mine: dict[str, Tally]) -> None:
             if it.held != it.wanted
         ]
     )
+
+
+def _copied(mine: frozenset[str]) -> frozenset[str]:
+    """Return the keys of which any rank that holds a part of the same model replica has a copy.
+
+    Collective.
+    """
+    return mine.union(*gather_objects(mine, parallel.model_parallel_group()))
 
 
 def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
 from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT
 from megatron_flashckpt.layout.plan import pieces_of
@@ -59,7 +60,7 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
             run = _Run(piece.start, piece.end, source.rank, item.byte_offset)
             if piece.kind == RANK_STATE:
                 rank_states[source.rank] = run
-            else:
+            elif not is_copy(piece.kind):
                 name = (piece.kind, piece.key, piece.dtype, piece.global_shape)
                 tensors[name][piece.offset, piece.shape].append(run)
     place = f"{stored.place}/{common_name(stored.manifest.save_id)}"
@@ -80,6 +81,16 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
         optimizer=optimizer or None,
         rng=_random_states(states, all_replicas=all_replicas),
         objects={name: held for _, state in states for name, held in state["objects"].items()},
+        warnings=_warnings(stored),
+    )
+
+
+def _warnings(stored: StoredCheckpoint) -> tuple[str, ...]:
+    if not stored.manifest.differing:
+        return ()
+    return (
+        "ranks held different values of these tensors, though they should hold the same ones; only "
+        f"those of the first rank are converted: {', '.join(stored.manifest.differing)}",
     )
 
 

@@ -13,6 +13,7 @@ Environment:
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load how they compare with their masters
+    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose replicas drift apart
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
@@ -361,6 +362,10 @@ if __name__ == "__main__":
         from tests.jobs import quantized_weights
 
         quantized_weights.install(os.environ["QUANTIZED"])
+    if "DELTA_NET" in os.environ:
+        from tests.jobs import delta_net
+
+        delta_net.install()
     training.save_checkpoint = watched_save(training.save_checkpoint)
     training.load_checkpoint = traced_load(training.load_checkpoint)
     tiny.loss_func = traced_loss(tiny.loss_func)
