@@ -97,6 +97,8 @@ class TakeSlab(msgspec.Struct, frozen=True, tag=True):
 class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     present: bool
     offers: tuple[Offer, ...]
+    is_digesting: bool = False
+    """True if offers without digests will have them soon: ask again."""
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True):
