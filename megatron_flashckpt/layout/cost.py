@@ -34,7 +34,7 @@ class SaveCost(msgspec.Struct, frozen=True, kw_only=True):
     slowest: int
     """The rank whose shard was durable last."""
     durable_s: float
-    """Until all of it was committed."""
+    """Until all of it was committed; never less than `persisted_s`."""
 
 
 def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> SaveCost | None:
@@ -49,12 +49,15 @@ def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> 
     if first is None:
         return None
     slowest = max(costs, key=lambda rank: costs[rank].persisted_s or 0.0)
+    # Ranks begin at different moments, and nodes' clocks differ: a rank that began before rank 0
+    # may count more seconds to its shard than rank 0 does to the commit, which comes later.
+    persisted_s = costs[slowest].persisted_s or 0.0
     return SaveCost(
         nbytes=nbytes,
         started_at=first.started_at,
         blocked_s=max(cost.blocked_s for cost in costs.values()),
         staged_s=max(cost.staged_s for cost in costs.values()),
-        persisted_s=costs[slowest].persisted_s or 0.0,
+        persisted_s=persisted_s,
         slowest=slowest,
-        durable_s=max(0.0, committed_at - first.started_at),
+        durable_s=max(persisted_s, committed_at - first.started_at),
     )

@@ -122,6 +122,18 @@ def test_the_slowest_rank_counts_and_without_rank_0_nothing_is_said() -> None:
     assert combine(costs, 500, 16.0) is None
 
 
+def test_a_save_is_not_durable_before_it_is_persisted_although_rank_0_began_later() -> None:
+    """Rank 1 counts from 10.0 to its shard, and rank 0 from 13.0 to the commit."""
+    costs = {
+        0: RankCost(started_at=13.0, blocked_s=0.0, staged_s=0.1, persisted_s=1.0),
+        1: RankCost(started_at=10.0, blocked_s=0.0, staged_s=0.1, persisted_s=5.5),
+    }
+    combined = combine(costs, 500, 16.0)
+    assert combined is not None
+    assert combined.persisted_s == 5.5
+    assert combined.durable_s >= combined.persisted_s
+
+
 def test_settings_are_those_that_the_agent_gets() -> None:
     from megatron_flashckpt.agent.node import AgentOptions
 
