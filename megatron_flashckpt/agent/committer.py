@@ -77,7 +77,9 @@ class Committer:
                     save.called_slow = True
                     notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
                     logger.warning("iteration %d: %s", save.iteration, notice)
-                    for number in save.metas:
+                    # Rank 0 speaks for the job, and the first slow rank for its node.
+                    slow = sorted(set(save.metas) - save.persisted)[:1]
+                    for number in {*slow, 0} & set(save.metas):
                         told = p.Notice(save.iteration, notice)
                         self._node.ranks[number].notices.append(told)
                 if waited > self._node.options.commit_timeout_s + _HUNG_S:
@@ -163,7 +165,14 @@ class Committer:
         if error is None:
             logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
         del self.pending[save.save_id]
-        outcome = p.Outcome(save.iteration, save.save_id, error, seconds, cost=save.cost)
+        outcome = p.Outcome(
+            save.iteration,
+            save.save_id,
+            error,
+            seconds,
+            cost=save.cost,
+            failed_ranks=tuple(sorted(save.failed)),
+        )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
         if save.outlived:
             state = SlotState.EMPTY

@@ -29,6 +29,8 @@ class PendingSave:
     cost: SaveCost | None = None
     """What it took in all, once it is committed."""
     error: str | None = None
+    failed: set[int] = dataclasses.field(default_factory=set)
+    """Ranks of this node whose shard could not be written."""
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
     outlived: bool = False

@@ -54,6 +54,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """It was for host memory only, and is there."""
     cost: SaveCost | None = None
     """Of a committed save, if it is known."""
+    failed_ranks: tuple[int, ...] = ()
+    """Ranks of this node whose own part has failed; others may have failed elsewhere."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

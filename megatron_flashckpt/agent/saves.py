@@ -168,6 +168,7 @@ class Saves:
         save.persisted.add(number)
         if error is not None:
             save.error = save.error or error
+            save.failed.add(number)
             return
         logger.info(
             "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",
