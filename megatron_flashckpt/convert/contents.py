@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import LayoutError
-from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.layout.piece import WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box, intersection
 
 
@@ -103,6 +103,15 @@ def read_region(
     if left:
         raise LayoutError(f"{name}: {left} elements at {region[0]} are in no box of the source")
     return found
+
+
+def rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
+    """Return the weight that `master` rounds to."""
+
+    def read(region: Box) -> torch.Tensor:
+        return master.read(region).to(dtype)
+
+    return dataclasses.replace(master, kind=WEIGHT, dtype=dtype, read=read)
 
 
 def _within(part: Box, box: Box) -> tuple[slice, ...]:

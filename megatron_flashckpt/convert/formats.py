@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_flashckpt import inspection
+from megatron_flashckpt import foreign, inspection
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.destination import RELEASE
 from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
@@ -21,10 +21,11 @@ from megatron_flashckpt.convert.to_legacy import write_legacy
 from megatron_flashckpt.convert.to_ours import write_ours
 from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
 from megatron_flashckpt.convert.torch_dist import CONFIG, open_torch_dist
-from megatron_flashckpt.errors import ConfigError, NotCommittedError
+from megatron_flashckpt.errors import ConfigError, NotCommittedError, UnsupportedError
 from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir, parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.megatron_lm.legacy_gpt import is_legacy_gpt
 from megatron_flashckpt.storage.posix import PosixStorage
 
 
@@ -119,8 +120,14 @@ def convert(
     Raises:
         ConfigError: the result would replace something.
         CorruptCheckpointError: the source's optimizer state does not fit its weights.
+        UnsupportedError: no job of the model could load the result.
     """
     contents = opened.contents
+    if to == "torch_dist" and is_legacy_gpt(contents.args):
+        raise UnsupportedError(
+            f"{contents.place}: is of Megatron's legacy GPT, whose jobs cannot load torch_dist; "
+            "convert it --to torch"
+        )
     if contents.suspicion is not None and contents.optimizer and not options.accept_damage:
         refuse_damage(contents)
     counted = [_counted(tensor, on_read) for tensor in contents.tensors]
@@ -129,6 +136,8 @@ def convert(
 
 def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
     if iteration is not None:
+        if empty := foreign.dlrover_empty(PosixStorage(root), iteration):
+            raise NotCommittedError(empty)
         directory = root / iteration_dir(iteration)
         if not directory.is_dir():
             raise NotCommittedError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections import OrderedDict, defaultdict
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region, rounded
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT
@@ -140,14 +139,7 @@ def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
     stored = {tensor.key for tensor in tensors if tensor.kind == WEIGHT}
     masters = [it for it in tensors if it.kind == MASTER and it.key not in stored]
     dtype = torch.float16 if getattr(args, "fp16", False) else torch.bfloat16
-    return tensors + [_rounded(master, dtype) for master in masters]
-
-
-def _rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
-    def read(region: Box) -> torch.Tensor:
-        return master.read(region).to(dtype)
-
-    return dataclasses.replace(master, kind=WEIGHT, dtype=dtype, read=read)
+    return tensors + [rounded(master, dtype) for master in masters]
 
 
 class _Chunks:
