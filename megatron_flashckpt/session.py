@@ -12,6 +12,7 @@ import logging
 import operator
 import os
 import sys
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from megatron_flashckpt import forks
@@ -58,6 +59,7 @@ class Session:
         self.has_stepped = False
         self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
+        self._nodes: Sequence[Hashable] | None = None
         self._fork_depth = forks.depth()
 
     def checkpointer(self, root: str) -> Checkpointer:
@@ -66,7 +68,15 @@ class Session:
         if root not in self._open:
             around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
             self._open[root] = _Open(Checkpointer(given, self.config))
+            if self._nodes is not None:
+                self._open[root].checkpointer.model_state.note_nodes(self._nodes)
         return self._open[root].checkpointer
+
+    def note_nodes(self, nodes: Sequence[Hashable]) -> None:
+        """Note the node of every rank, for the checkpointers of this process, later ones too."""
+        self._nodes = nodes
+        for each in self._open.values():
+            each.checkpointer.model_state.note_nodes(nodes)
 
     def is_checked(self, root: str, chunks: list[Any], optimizer: Any) -> bool:
         """Return whether these passed the self-check, as `note_checked` was told."""
