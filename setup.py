@@ -18,6 +18,10 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
+    # With this line an editable install puts the clone on `sys.path`; without it setuptools adds an
+    # import hook. Python asks that after the working directory, so that in the clone's parent
+    # directory it would take the clone's own folder for the package.
+    package_dir={"": "."},
     packages=find_packages(include=["megatron_flashckpt", "megatron_flashckpt.*"]),
     package_data={"megatron_flashckpt": ["py.typed"]},
     # torch and megatron come with the training environment: never replaced from here. NVIDIA's

@@ -1,0 +1,101 @@
+"""An editable install of a clone works from every directory, the clone's parent included.
+
+There the clone's own folder has the package's name, and Python takes a folder without `__init__.py`
+for a namespace package, unless a later entry of `sys.path` holds a real package of that name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.forked.nursery import CPU_MEGATRON, REPO
+
+SCRIPT = """\
+import megatron_flashckpt
+from megatron.training import training
+from megatron_flashckpt.checkpointing import save_checkpoint
+print(megatron_flashckpt.__file__, training.save_checkpoint is save_checkpoint)
+"""
+WHERE = "import megatron_flashckpt as m; print(m.FORMAT_VERSION, m.__file__)"
+
+
+class Installed:
+    """A clone named as the package, and a virtual environment that has it installed editable."""
+
+    def __init__(self, parent: Path) -> None:
+        self.parent = parent
+        self.clone = parent / "megatron_flashckpt"
+        self.bin = parent / "environment/bin"
+        self.package = self.clone / "megatron_flashckpt/__init__.py"
+
+    def run(self, *command: object, cwd: Path, **variables: str) -> str:
+        """Return what a program of the environment prints."""
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        program, *arguments = map(str, command)
+        ran = subprocess.run(
+            [str(self.bin / program), *arguments],
+            cwd=cwd,
+            env={**kept, **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    made = Installed(tmp_path_factory.mktemp("installed"))
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPO / "megatron_flashckpt", made.package.parent, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(REPO / name, made.clone)
+    venv.create(made.bin.parent, symlinks=True)
+    (packages,) = made.bin.parent.glob("lib/python3*/site-packages")
+    # All else comes from the environment of the tests, whose own `.pth` files are not read here.
+    shared = [entry for entry in sys.path if entry.endswith("-packages")]
+    (packages / "shared.pth").write_text("\n".join(shared))
+    made.run(
+        *("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+        *("--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed"),
+        *("--editable", made.clone),
+        cwd=made.clone,
+    )
+    return made
+
+
+@pytest.mark.parametrize("python_path", [None, "parent", "clone"])
+def test_the_package_is_found_from_the_parent_of_its_clone_and_from_anywhere(
+    installed: Installed, python_path: str | None
+) -> None:
+    variables = {} if python_path is None else {"PYTHONPATH": str(getattr(installed, python_path))}
+    for cwd in (installed.parent, installed.clone, Path("/")):
+        printed = installed.run("python", "-c", WHERE, cwd=cwd, **variables)
+        assert printed == f"1 {installed.package}\n", cwd
+
+
+def test_commands_start_in_the_parent_of_the_clone(installed: Installed) -> None:
+    version = installed.run("flashckpt", "--version", cwd=installed.parent)
+    as_module = ("python", "-m", "megatron_flashckpt.cli", "--version")
+    assert installed.run(*as_module, cwd=installed.parent) == version
+
+
+def test_torchrun_starts_the_launcher_in_the_parent_of_the_clone(installed: Installed) -> None:
+    script = installed.parent / "script.py"
+    script.write_text(SCRIPT)
+    printed = installed.run(
+        *("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"),
+        *("-m", "megatron_flashckpt.launch", script),
+        cwd=installed.parent,
+        PYTHONPATH=str(CPU_MEGATRON),
+        CPU_CUDA_STUBS="triton apex",
+    )
+    assert f"{installed.package} True\n" in printed
