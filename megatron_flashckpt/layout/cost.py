@@ -34,7 +34,7 @@ class SaveCost(msgspec.Struct, frozen=True, kw_only=True):
     slowest: int
     """The rank whose shard was durable last."""
     durable_s: float
-    """Until all of it was committed."""
+    """Until all of it was committed; never less than `persisted_s`."""
 
 
 def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> SaveCost | None:
@@ -49,12 +49,15 @@ def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> 
     if first is None:
         return None
     slowest = max(costs, key=lambda rank: costs[rank].persisted_s or 0.0)
+    persisted_s = costs[slowest].persisted_s or 0.0
     return SaveCost(
         nbytes=nbytes,
         started_at=first.started_at,
         blocked_s=max(cost.blocked_s for cost in costs.values()),
         staged_s=max(cost.staged_s for cost in costs.values()),
-        persisted_s=costs[slowest].persisted_s or 0.0,
+        persisted_s=persisted_s,
         slowest=slowest,
-        durable_s=max(0.0, committed_at - first.started_at),
+        # Ranks do not call at the same moment, and nodes' clocks differ, but no save is committed
+        # before its last shard is durable.
+        durable_s=max(persisted_s, committed_at - first.started_at),
     )

@@ -122,6 +122,17 @@ def test_the_slowest_rank_counts_and_without_rank_0_nothing_is_said() -> None:
     assert combine(costs, 500, 16.0) is None
 
 
+def test_no_save_is_durable_before_its_last_shard_is() -> None:
+    # Rank 1 called 5 ms before rank 0, or its node's clock is behind by as much.
+    costs = {
+        rank: RankCost(started_at=started_at, blocked_s=0.0, staged_s=0.01, persisted_s=0.03)
+        for rank, started_at in ((0, 10.005), (1, 10.0))
+    }
+    combined = combine(costs, 500, 10.034)
+    assert combined is not None
+    assert combined.durable_s == combined.persisted_s == 0.03
+
+
 def test_settings_are_those_that_the_agent_gets() -> None:
     from megatron_flashckpt.agent.node import AgentOptions
 
