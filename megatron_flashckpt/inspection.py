@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.posix import PosixStorage
 
 COMMITTED = "committed"
+DAMAGED = "damaged"
 NOT_COMMITTED = "not committed"
 UNREADABLE = "unreadable"
 MEGATRON = "Megatron's own"
@@ -41,9 +44,11 @@ _SIZES = {
     "ep": "expert_model_parallel_size",
     "dp": "data_parallel_size",
 }
-#: Ranks named in a message.
+#: Ranks or files named in a message.
 _SHOWN = 8
 _MAX_RANKS = 1 << 20
+#: Files looked at at the same time, for storage that answers slowly.
+_THREADS = 16
 #: No more is read of a tracker or a note, and of Megatron's metadata.json, however long they are.
 _SMALL_NBYTES = 4096
 _METADATA_NBYTES = 2**16
@@ -58,7 +63,7 @@ class Found:
     """None: Megatron's `release`."""
     state: str
     remark: str = ""
-    """Why it is not committed or cannot be read, or which format it has."""
+    """Why it is not committed, damaged or cannot be read, or which format it has."""
     ranks: int | None = None
     nbytes: int | None = None
     layout: str = ""
@@ -177,7 +182,7 @@ def checkpoints(storage: Storage) -> list[Found]:
         try:
             present = set(storage.list(directory))
             if names.MANIFEST in present and iteration is not None:
-                found.append(_committed(open_checkpoint(storage, iteration)))
+                found.append(_committed(open_checkpoint(storage, iteration), present))
             elif megatron := megatron_format(storage, directory):
                 found.append(Found(directory, iteration, MEGATRON, megatron))
             elif directory in removed:
@@ -200,16 +205,35 @@ def _directories(storage: Storage) -> list[tuple[int | None, str]]:
     return sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0])
 
 
-def _committed(stored: StoredCheckpoint) -> Found:
+def _committed(stored: StoredCheckpoint, present: set[str]) -> Found:
     manifest = stored.manifest
+    damage = _damage(stored, present)
     return Found(
         directory=stored.directory,
         iteration=manifest.iteration,
-        state=COMMITTED,
+        state=DAMAGED if damage else COMMITTED,
+        remark=damage,
         ranks=manifest.world_size,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         layout=layout_of(manifest.description),
     )
+
+
+def _damage(stored: StoredCheckpoint, present: set[str]) -> str:
+    """Return which files are missing or not as long as they were; empty if none. Reads no file."""
+    shards = stored.manifest.shards
+    files = [names.common_name(stored.manifest.save_id), *(shard.file for shard in shards)]
+    missing = [file for file in files if file not in present]
+    left = [shard for shard in shards if shard.file in present]
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        sizes = pool.map(lambda it: stored.storage.size(f"{stored.directory}/{it.file}"), left)
+        changed = [
+            f"{shard.file} ({nbytes} bytes instead of {shard.nbytes})"
+            for shard, nbytes in zip(left, sizes, strict=True)
+            if nbytes != shard.nbytes
+        ]
+    problems = {"missing": missing, "of another length": changed}
+    return "; ".join(f"{what}: {_some(which)}" for what, which in problems.items() if which)
 
 
 def megatron_format(storage: Storage, directory: str) -> str | None:
@@ -279,10 +303,10 @@ def layout_of(description: dict[str, Any]) -> str:
     )
 
 
-def _some(ranks: list[int]) -> str:
-    """Return the first few of `ranks`, for a message."""
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return ", ".join(map(str, ranks[:_SHOWN])) + more
+def _some(items: Sequence[object]) -> str:
+    """Return the first few of `items`, for a message."""
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more
 
 
 class TensorSummary(msgspec.Struct, frozen=True):

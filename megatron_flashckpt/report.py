@@ -18,15 +18,16 @@ from rich.console import Console
 
 from megatron_flashckpt import inspection
 from megatron_flashckpt.agent import history
-from megatron_flashckpt.agent.retention import committed, why_kept
+from megatron_flashckpt.agent.retention import committed, survey, why_kept
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import add_row, human_size, human_time, new_table, say
 from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.cost import SaveCost
 from megatron_flashckpt.layout.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Storage
 
-COMMITTED, REMOVED, FAILED = "committed", "removed", "failed"
+REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
 #: What a drawing shows at most: more bars are thinner than a pixel.
 _DRAWN = 200
 
@@ -35,8 +36,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One save to storage."""
 
     iteration: int
-    save_id: str
+    save_id: str | None
+    """None: the manifest cannot be read, and the history does not tell."""
     state: str
+    """`failed`, `removed`, `replaced`, or the state of its directory that `flashckpt ls` shows."""
     ended_at: float | None
     """Seconds since 1970."""
     cost: SaveCost | None = None
@@ -46,6 +49,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     kept_by: tuple[str, ...] = ()
     """The rules of 'retention' that keep it."""
     error: str | None = None
+    """Why it failed."""
+    remark: str = ""
+    """What is wrong with a checkpoint that did not fail."""
 
 
 def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
@@ -54,34 +60,79 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
     Args:
         reasons: by iteration, why a checkpoint stays.
     """
-    stored = {commit.save_id: commit for commit in committed(storage, storage.list(""))}
+    commits, unreadable = survey(storage, storage.list(""))
+    stored = {commit.save_id: commit for commit in commits}
     # A later line about a save is by an agent that took over from the one that wrote the earlier.
     past = {save.save_id: save for save in history.read(storage) if save.save_id not in stored}
-    found = [
-        Row(
-            iteration=it.iteration,
-            save_id=it.save_id,
-            state=COMMITTED,
-            ended_at=it.committed_at,
-            cost=it.cost,
-            gb_per_s=_speed(it.cost),
-            kept_by=tuple(reasons.get(it.iteration, ())),
+    here = {one.iteration: one for one in inspection.checkpoints(storage)}
+    found = []
+    for commit in stored.values():
+        one = here.get(commit.iteration)
+        found.append(
+            Row(
+                iteration=commit.iteration,
+                save_id=commit.save_id,
+                state=inspection.COMMITTED if one is None else one.state,
+                ended_at=commit.committed_at,
+                cost=commit.cost,
+                gb_per_s=_speed(commit.cost),
+                kept_by=tuple(reasons.get(commit.iteration, ())),
+                remark="" if one is None else one.remark,
+            )
         )
-        for it in stored.values()
-    ]
+    for save in past.values():
+        if save.error is not None:
+            state, remark = FAILED, ""
+        else:
+            state, remark = _what_became_of(save, here.get(save.iteration), storage)
+        found.append(
+            Row(
+                iteration=save.iteration,
+                save_id=save.save_id,
+                state=state,
+                ended_at=save.ended_at,
+                cost=save.cost,
+                gb_per_s=_speed(save.cost),
+                error=save.error,
+                remark=remark,
+            )
+        )
+    told = {row.iteration for row in found if row.state not in (REMOVED, REPLACED)}
     found += [
         Row(
-            iteration=it.iteration,
-            save_id=it.save_id,
-            state=REMOVED if it.error is None else FAILED,
-            ended_at=it.ended_at,
-            cost=it.cost,
-            gb_per_s=_speed(it.cost),
-            error=it.error,
+            iteration=iteration,
+            save_id=None,
+            state=inspection.UNREADABLE,
+            ended_at=None,
+            remark=str(error),
         )
-        for it in past.values()
+        for iteration, error in unreadable.items()
+        if iteration not in told
     ]
     return sorted(found, key=lambda row: (row.ended_at or 0.0, row.iteration))
+
+
+def _what_became_of(
+    save: history.PastSave, one: inspection.Found | None, storage: Storage
+) -> tuple[str, str]:
+    """Return state and remark of a save that was committed and of which no manifest tells.
+
+    Args:
+        one: the directory of its iteration, if that is still there.
+    """
+    if one is None:
+        return REMOVED, ""
+    if one.state in (inspection.COMMITTED, inspection.DAMAGED):
+        return REPLACED, "the iteration was saved again"
+    if one.state == inspection.MEGATRON:
+        return REPLACED, f"{one.directory} is in Megatron's own format '{one.remark}'"
+    try:
+        left = storage.list(one.directory)
+    except FlashCkptError:
+        return one.state, one.remark
+    if save.save_id in map(names.save_id_of, left):
+        return one.state, one.remark
+    return REMOVED, ""
 
 
 def _speed(cost: SaveCost | None) -> float | None:
@@ -133,14 +184,16 @@ def _print(found: list[Row], out: Console, *, with_rules: bool) -> None:
     for row in found:
         cells = [str(row.iteration), row.state, _clock(row.ended_at), *_cells(row)]
         if with_rules:
-            nothing = "nothing" if row.state == COMMITTED else ""
+            nothing = "nothing" if row.state == inspection.COMMITTED else ""
             cells.append(", ".join(row.kept_by) or nothing)
-        add_row(table, out, *cells, row.error or "")
+        add_row(table, out, *cells, row.error or row.remark)
     out.print(table)
-    failed = sum(row.state == FAILED for row in found)
+    failed = f"{sum(row.state == FAILED for row in found)} failed"
+    wrong = sum(row.state in (inspection.DAMAGED, inspection.UNREADABLE) for row in found)
+    damaged = f", {wrong} damaged or unreadable" if wrong else ""
     costs = sorted(row.cost.blocked_s for row in found if row.cost is not None)
     median = f", median blocked {human_time(costs[len(costs) // 2])}" if costs else ""
-    say(out, f"{len(found)} saves, {failed} failed{median}")
+    say(out, f"{len(found)} saves, {failed}{damaged}{median}")
 
 
 def _cells(row: Row) -> list[str]:

@@ -181,6 +181,24 @@ def test_ls_goes_on_after_a_checkpoint_that_cannot_be_read(run: Run, save: Path)
     assert "a file stands where a directory should be" in ran.row("40", "unreadable")[-1]
 
 
+def test_ls_says_of_a_committed_checkpoint_which_files_are_missing_or_cut(
+    run: Run, save: Path
+) -> None:
+    made = make(save, 10)
+    nbytes = made.shard(2).stat().st_size
+    made.shard(1).unlink()
+    made.common.unlink()
+    os.truncate(made.shard(2), 100)
+    make(save, 20)
+    ran = run("ls", save)
+    assert ran.row("10")[1] == "damaged"
+    assert ran.row("10")[-1] == (
+        f"missing: {made.common.name}, {made.shard(1).name}; "
+        f"of another length: {made.shard(2).name} (100 bytes instead of {nbytes})"
+    )
+    assert ran.row("*", "20")[2] == "committed"
+
+
 def test_ls_ignores_what_no_job_would_load(run: Run, save: Path) -> None:
     make(save, 10)
     for name in ("iter_10", "iter_00000011", "iter_000001x", "tensorboard"):

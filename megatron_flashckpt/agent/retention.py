@@ -121,9 +121,12 @@ def superfluous(
         return []
     if rules == Retention():
         # The one that Megatron looks at; no need to read the others.
-        commits = committed(storage, [] if previous is None else [names.iteration_dir(previous)])
+        directories = [] if previous is None else [names.iteration_dir(previous)]
     else:
-        commits = committed(storage, storage.list(""))
+        directories = storage.list("")
+    commits, unreadable = survey(storage, directories)
+    for iteration, error in unreadable.items():
+        logger.warning("retention leaves iteration %d alone: %s", iteration, error)
     reasons = why_kept(
         commits,
         rules,
@@ -142,12 +145,21 @@ def superfluous(
 
 
 def committed(storage: Storage, directories: Iterable[str]) -> list[CommitFacts]:
-    """Return what is known of the checkpoints of ours in `directories`, whatever else they name.
+    """Return what is known of the checkpoints of ours in `directories`; see `survey`."""
+    return survey(storage, directories)[0]
 
-    Links are not followed: what they lead to is somebody else's. A damaged manifest is no
-    checkpoint: it takes nobody's place, and its directory stays for its owner to look at.
+
+def survey(
+    storage: Storage, directories: Iterable[str]
+) -> tuple[list[CommitFacts], dict[int, FlashCkptError | OSError]]:
+    """Return the checkpoints of ours in `directories`, and by iteration why one cannot be read.
+
+    Whatever else `directories` names is passed over. Links are not followed: what they lead to is
+    somebody else's. A damaged manifest is no checkpoint: it takes nobody's place, and its directory
+    stays for its owner to look at.
     """
     found = []
+    unreadable: dict[int, FlashCkptError | OSError] = {}
     for directory in directories:
         iteration = names.parse_iteration_dir(directory)
         if iteration is None or storage.kind(directory) != "directory":
@@ -159,11 +171,11 @@ def committed(storage: Storage, directories: Iterable[str]) -> list[CommitFacts]
         except FileNotFoundError:
             continue
         except (FlashCkptError, OSError) as error:
-            logger.warning("retention leaves iteration %d alone: %s", iteration, error)
+            unreadable[iteration] = error
             continue
         if names.iteration_dir(facts.iteration) == directory:
             found.append(facts)
-    return found
+    return found, unreadable
 
 
 def _attempt(

@@ -66,6 +66,39 @@ def test_without_a_history_the_manifests_tell(saves: Path, capsys: pytest.Captur
     assert "kept by" not in report(capsys, saves), "no rule is configured"
 
 
+def test_what_cannot_be_read_lacks_files_or_was_replaced_is_not_called_removed_or_committed(
+    saves: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (saves / "iter_0000002/manifest.json").write_text("{")
+    (shard,) = (saves / "iter_0000004").glob("*.safetensors")
+    shard.unlink()
+    # As a conversion in the same directory leaves it.
+    (saves / "iter_0000001/mp_rank_00").mkdir(parents=True)
+    assert main(["report", str(saves), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "", "no retention is configured that could leave anything alone"
+    states = {row["iteration"]: row["state"] for row in json.loads(printed.out)}
+    assert states == {1: "replaced", 2: "unreadable", 3: "failed", 4: "damaged"}
+    table = report(capsys, saves)
+    assert f"missing: {shard.name}" in table
+    assert "is not a manifest" in table
+    assert "is in Megatron's own format 'torch'" in table
+    assert "4 saves, 1 failed, 2 damaged or unreadable, median blocked" in table
+    (saves / "flashckpt-history.jsonl").unlink()
+    states = {row["iteration"]: row["state"] for row in json.loads(report(capsys, saves, "--json"))}
+    assert states == {2: "unreadable", 4: "damaged"}
+
+
+def test_an_iteration_that_was_saved_again_is_replaced(
+    node: Node, root: Path, capsys: pytest.CaptureFixture
+) -> None:
+    trainer = node.trainer(root)
+    for _ in range(2):
+        assert trainer.save(1).error is None
+    found = json.loads(report(capsys, root, "--json"))
+    assert [row["state"] for row in found] == ["replaced", "committed"]
+
+
 def test_an_empty_directory_and_none_at_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "nothing is known of any save" in report(capsys, tmp_path)
     assert main(["report", str(tmp_path / "nowhere")]) == 1
