@@ -23,6 +23,7 @@ from megatron_flashckpt.console import (
     add_row,
     complain,
     human_size,
+    log_as_complaints,
     new_table,
     progress_bar,
     say,
@@ -33,8 +34,9 @@ from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     NotCommittedError,
+    for_command,
 )
-from megatron_flashckpt.layout.names import TRACKER, iteration_dir
+from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.planning import command as plan
 from megatron_flashckpt.verification import nbytes_to_read, verify
 
@@ -48,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     width = None if sys.stdout.isatty() else _PIPE_COLUMNS
     out = Console(markup=False, highlight=False, soft_wrap=True, width=width)
     try:
-        status: int = args.run(args, out)
+        with log_as_complaints():
+            status: int = args.run(args, out)
     except ConfigError as error:
         return complain(str(error), 2)
     except (FlashCkptError, OSError) as error:
@@ -212,7 +215,7 @@ def _verify(args: argparse.Namespace, out: Console) -> int:
             read = f" ({files} shard files, {human_size(nbytes_to_read(stored))})"
         for damage in damages:
             word = "damaged" if isinstance(damage, CorruptCheckpointError) else "unreadable"
-            say(out, f"{word}: {damage}")
+            say(out, f"{word}: {for_command(str(damage))}")
         plural = "s" if len(damages) > 1 else ""
         verdict = f"{len(damages)} problem{plural}" if damages else "intact"
         say(out, f"{name}: {verdict}{read}")
@@ -232,17 +235,17 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
         "tracked": inspection.tracked_iteration(storage),
         "previous": None,
     }
-    doomed = [commit.iteration for commit in superfluous(storage, rules, **which)]
+    doomed = [iteration_dir(commit.iteration) for commit in superfluous(storage, rules, **which)]
+    stay: list[str] = []
     if not args.dry_run:
         retire(storage, rules, **which)
-    left = [commit.iteration for commit in superfluous(storage, rules, **which)]
-    for iteration in doomed:
+        stay = [name for name in doomed if storage.kind(f"{name}/{MANIFEST}") is not None]
+    for name in doomed:
         removed = "would be removed" if args.dry_run else "removed"
-        stays = iteration in left and not args.dry_run
-        say(out, f"{iteration_dir(iteration)}: {'cannot be removed' if stays else removed}")
+        say(out, f"{name}: {'cannot be removed' if name in stay else removed}")
     if not doomed:
         say(out, f"{args.directory}: every checkpoint is kept by a rule")
-    return 1 if left and not args.dry_run else 0
+    return 1 if stay else 0
 
 
 def _config_check(args: argparse.Namespace, out: Console) -> int:

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 from rich.text import Text
 
+from megatron_flashckpt.errors import for_command
+
 
 def complain(message: str, status: int) -> int:
     """Print `message` as one line to stderr; return `status`."""
-    one_line = " ".join(line.strip() for line in message.splitlines())
+    one_line = " ".join(line.strip() for line in for_command(message).splitlines())
     err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     err.print(f"flashckpt: {printable(one_line, err.encoding)}")
     return status
+
+
+class _Complaints(logging.Handler):
+    """Prints each warning once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._printed: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in self._printed:
+            self._printed.add(message)
+            complain(message, 0)
+
+
+@contextlib.contextmanager
+def log_as_complaints() -> Iterator[None]:
+    """Print what the package logs meanwhile like other complaints, from level WARNING on."""
+    logger, handler = logging.getLogger("megatron_flashckpt"), _Complaints()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def progress_bar() -> Progress:

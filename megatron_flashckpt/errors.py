@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import errno
 
+#: The remedy for a damaged checkpoint, for whoever starts a training job.
+OLDER = "load an older iteration with --ckpt-step"
+
 
 class FlashCkptError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -100,3 +103,15 @@ _MAY_PASS = frozenset(
 def may_pass(error: BaseException) -> bool:
     """Return whether storage may do a moment later what it has just refused with `error`."""
     return isinstance(error, OSError) and error.errno in _MAY_PASS
+
+
+def for_command(message: str) -> str:
+    """Return a message with the option of `flashckpt` commands in the place of Megatron's."""
+    return message.replace(OLDER, "choose an older one with --iteration").replace(
+        "--ckpt-step", "--iteration"
+    )
+
+
+def for_listing(message: str) -> str:
+    """Return a message without its advice on another iteration: a listing shows all of them."""
+    return message.removesuffix(f"; {OLDER}").removesuffix(f", or {OLDER}")

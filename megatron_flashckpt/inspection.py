@@ -16,6 +16,7 @@ from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     NotCommittedError,
+    for_listing,
     is_damage,
 )
 from megatron_flashckpt.layout import names
@@ -191,7 +192,7 @@ def checkpoints(storage: Storage) -> list[Found]:
             else:
                 found.append(_uncommitted(storage, directory, iteration, present))
         except (FlashCkptError, OSError) as error:
-            found.append(Found(directory, iteration, UNREADABLE, str(error)))
+            found.append(Found(directory, iteration, UNREADABLE, for_listing(str(error))))
     return found
 
 
@@ -268,7 +269,7 @@ def _uncommitted(
         failed = [name for name in ours if name.endswith(".failed")]
         if failed:
             note = storage.read(f"{directory}/{failed[0]}", 0, _SMALL_NBYTES)
-            said = note.decode(errors="replace")
+            said = for_listing(note.decode(errors="replace"))
             remarks.append(f"the save failed: {said}")
             continue
         ranks = _world_size(storage, directory, shards)

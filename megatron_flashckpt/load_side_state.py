@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
 from megatron_flashckpt.layout.coverage import Read, ReadPlan
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.load_plan import LoadPlan
@@ -107,7 +107,6 @@ def _room_for(piece: Piece, place: str) -> torch.Tensor:
     """Return memory for a side state; what a table of contents claims may be anything."""
     if piece.nbytes > _MAX_NBYTES:
         raise CorruptCheckpointError(
-            f"{place}: claims {piece.nbytes} bytes of side state of one rank; load an older "
-            "iteration with --ckpt-step"
+            f"{place}: claims {piece.nbytes} bytes of side state of one rank; {OLDER}"
         )
     return torch.empty(piece.nbytes, dtype=torch.uint8)

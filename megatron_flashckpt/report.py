@@ -21,7 +21,7 @@ from megatron_flashckpt.agent import history
 from megatron_flashckpt.agent.retention import committed, survey, why_kept
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import add_row, human_size, human_time, new_table, say
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import FlashCkptError, for_listing
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.cost import SaveCost
 from megatron_flashckpt.layout.manifest import CommitFacts
@@ -93,7 +93,7 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
                 ended_at=save.ended_at,
                 cost=save.cost,
                 gb_per_s=_speed(save.cost),
-                error=save.error,
+                error=None if save.error is None else for_listing(save.error),
                 remark=remark,
             )
         )
@@ -104,7 +104,7 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
             save_id=None,
             state=inspection.UNREADABLE,
             ended_at=None,
-            remark=str(error),
+            remark=for_listing(str(error)),
         )
         for iteration, error in unreadable.items()
         if iteration not in told

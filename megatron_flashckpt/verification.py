@@ -6,7 +6,7 @@ import concurrent.futures
 import threading
 from collections.abc import Callable
 
-from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.errors import OLDER, CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.names import MANIFEST
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint
@@ -33,9 +33,7 @@ def verify(
         on_read: called with the bytes just dealt with, from several threads.
     """
     damages: list[FlashCkptError] = [
-        CorruptCheckpointError(
-            f"{stored.place}/{MANIFEST}: {problem}; load an older iteration with --ckpt-step"
-        )
+        CorruptCheckpointError(f"{stored.place}/{MANIFEST}: {problem}; {OLDER}")
         for problem in incomplete(stored.sources())
     ]
     try:

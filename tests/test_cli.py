@@ -175,8 +175,8 @@ def test_ls_goes_on_after_a_checkpoint_that_cannot_be_read(run: Run, save: Path)
     (save / "iter_0000040").write_text("a file")
     ran = run("ls", save)
     assert ran.status == 0
-    assert "is not a manifest" in ran.row("10", "unreadable")[-1]
-    assert "upgrade megatron_flashckpt" in ran.row("20", "unreadable")[-1]
+    assert re.search(r"is not a manifest \(.*\)$", ran.row("10", "unreadable")[-1])
+    assert ran.row("20", "unreadable")[-1].endswith(": upgrade megatron_flashckpt")
     assert ran.row("*", "30", "committed")[3] == "4"
     assert "a file stands where a directory should be" in ran.row("40", "unreadable")[-1]
 
@@ -263,6 +263,20 @@ def test_prune_without_a_tracker_removes_nothing(
     assert (save / "iter_0000010/manifest.json").exists()
 
 
+def test_prune_says_once_what_it_leaves_alone(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20, 30):
+        make(save, iteration)
+    (save / "iter_0000010/manifest.json").write_text("{")
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    ran = run("prune", save)
+    assert (ran.status, ran.out) == (0, "iter_0000020: removed\n")
+    assert re.fullmatch(
+        r"flashckpt: retention leaves iteration 10 alone: .* is not a manifest \(.*\)\n", ran.err
+    )
+
+
 # ---------------------------------------------------------------------- inspect
 
 
@@ -340,7 +354,7 @@ def test_verify_prints_each_damage_with_place_digests_and_remedy(run: Run, save:
     damage_twice(made)
     ran = run("verify", save)
     assert (ran.status, ran.err) == (1, "")
-    older = "load an older iteration with --ckpt-step"
+    older = "choose an older one with --iteration"
     assert ran.lines[0] == f"damaged: {made.shard(1)}: is missing; {older}"
     assert re.fullmatch(
         rf"damaged: {made.shard(2)}, chunk 0 \(bytes 0-\d+ of the data\): digest \w{{16}}, "
@@ -406,7 +420,7 @@ def test_verify_finds_a_tensor_that_was_saved_with_a_hole(run: Run, save: Path, 
     ran = run("verify", save)
     assert ran.status == 1
     assert ran.lines[0].startswith(f"damaged: {save}/iter_0000010/manifest.json: weight/layers.w: ")
-    assert ran.lines[0].endswith("; load an older iteration with --ckpt-step")
+    assert ran.lines[0].endswith("; choose an older one with --iteration")
 
 
 def test_verify_finds_what_two_ranks_saved_both(run: Run, save: Path) -> None:
@@ -546,7 +560,11 @@ def test_one_checkpoint_given_for_the_save_directory_is_answered_with_what_to_ty
 def test_an_iteration_that_is_not_there_is_one_line(run: Run, save: Path, command: str) -> None:
     make(save)
     ran = run(command, save, "--iteration", 11)
-    only_line(ran, r".*iter_0000011/manifest\.json: does not exist, so iteration 11 was never .*")
+    only_line(
+        ran,
+        r".*iter_0000011/manifest\.json: does not exist, so iteration 11 was never committed; "
+        r"choose another with --iteration",
+    )
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["verify"], ["verify", "--all"]])
@@ -566,7 +584,7 @@ def test_megatrons_own_format_is_one_line(run: Run, save: Path, command: str) ->
 
 def test_a_damaged_manifest_is_one_line_of_inspect(run: Run, save: Path) -> None:
     make(save).manifest.write_text("{\n\n")
-    only_line(run("inspect", save), r".*manifest\.json: is not a manifest .*--ckpt-step")
+    only_line(run("inspect", save), r".*manifest\.json: is not a manifest .*--iteration")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

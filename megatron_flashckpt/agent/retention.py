@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from megatron_flashckpt.config import Best, Retention
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import FlashCkptError, for_listing
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.manifest import CommitFacts
@@ -126,7 +126,9 @@ def superfluous(
         directories = storage.list("")
     commits, unreadable = survey(storage, directories)
     for iteration, error in unreadable.items():
-        logger.warning("retention leaves iteration %d alone: %s", iteration, error)
+        logger.warning(
+            "retention leaves iteration %d alone: %s", iteration, for_listing(str(error))
+        )
     reasons = why_kept(
         commits,
         rules,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
 from megatron_flashckpt.layout.piece import Piece, Shape
 from megatron_flashckpt.layout.plan import Source, TemplateItem, placement_length
 from megatron_flashckpt.layout.reshard import Box, Run
@@ -29,7 +29,6 @@ Name = tuple[str, str]
 """Kind and key."""
 Variant = tuple[Shape, str]
 """Global shape and element type."""
-_OLDER = "load an older iteration with --ckpt-step"
 #: The sum of two numbers below it fits into 64 bits.
 LIMIT = 2**62
 #: Up to so many ranks that share a template, and so many runs of a tensor, numbers are looked at
@@ -172,7 +171,7 @@ def _placements(users: list[Source], length: int, place: str) -> Numbers:
         return numbers.reshape(len(users), length)
     except (ValueError, OverflowError) as error:
         raise CorruptCheckpointError(
-            f"{place}: placements do not fit their template ({error}); {_OLDER}"
+            f"{place}: placements do not fit their template ({error}); {OLDER}"
         ) from error
 
 
@@ -180,7 +179,7 @@ def outside_error(item: TemplateItem, rank: int, place: str) -> CorruptCheckpoin
     """Return the error that says that `item` cannot lie where `rank` says."""
     return CorruptCheckpointError(
         f"{place}: {item.kind}/{item.key} lies outside of its box, tensor or file on rank {rank}; "
-        f"{_OLDER}"
+        f"{OLDER}"
     )
 
 

@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
 from megatron_flashckpt.layout.cost import SaveCost, combine
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
 from megatron_flashckpt.layout.names import is_shard_name
@@ -200,7 +200,7 @@ def _check_seal(encoded: bytes, place: str) -> None:
         said = encoded[length - 18 : length - 2].decode(errors="replace")
         raise CorruptCheckpointError(
             f"{place}: digest {xxhash.xxh3_64_hexdigest(body)}, expected {said!r}: the file was "
-            "changed; load an older iteration with --ckpt-step"
+            f"changed; {OLDER}"
         )
 
 
@@ -235,9 +235,7 @@ def _unsealed(encoded: bytes, place: str, wanted: type[_T]) -> _T:
             refuse_newer(version, place)
         manifest = msgspec.json.decode(encoded, type=wanted)
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{place}: is not a manifest ({error}); load an older iteration with --ckpt-step"
-        ) from error
+        raise CorruptCheckpointError(f"{place}: is not a manifest ({error}); {OLDER}") from error
     _check_seal(encoded, place)
     return manifest
 
@@ -296,9 +294,7 @@ def check(manifest: Manifest, place: str) -> None:
         if not _are_aligned(items)
     ]
     if problems:
-        raise CorruptCheckpointError(
-            f"{place}: {'; '.join(problems)}; load an older iteration with --ckpt-step"
-        )
+        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {OLDER}")
 
 
 def _are_aligned(items: tuple[ManifestItem, ...]) -> bool:

@@ -17,7 +17,12 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
-from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError, LayoutError
+from megatron_flashckpt.errors import (
+    OLDER,
+    CorruptCheckpointError,
+    FormatVersionError,
+    LayoutError,
+)
 from megatron_flashckpt.layout.dtypes import ITEMSIZE
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of, placed
@@ -33,7 +38,6 @@ _LENGTH = struct.Struct("<Q")
 _NO_DIGEST = 16 * "0"
 #: How they stand in the header: JSON within JSON.
 _DIGESTS = rb"\"digests\":\"%s\""
-_OLDER = "load an older iteration with --ckpt-step"
 
 
 class ShardMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,12 +119,12 @@ def header_nbytes(prefix: bytes, place: str) -> int:
     """Return the bytes before the data section, from the first 8 bytes of a file."""
     if len(prefix) < _LENGTH.size:
         raise CorruptCheckpointError(
-            f"{place}: {len(prefix)} bytes long, too short for a header; {_OLDER}"
+            f"{place}: {len(prefix)} bytes long, too short for a header; {OLDER}"
         )
     (length,) = _LENGTH.unpack(prefix[: _LENGTH.size])
     if not 2 <= length <= MAX_HEADER_NBYTES:
         raise CorruptCheckpointError(
-            f"{place}: header claims {length} bytes, so this is not a shard file; {_OLDER}"
+            f"{place}: header claims {length} bytes, so this is not a shard file; {OLDER}"
         )
     return int(_LENGTH.size + length)
 
@@ -169,11 +173,11 @@ def decode_header(
         del tensors["__metadata__"]
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{place}: header is not that of a flashckpt shard ({error}); {_OLDER}"
+            f"{place}: header is not that of a flashckpt shard ({error}); {OLDER}"
         ) from error
     if len(tensors) != len(metadata.pieces):
         raise CorruptCheckpointError(
-            f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}; {_OLDER}"
+            f"{place}: {len(tensors)} tensors but geometry for {len(metadata.pieces)}; {OLDER}"
         )
     if expected is not None and _says(tensors, metadata, *expected):
         return _sound(metadata, *expected, len(header), place)
@@ -185,7 +189,7 @@ def decode_header(
         end = position + numel * ITEMSIZE.get(entry.dtype, 0)
         if numel < 0 or entry.dtype not in ITEMSIZE or entry.data_offsets != (position, end):
             raise CorruptCheckpointError(
-                f"{place}: tensor {name!r} does not lie where it should; {_OLDER}"
+                f"{place}: tensor {name!r} does not lie where it should; {OLDER}"
             )
         pieces.append(Piece(key, kind, entry.dtype, *piece, piece[3] + numel))
         offsets.append(position)
@@ -194,7 +198,7 @@ def decode_header(
         for each in pieces:
             each.check()
     except LayoutError as error:
-        raise CorruptCheckpointError(f"{place}: {error}; {_OLDER}") from error
+        raise CorruptCheckpointError(f"{place}: {error}; {OLDER}") from error
     placed_at, placement = placed(pieces)
     items = tuple(
         TemplateItem(it.key, it.kind, it.dtype, it.global_shape, it.shape, it.numel, *where)
@@ -232,7 +236,7 @@ def _sound(
     if metadata.chunk_nbytes != CHUNK_NBYTES or len(digests) != chunk_count(template.nbytes):
         raise CorruptCheckpointError(
             f"{place}: {len(digests)} digests of {metadata.chunk_nbytes} bytes do not stand for "
-            f"{template.nbytes} bytes of data; {_OLDER}"
+            f"{template.nbytes} bytes of data; {OLDER}"
         )
     return Shard(metadata, template, placement, digests, data_offset)
 
@@ -242,5 +246,5 @@ def refuse_newer(version: int, place: str) -> None:
     if version > FORMAT_VERSION:
         raise FormatVersionError(
             f"{place}: format version {version}; this release reads up to {FORMAT_VERSION}: "
-            "upgrade megatron_flashckpt, or load an older iteration with --ckpt-step"
+            f"upgrade megatron_flashckpt, or {OLDER}"
         )

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import torch
 
-from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from megatron_flashckpt.errors import OLDER, CorruptCheckpointError, UnsupportedError
 
 _TAG = "__flashckpt__"
 _LEFT_OUT = object()
@@ -84,8 +84,7 @@ def left_out(encoded: bytes, place: str) -> list[str]:
 
 def _damaged(place: str, error: Exception) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{place}: side state is damaged ({type(error).__name__}); load an older iteration "
-        "with --ckpt-step"
+        f"{place}: side state is damaged ({type(error).__name__}); {OLDER}"
     )
 
 
@@ -98,10 +97,7 @@ def decode_dict(encoded: bytes, place: str, keys: Collection[str]) -> dict[str, 
     found = decode(encoded, place)
     missing = [key for key in keys if not isinstance(found, dict) or key not in found]
     if missing:
-        raise CorruptCheckpointError(
-            f"{place}: side state lacks {', '.join(missing)}; load an older iteration with "
-            "--ckpt-step"
-        )
+        raise CorruptCheckpointError(f"{place}: side state lacks {', '.join(missing)}; {OLDER}")
     kept: dict[str, Any] = found
     return kept
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError
+from megatron_flashckpt.errors import OLDER, CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
@@ -23,7 +23,6 @@ from megatron_flashckpt.layout.shard_file import (
 from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.storage.reading import KeptFiles
 
-_OLDER = "load an older iteration with --ckpt-step"
 #: Of a common file: args, scheduler, counters.
 _MAX_COMMON_NBYTES = 2**30
 
@@ -42,7 +41,7 @@ class StoredCheckpoint:
         if self.manifest.iteration != iteration:
             raise CorruptCheckpointError(
                 f"{self.place}/{names.MANIFEST}: is that of iteration {self.manifest.iteration}; "
-                f"{_OLDER}"
+                f"{OLDER}"
             )
 
     @property
@@ -71,7 +70,7 @@ class StoredCheckpoint:
         problems = incomplete(self.sources())
         if problems:
             raise CorruptCheckpointError(
-                f"{self.place}/{names.MANIFEST}: {'; '.join(problems)}; {_OLDER}"
+                f"{self.place}/{names.MANIFEST}: {'; '.join(problems)}; {OLDER}"
             )
 
     def data_nbytes(self, rank: int) -> int:
@@ -87,7 +86,7 @@ class StoredCheckpoint:
         if found != self.manifest.common_digest:
             raise CorruptCheckpointError(
                 f"{self.place}/{name}: digest {found}, expected "
-                f"{self.manifest.common_digest}; {_OLDER}"
+                f"{self.manifest.common_digest}; {OLDER}"
             )
         return encoded
 
@@ -99,13 +98,13 @@ class StoredCheckpoint:
         nbytes = self.storage.size(f"{self.directory}/{entry.file}")
         if nbytes != entry.nbytes:
             raise CorruptCheckpointError(
-                f"{place}: {nbytes} bytes long, the manifest says {entry.nbytes}; {_OLDER}"
+                f"{place}: {nbytes} bytes long, the manifest says {entry.nbytes}; {OLDER}"
             )
         header = self._stored(entry.file, 0, min(header_nbytes(prefix, place), nbytes))
         found = xxhash.xxh3_64_hexdigest(header)
         if found != entry.header_digest:
             raise CorruptCheckpointError(
-                f"{place}: header digest {found}, expected {entry.header_digest}; {_OLDER}"
+                f"{place}: header digest {found}, expected {entry.header_digest}; {OLDER}"
             )
         shard = decode_header(header, place, (self._templates[entry.template], entry.placement))
         self._check_identity(shard, entry, place)
@@ -121,14 +120,14 @@ class StoredCheckpoint:
         if said != meant:
             raise CorruptCheckpointError(
                 f"{place}: is the shard of (iteration, save, rank) {said}, expected {meant}; "
-                f"{_OLDER}"
+                f"{OLDER}"
             )
         if (
             shard.template is not self._templates[entry.template]
             or shard.data_offset + shard.template.nbytes != entry.nbytes
         ):
             raise CorruptCheckpointError(
-                f"{place}: holds other pieces than the manifest says; {_OLDER}"
+                f"{place}: holds other pieces than the manifest says; {OLDER}"
             )
 
     def chunk(self, shard: Shard, index: int) -> memoryview:
@@ -165,7 +164,7 @@ class StoredCheckpoint:
             end = min(start + CHUNK_NBYTES, shard.template.nbytes) - 1
             raise CorruptCheckpointError(
                 f"{self.place}/{file}, chunk {index} (bytes {start}-{end} of the "
-                f"data): digest {found}, expected {shard.digests[index]}; {_OLDER}"
+                f"data): digest {found}, expected {shard.digests[index]}; {OLDER}"
             )
 
     def _stored(self, file: str, offset: int, nbytes: int) -> bytes:
@@ -178,7 +177,7 @@ class StoredCheckpoint:
         try:
             yield
         except FileNotFoundError as error:
-            raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {_OLDER}") from error
+            raise CorruptCheckpointError(f"{self.place}/{file}: is missing; {OLDER}") from error
 
 
 def read_manifest(storage: Storage, iteration: int) -> bytes:

@@ -92,7 +92,18 @@ def test_a_mistake_is_one_line_and_changes_nothing(
     assert len(err.splitlines()) == 1
     assert err.startswith("flashckpt: ")
     assert said in err
+    assert "--ckpt-step" not in err
     assert snapshot(tmp_path) == before
+
+
+def test_a_damaged_source_is_one_line_with_the_commands_own_option(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = min(save.glob("*/rank_00001-*.safetensors"))
+    shard.unlink()
+    status, out, err = run(capsys, save, tmp_path / "other", "--to", "torch_dist")
+    assert (status, out) == (1, "")
+    assert err == f"flashckpt: {shard}: is missing; choose an older one with --iteration\n"
 
 
 @pytest.mark.parametrize(
