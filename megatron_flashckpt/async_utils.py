@@ -12,13 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flashckpt import starting
-from megatron_flashckpt.megatron_lm.stock import (
-    bind,
-    checkpointing,
-    left_to_megatron,
-    original,
-    stock_module,
-)
+from megatron_flashckpt.megatron_lm.job_flags import left_to_megatron
+from megatron_flashckpt.megatron_lm.stock import bind, checkpointing, original, stock_module
 from megatron_flashckpt.session import session
 
 

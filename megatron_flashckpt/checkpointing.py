@@ -18,12 +18,11 @@ from megatron_flashckpt.checkpointer import SaveRequest
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.description import describe
 from megatron_flashckpt.megatron_lm.features import feature, has_async_utils, takes
-from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps
+from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps, left_to_megatron
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
     SaveCall,
     checkpointing,
-    left_to_megatron,
     original,
     unwrap,
 )

@@ -69,6 +69,7 @@ KNOW_MEGATRON = {
     "megatron_lm",
     "checkpointer",
     "convert",
+    "planning",
     "session",
     "in_memory",
     "load_plan",

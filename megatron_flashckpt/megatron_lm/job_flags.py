@@ -1,10 +1,25 @@
-"""Finds the flags of a Megatron job that restrict when its state may be copied."""
+"""Finds the flags of a Megatron job that decide whether and when its state may be copied.
+
+Imports nothing, because `flashckpt plan` asks, too.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 _GRAPH_FLAGS = ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph")
+#: Arguments under which the model shards its parameters itself, by attribute.
+_SELF_SHARDING = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_custom_fsdp": "--use-custom-fsdp",  # its name until core 0.13
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+}
+
+
+def left_to_megatron(args: Any) -> str | None:
+    """Return the flag that leaves all saving and loading to Megatron's own functions, if given."""
+    flags = (flag for name, flag in _SELF_SHARDING.items() if getattr(args, name, False))
+    return next(flags, None)
 
 
 def changes_beside_steps(args: Any) -> str | None:

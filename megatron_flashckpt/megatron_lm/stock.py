@@ -67,20 +67,6 @@ def original(module: str, name: str) -> Callable[..., Any]:
     return _ORIGINALS.get((module, name)) or getattr(stock_module(module), name)
 
 
-#: Arguments under which the model shards its parameters itself, by attribute.
-_SELF_SHARDING = {
-    "use_megatron_fsdp": "--use-megatron-fsdp",
-    "use_custom_fsdp": "--use-custom-fsdp",  # its name until core 0.13
-    "use_torch_fsdp2": "--use-torch-fsdp2",
-}
-
-
-def left_to_megatron(args: Any) -> str | None:
-    """Return the flag that leaves all saving and loading to Megatron's own functions, if given."""
-    flags = (flag for name, flag in _SELF_SHARDING.items() if getattr(args, name, False))
-    return next(flags, None)
-
-
 def checkpointing() -> ModuleType:
     """Return Megatron's own `checkpointing` module."""
     return stock_module("checkpointing")

@@ -173,6 +173,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     interval_iterations: int
     lost_s_per_day: float
     """Blocked time, work done twice, and restarts."""
+    nbytes_per_day: float
+    """Written to storage."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,8 +212,12 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     return young(cost_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - cost_s
 
 
-def plan(sizes: Sizes, cluster: Cluster) -> Plan:
-    """Return what the checkpoints of a job of these sizes will take on a cluster."""
+def plan(sizes: Sizes, cluster: Cluster, *, blocking: bool = False) -> Plan:
+    """Return what the checkpoints of a job of these sizes will take on a cluster.
+
+    Args:
+        blocking: saves return when all is copied, as with the setting `staging: blocking`.
+    """
     nodes = -(-sizes.ranks // cluster.gpus_per_node)
     node_nbytes = sizes.rank_nbytes * min(cluster.gpus_per_node, sizes.ranks)
     memory = cluster.slots * node_nbytes + 64e6 * min(cluster.gpus_per_node, sizes.ranks)
@@ -220,10 +226,12 @@ def plan(sizes: Sizes, cluster: Cluster) -> Plan:
         node_nbytes / (cluster.node_storage_gb_s * GB),
         sizes.total_nbytes / (cluster.storage_gb_s * GB),
     )
-    blocked_s = cluster.blocked_s + max(0.0, stage_s - _BEFORE_STEP * cluster.iteration_s)
+    hidden_s = 0.0 if blocking else _BEFORE_STEP * cluster.iteration_s
+    blocked_s = cluster.blocked_s + max(0.0, stage_s - hidden_s)
     commit_s = cluster.commit_s_per_rank * sizes.ranks
     mtbf_s = 3600 * cluster.gpu_mtbf_h / sizes.ranks
-    ours = _strategy(blocked_s, stage_s + persist_s + commit_s, mtbf_s, cluster)
+    durable_s = stage_s + persist_s + commit_s
+    ours = _strategy(blocked_s, durable_s, sizes.total_nbytes, mtbf_s, cluster)
     memory_iterations = _memory_interval(blocked_s, stage_s, mtbf_s, ours, cluster)
     return Plan(
         sizes=sizes,
@@ -243,7 +251,9 @@ def plan(sizes: Sizes, cluster: Cluster) -> Plan:
     )
 
 
-def _strategy(blocked_s: float, durable_s: float, mtbf_s: float, cluster: Cluster) -> Strategy:
+def _strategy(
+    blocked_s: float, durable_s: float, nbytes: int, mtbf_s: float, cluster: Cluster
+) -> Strategy:
     best = daly(blocked_s, mtbf_s)
     iterations = max(1, math.ceil(max(best, durable_s) / cluster.iteration_s))
     interval_s = iterations * cluster.iteration_s
@@ -258,6 +268,7 @@ def _strategy(blocked_s: float, durable_s: float, mtbf_s: float, cluster: Cluste
         interval_s=interval_s,
         interval_iterations=iterations,
         lost_s_per_day=DAY_S * (blocked_s / interval_s + per_failure / mtbf_s),
+        nbytes_per_day=DAY_S * nbytes / interval_s,
     )
 
 
@@ -295,4 +306,4 @@ def _gather(sizes: Sizes, cluster: Cluster, mtbf_s: float) -> Strategy:
     )
     # Training waits for all of it, so nothing that was trained meanwhile is at risk.
     blocked_s = gather_s + copy_s + write_s
-    return _strategy(blocked_s, 0.0, mtbf_s, cluster)
+    return _strategy(blocked_s, 0.0, sizes.gathered_nbytes, mtbf_s, cluster)

@@ -10,9 +10,17 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt.config import Weights
-from megatron_flashckpt.console import add_row, human_size, human_time, new_table, say
+from megatron_flashckpt.console import (
+    add_row,
+    complain,
+    human_size,
+    human_time,
+    new_table,
+    say,
+)
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.planning import gpt_size
+from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps
+from megatron_flashckpt.planning import gpt_size, served
 from megatron_flashckpt.planning.cluster_model import (
     GB,
     Cluster,
@@ -88,12 +96,27 @@ def run(args: argparse.Namespace, out: Console) -> int:
     """Print the plan."""
     fields = [field.name for field in msgspec.structs.fields(Cluster)]
     cluster = Cluster(**{name: getattr(args, name) for name in fields})
-    found = plan(sizes_of(args.megatron, args.gpus, args.parameters, args.weights), cluster)
+    size = sizes_of(args.megatron, args.gpus, args.parameters, args.weights)
+    megatron = gpt_size.parse(args.megatron, model_known=True)
+    notes = served.notes(megatron)
+    if (flag := changes_beside_steps(megatron)) is not None:
+        notes.append(f"{flag}: each save blocks training until everything is copied")
+    found = plan(size, cluster, blocking=flag is not None)
     if args.json:
-        said = {"plan": msgspec.to_builtins(found), "cluster": msgspec.to_builtins(cluster)}
-        say(out, json.dumps(said, indent=2))
+        figures = {"plan": msgspec.to_builtins(found), "cluster": msgspec.to_builtins(cluster)}
+        say(out, json.dumps({**figures, "notes": notes}, indent=2))
     else:
         _print(found, cluster, out)
+        for note in notes:
+            complain(f"note: {note}", 0)
+    if not found.fits:
+        return complain(
+            f"{cluster.slots} slots of a node's ranks take "
+            f"{human_size(int(found.host_memory_nbytes))} of host memory, which is more than "
+            f"--host-memory-gb {cluster.host_memory_gb:g}: the job would stop before its first "
+            "step; spread it over more nodes, or save less per rank (--weights derive)",
+            1,
+        )
     return 0
 
 
@@ -104,7 +127,9 @@ def sizes_of(
 
     Raises:
         ConfigError: they do not say enough, or the ranks cannot be divided so.
+        UnsupportedError: such a job is not served.
     """
+    served.refuse_unserved(gpt_size.parse(words, model_known=True))
     megatron = gpt_size.parse(words, model_known=parameters is not None)
     tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     ep = megatron.expert_model_parallel_size
@@ -157,7 +182,14 @@ def _print(found: Plan, cluster: Cluster, out: Console) -> None:
     out.print(table)
     out.print()
     every = found.memory_interval_iterations
-    say(out, f"--save-interval {ours.interval_iterations}")
+    per_day = ours.nbytes_per_day
+    say(
+        out,
+        f"--save-interval {ours.interval_iterations}: every {human_time(ours.interval_s)}; writes "
+        f"{human_size(int(per_day / 24))} per hour, {human_size(int(per_day))} per day, in "
+        f"{found.persist_s / ours.interval_s:.0%} of the time; all of it stays unless the setting "
+        "'retention' removes some",
+    )
     if every < ours.interval_iterations:
         say(
             out,

@@ -66,12 +66,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     parser.add_argument("--moe-layer-freq", default="1")
     parser.add_argument("--optimizer", default="adam")
+    parser.add_argument("--sgd-momentum", type=float, default=0.9)
+    parser.add_argument("--num-distributed-optimizer-instances", type=int, default=1)
+    parser.add_argument("--fp8-recipe", default="delayed")
+    parser.add_argument("--vision-pretraining-type", default="classify")
     for name in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"):
         parser.add_argument(f"--{name}", default="fp32")
     for name in (
         *("group-query-attention", "swiglu", "untie-embeddings-and-output-weights", "bf16", "fp16"),
         *("disable-bias-linear", "add-qkv-bias", "qk-layernorm", "no-save-optim"),
         *("use-precision-aware-optimizer", "use-distributed-optimizer"),
+        # What these change is not sizes: see `served`.
+        *("use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2", "use-legacy-models"),
+        *("fp8-param-gather", "fp4-param-gather", "no-load-optim", "finetune"),
+        *("optimizer-cpu-offload", "moe-use-legacy-grouped-gemm", "vision-pretraining"),
+        *("perform-rl-step", "offload-optimizer-states"),
     ):
         parser.add_argument(f"--{name}", action="store_true")
     return parser
@@ -270,6 +279,8 @@ def parameter_nbytes(args: argparse.Namespace) -> int:
     aware = args.use_precision_aware_optimizer
     master = (_WIDTH[args.main_params_dtype] if aware else 4) if low else 0
     if args.optimizer == "sgd":
+        return weight + master + (4 if args.sgd_momentum else 0)
+    if args.optimizer == "lion":
         return weight + master + 4
     moments = (args.exp_avg_dtype, args.exp_avg_sq_dtype) if aware else ("fp32", "fp32")
     return weight + master + sum(_WIDTH[moment] for moment in moments)

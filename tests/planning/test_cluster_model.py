@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import msgspec
 import pytest
 
 from megatron_flashckpt.cli import main
+from megatron_flashckpt.console import human_size, human_time
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.planning.cluster_model import (
     Cluster,
@@ -112,6 +114,18 @@ def test_host_memory_is_all_slots_of_a_node() -> None:
     assert not found.fits
 
 
+def test_bytes_per_day_are_those_of_the_recommended_interval() -> None:
+    found = plan(sizes(), Cluster())
+    for way, nbytes in (
+        (found.ours, sizes().total_nbytes),
+        (found.gather, sizes().gathered_nbytes),
+    ):
+        assert way.nbytes_per_day == pytest.approx(nbytes * 86400 / way.interval_s)
+    # As often as storage takes them: it is busy nearly all the time.
+    slow = Cluster(storage_gb_s=1.0)
+    assert 0.9 * 86400e9 < plan(sizes(), slow).ours.nbytes_per_day <= 86400e9
+
+
 @pytest.mark.parametrize("field", ["slots", "pcie_gb_s", "memory_share", "iteration_s"])
 def test_numbers_that_cannot_be_are_refused(field: str) -> None:
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
@@ -123,7 +137,12 @@ def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> N
     table = capsys.readouterr().out
     assert "70.554 billion" in table
     assert "gather, synchronous" in table
-    assert "--save-interval" in table
+    found = plan(sizes(), Cluster())
+    per_day = human_size(int(found.ours.nbytes_per_day))
+    (line,) = (line for line in table.splitlines() if line.startswith("--save-interval"))
+    assert f" {found.ours.interval_iterations}: every {human_time(found.ours.interval_s)}" in line
+    assert f" per hour, {per_day} per day" in line
+    assert "'retention'" in line
     assert main(["plan", "--gpus", "1024", "--json", "--", *MODEL]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["plan"] == msgspec.to_builtins(plan(sizes(), Cluster()))
@@ -143,3 +162,20 @@ def test_the_command_knows_the_setting_weights(capsys: pytest.CaptureFixture) ->
     assert json.loads(capsys.readouterr().out)["plan"]["sizes"]["total_nbytes"] == 12 * 8e9
     assert main([*words, "--bf16"]) == 2
     assert "needs --use-distributed-optimizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", [[], ["--json"]], ids=["table", "json"])
+def test_too_little_host_memory_is_status_1_after_the_figures(
+    capsys: pytest.CaptureFixture, output: list[str]
+) -> None:
+    words = ["plan", "--gpus", "8", "--parameters", "8e9", "--host-memory-gb", "100", *output]
+    assert main(words) == 1
+    printed = capsys.readouterr()
+    assert "8.000 billion" in printed.out or '"parameters": 8000000000' in printed.out
+    assert re.fullmatch(
+        r"flashckpt: 2 slots of a node's ranks take .* GiB of host memory, which is more than "
+        r"--host-memory-gb 100: .*\n",
+        printed.err,
+    )
+    assert main([*words[:5], "--host-memory-gb", "1000"]) == 0
+    assert capsys.readouterr().err == ""

@@ -96,6 +96,8 @@ def test_defaults_are_megatrons() -> None:
         ("--bf16", 2 + 4 + 8),
         ("", 4 + 8),
         ("--fp16 --optimizer sgd", 2 + 4 + 4),
+        ("--fp16 --optimizer sgd --sgd-momentum 0", 2 + 4),
+        ("--bf16 --optimizer lion", 2 + 4 + 4),
         ("--bf16 --no-save-optim", 2),
         ("--bf16 --use-precision-aware-optimizer --main-params-dtype fp16", 2 + 2 + 8),
         (

@@ -1,0 +1,112 @@
+"""Jobs that are not served get no figures, and what figures leave out is said."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_flashckpt.cli import main
+
+PLAN = ["plan", "--gpus", "8", "--parameters", "8e9"]
+FP8 = "--bf16 --use-distributed-optimizer --fp8-format hybrid --fp8-param-gather"
+AWARE = "--bf16 --use-distributed-optimizer --use-precision-aware-optimizer"
+
+
+def run(
+    capsys: pytest.CaptureFixture[str], words: str, *options: str
+) -> tuple[int, str, list[str]]:
+    status = main([*PLAN, *options, "--", *words.split()])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "reasons"),
+    [
+        ("--use-megatron-fsdp", ["with --use-megatron-fsdp Megatron's own functions save"]),
+        ("--use-custom-fsdp", ["with --use-custom-fsdp"]),
+        ("--use-torch-fsdp2", ["with --use-torch-fsdp2"]),
+        (f"{AWARE} --exp-avg-dtype fp8", ["--exp-avg-dtype fp8 keeps states with scales"]),
+        (
+            f"{AWARE} --exp-avg-sq-dtype=fp16 --main-params-dtype fp16",
+            ["--main-params-dtype fp16 keeps", "--exp-avg-sq-dtype fp16 keeps"],
+        ),
+        ("--optimizer soap", ["--optimizer soap keeps states that are not saved; use one of adam"]),
+        (f"{FP8} --no-save-optim", ["--fp8-param-gather needs the masters", "--no-save-optim"]),
+        (f"{FP8} --finetune --no-load-optim", ["without --finetune", "without --no-load-optim"]),
+        (
+            f"{FP8} {AWARE} --optimizer-cpu-offload",
+            ["without --optimizer-cpu-offload", "without --use-precision-aware-optimizer"],
+        ),
+        ("--fp4-param-gather --no-save-optim", ["--fp4-param-gather needs the masters"]),
+        ("--num-experts 8 --moe-use-legacy-grouped-gemm", ["experts transposed"]),
+        ("--num-experts 8 --use-legacy-models", ["--use-legacy-models has experts"]),
+    ],
+)
+def test_a_job_that_is_not_served_gets_all_reasons_and_no_figures(
+    capsys: pytest.CaptureFixture[str], words: str, reasons: list[str]
+) -> None:
+    for output in ([], ["--json"]):
+        status, out, err = run(capsys, words, *output)
+        assert (status, out, len(err)) == (1, "", 1)
+        assert err[0].startswith("flashckpt: no figures, because flashckpt does not serve this job")
+        for reason in reasons:
+            assert reason in err[0]
+
+
+def test_reasons_are_said_before_sizes_that_are_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpus", "8", "--", "--use-megatron-fsdp"]) == 1
+    assert "does not serve this job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        AWARE + " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "--bf16 --fp8-format hybrid",
+        "--exp-avg-dtype fp8",  # of an optimizer that is not precision-aware: unused
+        "--use-legacy-models",
+        "--optimizer lion",
+    ],
+)
+def test_a_job_that_is_served_gets_figures_without_notes(
+    capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    status, out, err = run(capsys, words)
+    assert (status, err) == (0, [])
+    assert "8.000 billion" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (FP8, "--fp8-param-gather: FP8 and FP4 weights are not saved"),
+        (f"{FP8} {AWARE} --fp8-recipe mxfp8", "--fp8-param-gather: FP8 and FP4 weights"),
+        ("--optimizer dist_muon", "--optimizer dist_muon: keeps one state of matrices"),
+        ("--num-distributed-optimizer-instances 2", "up to 2 times as much"),
+    ],
+)
+def test_what_figures_leave_out_is_said(
+    capsys: pytest.CaptureFixture[str], words: str, note: str
+) -> None:
+    status, _, err = run(capsys, words)
+    assert (status, len(err)) == (0, 1)
+    assert err[0].startswith("flashckpt: note: ")
+    assert note in err[0]
+    status, out, err = run(capsys, words, "--json")
+    assert (status, err) == (0, [])
+    assert note in json.loads(out)["notes"][0]
+
+
+def test_saves_that_copy_everything_first_block_for_as_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocked = {}
+    for words in ("", "--offload-optimizer-states"):
+        _, out, _ = run(capsys, words, "--json")
+        figures = json.loads(out)
+        blocked[words] = figures["plan"]["ours"]["blocked_s"]
+    assert "--offload-optimizer-states: each save blocks training" in figures["notes"][0]
+    copied_s = figures["plan"]["stage_s"]
+    assert blocked["--offload-optimizer-states"] == pytest.approx(blocked[""] + copied_s)
