@@ -32,6 +32,7 @@ _R = TypeVar("_R")
 _RETRY_S = 0.02
 #: A wait for something long is asked for in slices, so that a hung agent is noticed.
 _SLICE_S = 5.0
+_TEMPLATE_SLICE_S = 1.0
 #: How finely the patience with an agent is counted.
 _PATIENCE_PARTS = 10
 
@@ -165,8 +166,12 @@ class AgentClient:
         self._ask(p.Abandon(iteration, save_id, reason), p.Done)
 
     def fetch_template(self, fingerprint: str) -> bytes | None:
-        """Return a template that another rank published."""
-        return self._ask(p.GetTemplate(fingerprint), p.TemplateReply)[0].encoded
+        """Return a template that another rank published; None: this rank is to compute it."""
+        request = p.GetTemplate(fingerprint, _TEMPLATE_SLICE_S)
+        while True:
+            reply = self._ask(request, p.TemplateReply, None, _TEMPLATE_SLICE_S)[0]
+            if not reply.computing:
+                return reply.encoded
 
     def publish_template(self, fingerprint: str, encoded: bytes) -> None:
         """Share a template with the other ranks of this node."""

@@ -13,6 +13,8 @@ Environment:
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load how they compare with their masters
+    PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
+                  the step after it is followed by a rehearsal
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
@@ -191,6 +193,20 @@ def measuring_step(forward_step: Any) -> Any:
                 trace(event="resources", iteration=iteration(), **used)
         if nbytes and iteration() >= int(start):
             leaked.append(os.urandom(int(nbytes)))
+        return forward_step(batches, model)
+
+    return wrapper
+
+
+def preparing_step(forward_step: Any) -> Any:
+    def wrapper(batches: Any, model: Any) -> Any:
+        from megatron_flashckpt.session import session
+
+        deadline = time.monotonic() + 60
+        for each in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
+            while each.checkpointer.link.is_preparing:
+                assert time.monotonic() < deadline, "agent and memory are not ready"
+                time.sleep(0.01)
         return forward_step(batches, model)
 
     return wrapper
@@ -375,6 +391,8 @@ if __name__ == "__main__":
 
     training.maybe_finalize_async_save = finalize_and_count
     step = killing_step(tiny.forward_step)
+    if "PREPARED" in os.environ:
+        step = preparing_step(step)
     training.pretrain(
         tiny.datasets_provider,
         tiny.model_provider,

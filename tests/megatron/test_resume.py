@@ -180,7 +180,10 @@ def test_what_is_expected_before_the_first_step_is_what_is_saved(jobs: Jobs) -> 
 
 
 def test_plans_are_computed_once_per_template_then_shared_and_cached(jobs: Jobs) -> None:
-    """Over all ranks one miss per template, before the first save; a restarted rank has none."""
+    """Over all ranks one miss per template, before the first save; a restarted rank has none.
+
+    In most of these layouts every rank has a template of its own: `test_plans.py` has others.
+    """
     storage = PosixStorage(jobs.tmp_path / "A")
     templates = StoredCheckpoint(storage, 6, read_manifest(storage, 6)).manifest.templates
     plans = jobs.a.named("plans")
