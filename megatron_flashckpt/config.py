@@ -191,6 +191,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """With `on_failure: warn`: stop training all the same when so many saves have failed one after
     the other; `None`: never."""
 
+    probe_wait_s: float | None = 60.0
+    """Before the first step every node writes, renames and reads a small file in the save
+    directory, and rank 0 waits so many seconds until it sees those of all nodes. None: no probe."""
+
     drain_timeout_s: float = 1800.0
     """Longest wait at exit for the last save to be committed."""
 
@@ -262,6 +266,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("agent.commit_timeout_s", self.agent.commit_timeout_s, 1),
             ("agent.slow_save_s", self.agent.slow_save_s, 0),
             ("agent.sigterm_timeout_s", self.agent.sigterm_timeout_s, 0),
+            ("probe_wait_s", self.probe_wait_s, 0),
             ("drain_timeout_s", self.drain_timeout_s, 0),
         )
 
