@@ -208,7 +208,8 @@ def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
             optimizer.reload_model_params()
         return
     if optimizer is not None:
-        load_hyper_parameters(optimizer, loaded.side.optimizer)
+        for change in load_hyper_parameters(optimizer, loaded.side.optimizer):
+            checkpointing().print_rank_0(f"  flashckpt: {change}, as the checkpoint says")
     if call.scheduler is not None and loaded.common["opt_param_scheduler"] is not None:
         call.scheduler.load_state_dict(loaded.common["opt_param_scheduler"])
 

@@ -20,14 +20,18 @@ DISTRIBUTED = "--use-distributed-optimizer"
 TINY = (
     f"--swiglu --seq-length 16 --global-batch-size {GLOBAL_BATCH} --hidden-dropout 0 "
     "--attention-dropout 0 --train-iters 5 --distributed-timeout-minutes 1 "
-    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable "
+    # Param groups that Megatron 0.17.1 tells apart by these rates only.
+    "--decoupled-lr 5e-3 --decoupled-min-lr 5e-4"
 ).split()
+#: Further groups: of matrices that are neither embedding nor output, and of the output.
+MUP = ["--use-mup", "--mup-base-hidden-size", "16"]
 UNTIED = ["--num-layers", "4", *TINY, "--untie-embeddings-and-output-weights"]
 MOE = [
     *("--num-layers", "2", *TINY, "--untie-embeddings-and-output-weights", "--bf16"),
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
     *("--disable-bias-linear", "--moe-router-score-function", "sigmoid"),
-    "--moe-router-enable-expert-bias",
+    *("--moe-router-enable-expert-bias", *MUP),
 ]
 
 TP = "--tensor-model-parallel-size"
@@ -132,7 +136,7 @@ FAMILIES: dict[str, list[Layout]] = {
     # The optimizer steps the weights themselves: no masters.
     "fp32": _layouts(
         "fp32",
-        UNTIED,
+        [*UNTIED, *MUP],
         TP2_DP2=f"4 6 {TP} 2",
         PP2_DP2=f"4 3 {PP} 2",
         TP2_PP2_plain=f"4 6 {TP} 2 {PP} 2",

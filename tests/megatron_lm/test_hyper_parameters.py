@@ -21,13 +21,13 @@ from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.megatron_lm import hyper_parameters as hyper_module
 from megatron_flashckpt.megatron_lm import plain
 from megatron_flashckpt.megatron_lm.hyper_parameters import (
-    IDENTIFIERS,
     check,
     completed,
     hyper_parameters,
     load_hyper_parameters,
     merge,
 )
+from megatron_flashckpt.megatron_lm.param_groups import IDENTIFIERS
 
 Group = dict[str, Any]
 
@@ -561,7 +561,7 @@ def test_all_groups_that_are_missing_are_named_and_nothing_is_changed(make) -> N
     with pytest.raises(MissingStateError) as caught:
         check(wrapped(inner), saved)
     said, known = str(caught.value).split("; it has ")
-    assert said.startswith("the checkpoint has no param group like ")
+    assert said.startswith("the checkpoint has no param group that is certainly meant for ")
     assert said.count("wd_mult") == 2
     assert "wd_mult 0.25" in said
     assert "wd_mult 0.75" in said
