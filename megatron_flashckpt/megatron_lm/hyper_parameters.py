@@ -154,10 +154,13 @@ def load_hyper_parameters(optimizer: Any, saved: Saved) -> list[str]:
         A line for each group of this job whose configured settings the checkpoint's replace.
     """
     changes = []
+    scalers: dict[int, Any] = {}
     made = _steps_made(saved)
     for inner, group, found in _matches(optimizer, saved):
         if found is not None:
             entry, values = found
+            if entry["grad_scaler"] is not None:
+                scalers.setdefault(id(inner), entry["grad_scaler"])
             step = _step_of(entry, values)
             before = constants(group)
             _take(inner, group, values, made.of(values) if step is None else step)
@@ -168,11 +171,13 @@ def load_hyper_parameters(optimizer: Any, saved: Saved) -> list[str]:
                     f"{name} {now[name]} instead of {before[name]}" for name in changed
                 )
                 changes.append(f"param group {described(group, ())} takes {taken}")
-    scalers = [entry["grad_scaler"] for entry in saved if entry["grad_scaler"] is not None]
+    first = next((it["grad_scaler"] for it in saved if it["grad_scaler"] is not None), None)
     for sub in sub_optimizers(optimizer):
         scaler = getattr(sub, "grad_scaler", None)
-        if scaler and scalers:
-            scaler.load_state_dict(scalers[0])
+        # Chained optimizers may differ in it: each looks for overflows in its own gradients.
+        state = scalers.get(id(sub.optimizer), first)
+        if scaler and state is not None:
+            scaler.load_state_dict(state)
         finish_loading(sub.optimizer)
     return changes
 

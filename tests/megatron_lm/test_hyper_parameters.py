@@ -605,6 +605,22 @@ def test_a_loss_scale_goes_to_every_optimizer_that_has_one(make) -> None:
     assert [scaler.scale for scaler in scalers] == [256.0, 256.0]
 
 
+@pytest.mark.parametrize("merged", [False, True])
+def test_chained_optimizers_keep_a_loss_scale_each(make, merged: bool) -> None:
+    """Each looks for overflows in its own gradients."""
+
+    def made(dense: float, experts: float) -> ChainedOptimizer:
+        return chained(
+            wrapped(make([group(1.0)]), Scaler(dense)),
+            wrapped(make([group(1.0, expert=True)]), Scaler(experts)),
+        )
+
+    saved = hyper_parameters(made(256.0, 512.0))
+    loading = made(1.0, 1.0)
+    load_hyper_parameters(loading, merge([saved]) if merged else saved)
+    assert [sub.grad_scaler.scale for sub in loading.chained_optimizers] == [256.0, 512.0]
+
+
 def test_what_is_no_optimizer_of_megatrons_is_refused_by_name() -> None:
     """Also if it wraps no torch optimizer, as those of other projects and of mocks."""
 
