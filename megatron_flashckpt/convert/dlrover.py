@@ -28,7 +28,7 @@ from megatron_flashckpt.convert.legacy import (
     model_parts,
     open_ranks,
 )
-from megatron_flashckpt.convert.legacy_optimizer import GroupClass, class_of
+from megatron_flashckpt.convert.legacy_optimizer import GroupClass, class_of, group_classes
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
@@ -68,6 +68,12 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
         saved = [rank.state["optimizer"] for rank in ranks]
         groups = hyper_parameters.merge([legacy_optimizer.hyper_parameters(it) for it in saved])
         return contents_of(directory, iteration, ranks, parts, groups)
+    if getattr(args, "decoupled_lr", None) is not None or getattr(args, "use_mup", False):
+        raise UnsupportedError(
+            f"{directory}: this DLRover did not save the optimizer's param groups, and with "
+            "--decoupled-lr or --use-mup there are more than can be made up; convert the weights "
+            "alone with --weights-only"
+        )
     steps = _steps(shards)
     groups = [_hyper_parameters(args, max(steps, default=float(iteration)))]
     contents = contents_of(directory, iteration, ranks, parts, groups)
@@ -115,17 +121,30 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards]) -> list[Part]:
     replicas = shards[first : first + stage : args.tensor_model_parallel_size]
     (chunks,) = buckets.sub_optimizers(model, args, experts=False)
     dtypes = {name: weight.dtype for name, weight in rank.weights.items()}
-    classes = sorted({class_of(it, args) for _, of_chunk in chunks for it in of_chunk})
+    orders = _orders(rank, {class_of(it, args) for _, of_chunk in chunks for it in of_chunk})
     for alignment, multiple in zip(buckets.ALIGNMENTS, (128, 1), strict=True):
         layout = buckets.buffers(model, args, chunks, dtypes, alignment)
         owned = _owned(layout, len(replicas), math.lcm(len(replicas), multiple))
-        for order in itertools.permutations(classes):
+        for order in orders:
             held = _held(owned, replicas, order, args)
             if held is not None:
                 return _parts(layout, held, rank, where)
     raise CorruptCheckpointError(
         f"{where}: shards of other sizes than the args say; {buckets.REMEDY}"
     )
+
+
+def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass, ...]]:
+    """Return the orders that the param groups may have.
+
+    Args:
+        classes: of this rank's parameters.
+    """
+    if "optimizer" not in rank.state:
+        return list(itertools.permutations(sorted(classes)))
+    (saved,) = legacy_optimizer.hyper_parameters(rank.state["optimizer"])
+    order = tuple(group_classes(saved["param_groups"], rank.state["args"]))
+    return [order] if classes <= set(order) else []
 
 
 @dataclasses.dataclass(frozen=True)

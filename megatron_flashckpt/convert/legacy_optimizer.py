@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron_flashckpt.convert.parts import Part, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.param_groups import described, differing
 
 Weights = dict[tuple[int, str], torch.Tensor]
 """Parameters of a rank by chunk and name."""
@@ -137,7 +138,7 @@ def _of_parameters(
     """Yield parameter, weight, master and optimizer state of all parameters."""
     masters = saved.get("fp32_from_fp16_params", saved.get("fp32_from_fp16"))
     groups = inner["param_groups"]
-    members = grouped(chunks, args, [group_class(group, args) for group in groups])
+    members = grouped(chunks, args, groups, place)
     problems = []
     for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         if len(group["params"]) != len(parameters):
@@ -155,34 +156,105 @@ def _of_parameters(
             yield parameter, weight, master, inner["state"].get(index, {})
 
 
-GroupClass = tuple[bool, bool]
-"""Whether without weight decay, whether with the learning rate of embeddings."""
+class GroupClass(NamedTuple):
+    """Which parameters Megatron puts into one param group."""
+
+    decayed: bool
+    """False: without weight decay."""
+    decoupled: bool
+    """Whether with the learning rate of `--decoupled-lr`."""
+    scaled: bool
+    """Whether with what `--use-mup` scales: epsilon, or else the learning rate."""
 
 
-def group_class(group: dict[str, Any], args: Any) -> GroupClass:
-    """Return which parameters are in a param group."""
+def group_classes(groups: Sequence[dict[str, Any]], args: Any) -> list[GroupClass]:
+    """Return which parameters are in each param group."""
     rate = getattr(args, "decoupled_lr", None)
-    decoupled = rate is not None and (group.get("is_decoupled_lr") or group.get("max_lr") == rate)
-    return group.get("wd_mult", group.get("pre_wd_mult")) == 0.0, bool(decoupled)
+    mup = _width(args) != 1
+    epsilons = {group["eps"] for group in groups if "eps" in group}
+    scaled_epsilon = None
+    if mup and _scales_epsilon(args) and len(epsilons) > 1:
+        # A restart may have changed --adam-eps, but not which of the two is the scaled one.
+        scaled_epsilon = min(epsilons) if _width(args) > 1 else max(epsilons)
+    found = []
+    for group in groups:
+        # Up to core 0.15 the one mark, since then the other.
+        apart = group.get("is_decoupled_lr") or group.get("default_config") is False
+        scaled = scaled_epsilon is not None and group.get("eps") == scaled_epsilon
+        # With both flags, groups with a scaled epsilon are the hidden layers' and the output's.
+        decoupled = rate is not None and bool(apart)
+        if decoupled and mup and (scaled or not _scales_epsilon(args)):
+            decoupled = group.get("max_lr") == rate
+        if mup and not _scales_epsilon(args):
+            scaled = bool(apart) and not decoupled
+        weight_decay = group.get("wd_mult", group.get("pre_wd_mult"))
+        found.append(GroupClass(weight_decay != 0.0, decoupled, scaled))
+    return found
 
 
 def class_of(parameter: LocalTensor, args: Any) -> GroupClass:
-    """Return what `group_class` returns for the group that the parameter is in."""
+    """Return what `group_classes` returns for the group that the parameter is in."""
     decayed = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
     if getattr(args, "apply_wd_to_qk_layernorm", False):
         decayed |= "q_layernorm." in parameter.name or "k_layernorm." in parameter.name
     decoupled = getattr(args, "decoupled_lr", None) is not None and parameter.embedding_or_output
-    return not decayed, decoupled
+    if _width(args) == 1:
+        scaled = False
+    elif _scales_epsilon(args):
+        scaled = parameter.scaled
+    else:
+        # SGD scales the rates of all others, and --decoupled-lr takes its own before either.
+        scaled = not decoupled and parameter.scaled != (_optimizer_name(args) == "sgd")
+    return GroupClass(decayed, decoupled, scaled)
+
+
+def _width(args: Any) -> float:
+    """Return how much wider the model is than that which `--use-mup` scales from."""
+    base = getattr(args, "mup_base_hidden_size", None)
+    if not getattr(args, "use_mup", False) or not base:
+        return 1.0
+    return float(args.hidden_size / base)
+
+
+def _optimizer_name(args: Any) -> str:
+    return str(getattr(args, "optimizer", "adam")).lower()
+
+
+def _scales_epsilon(args: Any) -> bool:
+    return "adam" in _optimizer_name(args)
 
 
 def grouped(
-    chunks: list[tuple[int, list[LocalTensor]]], args: Any, classes: list[GroupClass]
+    chunks: list[tuple[int, list[LocalTensor]]],
+    args: Any,
+    groups: Sequence[dict[str, Any]],
+    place: str,
 ) -> list[list[tuple[int, LocalTensor]]]:
-    """Return the parameters of each group, with their chunks, in the order of the optimizer."""
+    """Return the parameters of each group, with their chunks, in the order of the optimizer.
+
+    Args:
+        place: of the groups, for messages.
+
+    Raises:
+        UnsupportedError: the settings of the groups do not say which parameters are in which.
+    """
+    classes = group_classes(groups, args)
     found: list[list[tuple[int, LocalTensor]]] = [[] for _ in classes]
+    unclear = set()
     for number, parameters in chunks:
         for parameter in parameters:
-            found[classes.index(class_of(parameter, args))].append((number, parameter))
+            wanted = class_of(parameter, args)
+            if classes.count(wanted) == 1:
+                found[classes.index(wanted)].append((number, parameter))
+            else:
+                unclear.add(parameter.name)
+    if unclear:
+        telling = differing(groups)
+        raise UnsupportedError(
+            f"{place}: which param group holds {', '.join(sorted(unclear))} cannot be told from "
+            f"the groups' settings {', '.join(described(group, telling) for group in groups)} and "
+            f"the checkpoint's args; {buckets.REMEDY}"
+        )
     return found
 
 

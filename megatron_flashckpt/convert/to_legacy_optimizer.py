@@ -10,7 +10,7 @@ import torch
 
 from megatron_flashckpt.convert import buckets
 from megatron_flashckpt.convert.contents import Contents
-from megatron_flashckpt.convert.legacy_optimizer import group_class, grouped
+from megatron_flashckpt.convert.legacy_optimizer import grouped
 from megatron_flashckpt.convert.parts import ByKey, local_tensor
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
@@ -42,7 +42,7 @@ def of_rank(
     if not getattr(contents.args, "use_distributed_optimizer", False):
         _refuse_incomplete(contents, subs, tensors, ())
         states = [
-            _plain(chunks, each, contents.args, tensors)
+            _plain(chunks, each, contents, tensors)
             for chunks, each in zip(subs, saved, strict=True)
         ]
         return Written(_listed(states), None)
@@ -153,11 +153,12 @@ def _buffers(
 
 
 def _plain(
-    chunks: _Chunks, saved: dict[str, Any], args: Any, tensors: dict[str, ByKey]
+    chunks: _Chunks, saved: dict[str, Any], contents: Contents, tensors: dict[str, ByKey]
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer of whole parameters, by their index."""
     states = [kind for kind in tensors if kind not in (WEIGHT, BUFFER, MASTER)]
-    members = grouped(chunks, args, [group_class(group, args) for group in saved["param_groups"]])
+    args = contents.args
+    members = grouped(chunks, args, saved["param_groups"], contents.place)
     groups, masters = [], []
     state: dict[int, dict[str, torch.Tensor]] = {}
     for group, parameters in zip(saved["param_groups"], members, strict=True):

@@ -10,14 +10,15 @@ import torch
 
 from megatron_flashckpt.convert.formats import open_source
 from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from tests.convert.tensors import assert_equal, wholes
-from tests.megatron.jobs import REPO, run_job, same, succeeded
+from tests.megatron.jobs import DECOUPLED, MUP, REPO, run_job, same, succeeded
 
 LAYOUTS = {
     "tp2dp2-buckets": (
         *("--bf16", "--tensor-model-parallel-size", "2", "--swiglu", "--num-layers", "2"),
         *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
+        *(*DECOUPLED, *MUP),
     ),
     "pp2dp2-tied": ("--bf16", "--pipeline-model-parallel-size", "2", "--num-layers", "2"),
 }
@@ -60,6 +61,10 @@ def test_without_param_groups_those_of_the_args_are_taken_and_the_step_is_said_t
         state = torch.load(file, weights_only=False)
         del state["optimizer"]
         torch.save(state, file)
+    if getattr(open_source(saved / "stock", None, Options()).contents.args, "use_mup", False):
+        with pytest.raises(UnsupportedError, match="did not save the optimizer's param groups"):
+            open_source(older, None, Options())
+        return
     guessed = open_source(older, None, Options()).contents
     (found,), (expected,) = (
         it.optimizer for it in (guessed, open_source(saved / "dlrover", None, Options()).contents)

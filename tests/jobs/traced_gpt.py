@@ -14,6 +14,8 @@ Environment:
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load how they compare with their masters
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
+    GROUP_MARKS   have Megatron tell param groups apart by these settings too, as core 0.19 does
+                  (0.17.1 gives groups that differ in these alone the settings of the last one)
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
@@ -349,7 +351,16 @@ def report_counters() -> None:
             on_gpu.report(trace, each.checkpointer.link.stager)
 
 
+def tell_groups_apart(by: list[str]) -> None:
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    for module in (optimizer, distrib_optimizer):
+        module.param_group_identifier_keys = (*optimizer.param_group_identifier_keys, *by)
+
+
 if __name__ == "__main__":
+    if "GROUP_MARKS" in os.environ:
+        tell_groups_apart(os.environ["GROUP_MARKS"].split())
     if "SCALARS" in os.environ:
         be_the_writers()
     if "GPU" in os.environ:

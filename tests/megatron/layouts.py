@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.megatron.jobs import DECOUPLED, MUP
+
 BEFORE, AFTER = 3, 5
 GLOBAL_BATCH = 12
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -20,12 +22,8 @@ DISTRIBUTED = "--use-distributed-optimizer"
 TINY = (
     f"--swiglu --seq-length 16 --global-batch-size {GLOBAL_BATCH} --hidden-dropout 0 "
     "--attention-dropout 0 --train-iters 5 --distributed-timeout-minutes 1 "
-    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable "
-    # Param groups that Megatron 0.17.1 tells apart by these rates only.
-    "--decoupled-lr 5e-3 --decoupled-min-lr 5e-4"
-).split()
-#: Further groups: of matrices that are neither embedding nor output, and of the output.
-MUP = ["--use-mup", "--mup-base-hidden-size", "16"]
+    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+).split() + DECOUPLED
 UNTIED = ["--num-layers", "4", *TINY, "--untie-embeddings-and-output-weights"]
 MOE = [
     *("--num-layers", "2", *TINY, "--untie-embeddings-and-output-weights", "--bf16"),
