@@ -239,7 +239,8 @@ def _load(
 
     def check(names: Names) -> None:
         if request.fill and request.optimizer is not None:
-            hyper_parameters.check(request.optimizer, side.optimizer)
+            geometry = state.geometry(request.chunks)
+            hyper_parameters.check(request.optimizer, side.optimizer, geometry)
         refuse_mixture(request, names, found.place)
 
     unread: Names = set()

@@ -16,6 +16,7 @@ from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import Loaded, load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.features import feature, takes
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
@@ -158,8 +159,8 @@ def _go_on(
     else:
         _check_and_take_args(margs, common["args"])
     stock.print_rank_0(f" checkpoint version {common['checkpoint_version']}")
-    _finish_optimizer(call, margs, loaded)
     chunks = unwrap(call.model)
+    _finish_optimizer(call, margs, loaded, state.geometry(chunks))
     side_state.load_extra_states(chunks, state.geometry(chunks), loaded.side.objects)
     # After the extra states, in which delayed scaling keeps its scales.
     if not call.skip_model_and_optimizer and state.geometry(chunks).quantized:
@@ -200,7 +201,7 @@ def _check_and_take_args(margs: Any, saved: Any) -> None:
     margs.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
 
 
-def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
+def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded, geometry: ModelGeometry) -> None:
     """Hyper-parameters and scheduler; or, where no optimizer state is loaded, fresh masters."""
     optimizer = call.optimizer
     if margs.finetune or margs.no_load_optim:
@@ -208,7 +209,7 @@ def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
             optimizer.reload_model_params()
         return
     if optimizer is not None:
-        for change in load_hyper_parameters(optimizer, loaded.side.optimizer):
+        for change in load_hyper_parameters(optimizer, loaded.side.optimizer, geometry):
             checkpointing().print_rank_0(f"  flashckpt: {change}, as the checkpoint says")
     if call.scheduler is not None and loaded.common["opt_param_scheduler"] is not None:
         call.scheduler.load_state_dict(loaded.common["opt_param_scheduler"])

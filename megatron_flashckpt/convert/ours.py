@@ -20,7 +20,7 @@ from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, Shard
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
-from megatron_flashckpt.megatron_lm.hyper_parameters import merge
+from megatron_flashckpt.megatron_lm.hyper_parameters import merge, without_held
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.base import Storage
 
@@ -66,7 +66,7 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
     common = plain.decode_dict(stored.common(), place, side_state.COMMON_STATE)
     all_replicas = bool(getattr(common["args"], "data_parallel_random_init", False))
     states = _side_states(stored, chunks, rank_states, all_replicas=all_replicas)
-    optimizer = merge([state["optimizer"] for _, state in states])
+    optimizer = without_held(merge([state["optimizer"] for _, state in states]))
     return Contents(
         place=stored.place,
         iteration=iteration,

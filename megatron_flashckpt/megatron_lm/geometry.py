@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,10 @@ class ModelGeometry:
     tensors (TransformerEngine's extra state)."""
     quantized: dict[int, Geometry] = dataclasses.field(default_factory=dict)
     """The FP8 and FP4 parameters among `parameters`, by id."""
+    keys_of_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], list[list[str]]]] = (
+        dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    )
+    """What `group_parameters.held_keys` has found, by optimizer."""
 
     @functools.cached_property
     def quantized_keys(self) -> frozenset[str]:

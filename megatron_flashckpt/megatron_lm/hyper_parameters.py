@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.group_parameters import held_keys
 from megatron_flashckpt.megatron_lm.offload import (
     below,
     finish_loading,
@@ -20,6 +22,7 @@ from megatron_flashckpt.megatron_lm.offload import (
 from megatron_flashckpt.megatron_lm.optimizer_state import sub_optimizers
 from megatron_flashckpt.megatron_lm.param_groups import (
     EXPERT,
+    HELD,
     IDENTIFIERS,
     OWN_SETTINGS,
     Found,
@@ -42,8 +45,12 @@ _Family = tuple[frozenset[str], bool]
 """The settings of groups that step together, and whether they are of experts."""
 
 
-def hyper_parameters(optimizer: Any) -> Saved:
-    """Return, per sub-optimizer, its param groups without the params, steps and grad scaler."""
+def hyper_parameters(optimizer: Any, geometry: ModelGeometry | None = None) -> Saved:
+    """Return, per sub-optimizer, its param groups without the params, steps and grad scaler.
+
+    Args:
+        geometry: if given, each group names the parameters that it holds on this rank.
+    """
     saved = []
     for sub in sub_optimizers(optimizer):
         inner = sub.optimizer
@@ -53,6 +60,9 @@ def hyper_parameters(optimizer: Any) -> Saved:
             "step": _step_below(inner),
             "grad_scaler": scaler.state_dict() if scaler else None,
         }
+        if geometry is not None:
+            for group, keys in zip(entry["param_groups"], held_keys(sub, geometry), strict=True):
+                group[HELD] = keys
         has_parameters = any(group["params"] for group in inner.param_groups)
         if has_parameters and all(_step_of(entry, it) is None for it in entry["param_groups"]):
             entry[_NO_STEP_MADE] = True
@@ -92,6 +102,7 @@ def merge(of_ranks: list[Saved]) -> Saved:
     """
     merged: Saved = []
     made = _steps_made(entry for saved in of_ranks for entry in saved)
+    held = _held(of_ranks)
     seen: set[tuple[int, Identity]] = set()
     for saved in of_ranks:
         for number, entry in enumerate(saved):
@@ -100,16 +111,54 @@ def merge(of_ranks: list[Saved]) -> Saved:
             for group, identity in zip(groups, identities(groups), strict=True):
                 if (number, identity) not in seen:
                     seen.add((number, identity))
-                    fresh.append(group)
+                    fresh.append(_holding(group, held.get(identity)))
             if fresh:
                 merged.append(_counted(entry, fresh, made))
     return merged
 
 
 def completed(saved: Saved, others: Saved) -> Saved:
-    """Return `saved` with steps from `others` where its rank had no parameters to count with."""
+    """Return `saved` with what `others` know and its rank did not.
+
+    These are steps where it had no parameters to count with, and what groups hold on other ranks.
+    """
     made = _steps_made(others)
-    return [_counted(entry, entry["param_groups"], made) for entry in saved]
+    held = _held([saved, others])
+    found = []
+    for entry in saved:
+        groups = entry["param_groups"]
+        known = [
+            _holding(group, held.get(identity))
+            for group, identity in zip(groups, identities(groups), strict=True)
+        ]
+        found.append(_counted(entry, known, made))
+    return found
+
+
+def without_held(saved: Saved) -> Saved:
+    """Return `saved` with groups as Megatron has them, which do not name parameters."""
+    return [
+        {**entry, "param_groups": [_holding(group, None) for group in entry["param_groups"]]}
+        for entry in saved
+    ]
+
+
+def _held(of_ranks: list[Saved]) -> dict[Identity, set[str]]:
+    """Return, by identity, the parameters that groups hold on all ranks together."""
+    found: dict[Identity, set[str]] = {}
+    for saved in of_ranks:
+        for entry in saved:
+            groups = entry["param_groups"]
+            for group, identity in zip(groups, identities(groups), strict=True):
+                if HELD in group:
+                    found.setdefault(identity, set()).update(group[HELD])
+    return found
+
+
+def _holding(group: dict[str, Any], keys: set[str] | None) -> dict[str, Any]:
+    """Return the group with the names of these parameters, or without any."""
+    bare = {name: value for name, value in group.items() if name != HELD}
+    return bare if keys is None else {**bare, HELD: sorted(keys)}
 
 
 def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts) -> dict[str, Any]:
@@ -126,7 +175,7 @@ def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts)
     return counted
 
 
-def check(optimizer: Any, saved: Saved) -> None:
+def check(optimizer: Any, saved: Saved, geometry: ModelGeometry | None = None) -> None:
     """Raise unless `load_hyper_parameters` can set all groups; changes nothing.
 
     Raises:
@@ -134,7 +183,9 @@ def check(optimizer: Any, saved: Saved) -> None:
             none is certainly meant; all are named.
     """
     lost = [
-        group for _, group, found in _matches(optimizer, saved) if not found and group["params"]
+        group
+        for _, group, found in _matches(optimizer, saved, geometry)
+        if not found and group["params"]
     ]
     if lost:
         known = [group for entry in saved for group in entry["param_groups"]]
@@ -147,8 +198,13 @@ def check(optimizer: Any, saved: Saved) -> None:
         )
 
 
-def load_hyper_parameters(optimizer: Any, saved: Saved) -> list[str]:
+def load_hyper_parameters(
+    optimizer: Any, saved: Saved, geometry: ModelGeometry | None = None
+) -> list[str]:
     """Set what `hyper_parameters` or `merge` returned; state tensors must be allocated already.
+
+    Args:
+        geometry: of the model, by which groups can be told by the parameters that they hold.
 
     Returns:
         A line for each group of this job whose configured settings the checkpoint's replace.
@@ -156,7 +212,7 @@ def load_hyper_parameters(optimizer: Any, saved: Saved) -> list[str]:
     changes = []
     scalers: dict[int, Any] = {}
     made = _steps_made(saved)
-    for inner, group, found in _matches(optimizer, saved):
+    for inner, group, found in _matches(optimizer, saved, geometry):
         if found is not None:
             entry, values = found
             if entry["grad_scaler"] is not None:
@@ -191,15 +247,13 @@ def knows_steps(saved: Saved) -> bool:
 
 
 def _matches(
-    optimizer: Any, saved: Saved
+    optimizer: Any, saved: Saved, geometry: ModelGeometry | None
 ) -> list[tuple[torch.optim.Optimizer, dict[str, Any], Found | None]]:
     """Return `(inner optimizer, its group, what is saved of it)` for every group."""
-    mine = [
-        (sub.optimizer, group)
-        for sub in sub_optimizers(optimizer)
-        for group in sub.optimizer.param_groups
-    ]
-    found = matches([group for _, group in mine], saved)
+    subs = sub_optimizers(optimizer)
+    mine = [(sub.optimizer, group) for sub in subs for group in sub.optimizer.param_groups]
+    held = () if geometry is None else [it for sub in subs for it in held_keys(sub, geometry)]
+    found = matches([group for _, group in mine], saved, held)
     return [(*of_mine, it) for of_mine, it in zip(mine, found, strict=True)]
 
 
@@ -247,7 +301,8 @@ def _family(group: dict[str, Any]) -> _Family:
 def _take(
     inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any], step: Any
 ) -> None:
-    own = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), *OWN_SETTINGS, "params", "step")
+    own = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), *OWN_SETTINGS)
+    own += ("params", "step", HELD)
     taken = {
         key: _overwritten(group.get(key), value, _device(group))
         for key, value in values.items()

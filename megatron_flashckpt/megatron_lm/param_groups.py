@@ -34,6 +34,9 @@ IDENTIFIERS: tuple[str, ...] = getattr(
 EXPERT = "is_expert_parallel"
 #: Settings of the job's implementation of a step, which a load does not change.
 OWN_SETTINGS = ("capturable", "differentiable", "foreach", "fused")
+#: Of a saved group, the global keys of parameters that it held: those that the ranks which are read
+#: had anything of. Not in checkpoints that were converted.
+HELD = "held_parameters"
 #: What training changes.
 _CHANGING = ("lr", "weight_decay", "step")
 
@@ -45,7 +48,7 @@ def kept(group: Group) -> Group:
 
 def setting_names(group: Group) -> frozenset[str]:
     """Return the names of what a group has settings for; every kind of optimizer has its own."""
-    return frozenset(kept(group)) - {"step"}
+    return frozenset(kept(group)) - {"step", HELD}
 
 
 def value_of(group: Group, key: str) -> Any:
@@ -73,16 +76,22 @@ def constants(group: Group) -> dict[str, Any]:
     return {
         plain_name(key): _hashable(value)
         for key, value in kept(group).items()
-        if key not in (*_CHANGING, *OWN_SETTINGS)
+        if key not in (*_CHANGING, *OWN_SETTINGS, HELD)
     }
 
 
-def matches(mine: Sequence[Group], saved: Saved) -> list[Found | None]:
+def matches(
+    mine: Sequence[Group], saved: Saved, held: Sequence[Sequence[str]] = ()
+) -> list[Found | None]:
     """Return what `saved` has of each group of this job, in order.
 
     A group is found by the first of these that some saved group shares with it: all that differs
     between saved groups; the same but for the mark of experts; what Megatron makes groups by, as a
-    restart may change rates. None: there is none, or there are several that differ.
+    restart may change rates, and among several of these the parameters that they hold. None: there
+    is none, or there are several that differ.
+
+    Args:
+        held: the global keys of the parameters that each group of this job holds on this rank.
     """
     known = [(entry, group) for entry in saved for group in entry["param_groups"]]
     telling = differing([group for _, group in known])
@@ -107,8 +116,13 @@ def matches(mine: Sequence[Group], saved: Saved) -> list[Found | None]:
         for identity in (_basics, lambda it: _basics(it)[1:]):
             if found[number] is None:
                 like = _like(group, identity, known)
+                keys = set(held[number]) if held else set()
                 rivals = [it for it in left if identity(it) == identity(group)]
-                if not _are_alike([it for _, it in like]) and _are_alike(rivals):
+                if _are_alike([it for _, it in like]):
+                    pass
+                elif holders := [it for it in like if not keys.isdisjoint(it[1].get(HELD, ()))]:
+                    like = holders
+                elif _are_alike(rivals):
                     # Groups that others have matched exactly are not meant for this one.
                     like = _like(group, identity, free)
                 found[number] = like[0] if _are_alike([it for _, it in like]) else None
@@ -176,7 +190,7 @@ def _are_alike(groups: list[Group]) -> bool:
         frozenset(
             (plain_name(key), _hashable(value))
             for key, value in kept(group).items()
-            if key not in (EXPERT, f"pre_{EXPERT}", "step")
+            if key not in (EXPERT, f"pre_{EXPERT}", "step", HELD)
         )
         for group in groups
     }

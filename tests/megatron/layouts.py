@@ -210,6 +210,19 @@ def interrupted_pairs(family: str) -> list[Pair]:
     return [Pair(first, there, "interrupted") for there in (first, plain, FAMILIES[family][1])]
 
 
+def rescheduled_pairs(family: str) -> list[Pair]:
+    """Return what is loaded by jobs whose groups have other rates: in the same place, elsewhere.
+
+    Rates alone tell three groups of this family apart, so only their parameters can.
+    """
+    if family != "fp32":
+        return []
+    first, _, plain = FAMILIES[family]
+    rates = ("--decoupled-lr", "4e-3", "--lr", "2e-3", "--override-opt-param-scheduler")
+    there = dataclasses.replace(first, arguments=(*first.arguments, *rates))
+    return [Pair(source, there, "other rates") for source in (first, plain)]
+
+
 def plan(families: Iterable[str], root: Path) -> list[dict[str, Any]]:
     """Return the cells of one job; those with the same layout follow one another."""
     cells = []
@@ -224,6 +237,7 @@ def plan(families: Iterable[str], root: Path) -> list[dict[str, Any]]:
         ]
         for layout in layouts:
             cells += [_destination_cell(pair, root) for pair in loads if pair.destination == layout]
+        cells += [_destination_cell(pair, root) for pair in rescheduled_pairs(family)]
     return cells
 
 
@@ -247,6 +261,8 @@ def _destination_cell(pair: Pair, root: Path) -> dict[str, Any]:
         ]
     elif pair.how == "interrupted":
         steps = [["load", f"{source}:interrupted", AFTER, own]]
+    elif pair.how == "other rates":
+        steps = [["load", source, BEFORE, own]]
     elif pair.how:
         steps = [["load", source, BEFORE, own], ["spoil", pair.how], *_go_on(root / pair.name)]
     else:

@@ -44,6 +44,7 @@ from tests.megatron.layouts import (
     interrupted_pairs,
     pairs,
     plan,
+    rescheduled_pairs,
     spoiled_pairs,
     stock_pairs,
 )
@@ -352,6 +353,21 @@ def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Lay
     if "--num-experts" not in words:
         assert groups == {(tp, pp): stages[pp].written(tp) * per_parameter for tp, pp in groups}
     assert sum(groups.values()) == sizes.total_nbytes
+
+
+@pytest.mark.parametrize("pair", rescheduled_pairs("fp32"), ids=names)
+def test_groups_whose_rates_have_all_changed_are_told_by_their_parameters(
+    ran: Ran, pair: Pair
+) -> None:
+    """As in Megatron, the checkpoint's rates are those that count."""
+    before = [event["before"]["settings"] for event in ran.steps(pair, "load")]
+    saved = settings_by_key(ran, pair.source, BEFORE)
+    assert rates_of(before).isdisjoint(rates_of([{key: [it] for key, it in saved.items()}]))
+    assert wrong_settings(ran, pair, "load", BEFORE) == []
+
+
+def rates_of(settings: list[dict[str, Any]]) -> set[float]:
+    return {values["max_lr"] for it in settings for of_key in it.values() for values in of_key}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,19 +6,23 @@ Plain data in the form of core 0.17's param groups; tests/megatron/test_reshard.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.hyper_parameters import (
     check,
+    completed,
     hyper_parameters,
     load_hyper_parameters,
     merge,
+    without_held,
 )
-from megatron_flashckpt.megatron_lm.param_groups import matches
+from megatron_flashckpt.megatron_lm.param_groups import HELD, matches
 from tests.megatron_lm.test_hyper_parameters import adam, chained, rates, stepped, wrapped
 
 Group = dict[str, Any]
@@ -168,3 +172,60 @@ def test_order_tells_apart_what_differs_in_no_setting() -> None:
     assert rates(inner) == [0.0, 0.5, 0.25]
     with pytest.raises(MissingStateError):
         check(wrapped(adam([group(), group(), group()])), merged)
+
+
+# ---------------------------------------------------------------------- by their parameters
+
+KEYS = ("norm", "embedding", "output", "fc1")
+
+
+def geometry_of(inner: torch.optim.Optimizer, keys: tuple[str, ...]) -> ModelGeometry:
+    """Return the geometry of a model whose parameters have these global keys, one per group."""
+    held = [parameter for each in inner.param_groups for parameter in each["params"]]
+    places = [SimpleNamespace(runs=(SimpleNamespace(key=key),)) for key in keys]
+    return ModelGeometry((), list(zip(held, places, strict=True)), [], [])
+
+
+def named(groups: list[Group], *keys: str) -> list[dict[str, Any]]:
+    """Return what is saved of groups that hold parameters of these keys."""
+    inner = stepped(adam(groups))
+    return hyper_parameters(wrapped(inner), geometry_of(inner, keys))
+
+
+@pytest.mark.parametrize("turn", range(4))
+def test_new_rates_of_all_groups_go_by_the_parameters_that_groups_held(turn: int) -> None:
+    groups = scheduled(decoupled_and_mup())
+    merged = merge(
+        [
+            named([*groups[:2], *empty(groups[2:])], *KEYS[:2]),
+            named([*empty(groups[:2]), *groups[2:]], *KEYS[2:]),
+        ]
+    )
+    fresh = decoupled_and_mup(0.004, 0.003)
+    inner = adam(fresh[turn:] + fresh[:turn])
+    geometry = geometry_of(inner, KEYS[turn:] + KEYS[:turn])
+    check(wrapped(inner), merged, geometry)
+    told = load_hyper_parameters(wrapped(inner), merged, geometry)
+    assert len(told) == 4
+    assert rates(inner) == [it["lr"] for it in groups[turn:] + groups[:turn]]
+    assert all(HELD not in it for it in inner.param_groups)
+
+
+def test_a_rank_in_its_own_place_knows_what_groups_hold_on_others() -> None:
+    groups = scheduled(decoupled_and_mup())
+    own = named([*groups[:2], *empty(groups[2:])], *KEYS[:2])
+    others = merge([own, named([*empty(groups[:2]), *groups[2:]], *KEYS[2:])])
+    (entry,) = completed(own, others)
+    assert [it[HELD] for it in entry["param_groups"]] == [[key] for key in KEYS]
+
+
+def test_a_parameter_that_two_groups_held_decides_nothing() -> None:
+    saved = named(scheduled(decoupled_and_mup()), "norm", "embedding", "fc1", "fc1")
+    inner = adam(decoupled_and_mup(0.004, 0.003))
+    with pytest.raises(MissingStateError, match=r"eps 2\.5e-09"):
+        check(wrapped(inner), saved, geometry_of(inner, KEYS))
+
+
+def test_names_of_parameters_are_of_our_own_format_only() -> None:
+    groups = scheduled(decoupled_and_mup())
+    assert without_held(named(groups, *KEYS)) == saved_by(*groups)
