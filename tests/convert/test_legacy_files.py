@@ -49,6 +49,12 @@ LAYOUTS = {
     },
     "pp2-vpp2-plain": PP2_VPP2,
     "decoupled-lr": {"decoupled_lr": 0.5, "untie_embeddings_and_output_weights": True},
+    "decoupled-lr-mup": {
+        "decoupled_lr": 0.5,
+        "untie_embeddings_and_output_weights": True,
+        "use_mup": True,
+        "mup_base_hidden_size": 12,
+    },
     "experts-ep2": {**EXPERTS, **EP2, **DISTRIBUTED},
     "experts-ep2-tp2-pp2": {
         **EXPERTS,
@@ -77,8 +83,13 @@ def test_every_layout_comes_back(layout: dict, tmp_path: Path) -> None:
     if args.fp16:
         made.optimizer[0]["grad_scaler"] = {"scale": 1024.0}
     if "decoupled_lr" in layout:
-        theirs = [{**group, "max_lr": 0.5} for group in made.optimizer[0]["param_groups"][:1]]
-        made.optimizer[0]["param_groups"] += theirs
+        groups = made.optimizer[0]["param_groups"]
+        apart = {**groups[0], "max_lr": 0.5, "default_config": False}
+        groups.append(apart)
+        if "use_mup" in layout:
+            scaled = {**apart, "eps": 5e-9}
+            groups[:] = [{**group, "eps": 1e-8} for group in groups]
+            groups += [scaled, {**scaled, "max_lr": 5e-4}]
     if "overlap_param_gather_with_optimizer_step" in layout:
         made.optimizer.append({**made.optimizer[0]})
     write_legacy(made, tmp_path, Options())
@@ -93,6 +104,13 @@ def test_every_layout_comes_back(layout: dict, tmp_path: Path) -> None:
     assert set(steps) == {10.0}
     assert read.optimizer[0]["grad_scaler"] == made.optimizer[0]["grad_scaler"]
     assert read.common["opt_param_scheduler"] == made.common["opt_param_scheduler"]
+
+
+def test_groups_that_do_not_say_which_parameters_they_hold_are_refused(tmp_path: Path) -> None:
+    made = contents(arguments(decoupled_lr=0.5))
+    with pytest.raises(UnsupportedError, match=r"holds embedding\.word_embeddings\.weight cannot"):
+        write_legacy(made, tmp_path, Options())
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_cut_vocabulary_is_padded_for_the_layout_that_args_name(tmp_path: Path) -> None:
