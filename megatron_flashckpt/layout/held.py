@@ -85,12 +85,16 @@ def held_once(source: Source, tensors: Tensors) -> Held:
 
 
 def _doubtful(tensors: Tensors) -> set[tuple[str, str]]:
-    """Return kind and key of tensors of which there is more than one, or too much."""
-    seen: set[tuple[str, str]] = set()
-    found: set[tuple[str, str]] = set()
+    """Return kind and key of tensors of several shapes, or of which there is too much.
+
+    Layers that share a key may differ in type, so elements of all types count together.
+    """
+    shapes: dict[tuple[str, str], Shape] = {}
+    numels: Counter[tuple[str, str]] = Counter()
+    doubtful: set[tuple[str, str]] = set()
     for (kind, key, _, shape), numel in tensors.items():
         name = kind, key
-        if name in seen or not numel <= math.prod(shape) < LIMIT:
-            found.add(name)
-        seen.add(name)
-    return found
+        numels[name] += numel
+        if shapes.setdefault(name, shape) != shape or not numels[name] <= math.prod(shape) < LIMIT:
+            doubtful.add(name)
+    return doubtful
