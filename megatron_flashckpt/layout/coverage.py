@@ -23,7 +23,7 @@ from megatron_flashckpt.layout.columns import (
 )
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.held import NOTHING_HELD, Held
-from megatron_flashckpt.layout.piece import RANK_STATE, Piece, Shape
+from megatron_flashckpt.layout.piece import RANK_STATE, UNUSED, Piece, Shape
 from megatron_flashckpt.layout.plan import Source, stored_items
 from megatron_flashckpt.layout.reshard import Box, Run, intersection, overlap
 
@@ -138,11 +138,16 @@ def missing_state(
 def superfluous(
     wanted: Collection[tuple[str, str]], sources: Iterable[Source], kinds: set[str]
 ) -> set[str]:
-    """Return `kind/key` of all that is stored (of `kinds`) and not among the names `wanted`."""
+    """Return `kind/key` of all that is stored (of `kinds`) and not among the names `wanted`.
+
+    What no forward uses may stay unread.
+    """
     return {
         f"{item.kind}/{item.key}"
         for item in stored_items(sources)
-        if item.kind in kinds and (item.kind, item.key) not in wanted
+        if item.kind in kinds
+        and (item.kind, item.key) not in wanted
+        and not item.key.endswith(UNUSED)
     }
 
 

@@ -22,6 +22,10 @@ BUFFER = "buffer"
 #: Serialised per-rank state (RNG, param groups, ...): bytes, one piece per rank.
 RANK_STATE = "rank_state"
 
+#: Ends the key of a parameter that no forward uses and that other parallel layouts do not have. A
+#: load may lack such a tensor, and may leave it unread. No name of a parameter has a space.
+UNUSED = " (unused)"
+
 Shape = tuple[int, ...]
 
 

@@ -8,6 +8,7 @@ without storage shows which elements go where.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -24,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.layout.piece import UNUSED, Shape
 from megatron_flashckpt.megatron_lm import legacy_geometry
 from megatron_flashckpt.megatron_lm.features import takes
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
@@ -122,7 +123,13 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
             "chained_optim_avoid_prefix": True,
         }
     seen: set[int] = set()
-    for name, entry in _leaves(chunk.sharded_state_dict(**keywords)):
+    unused = _unused_outputs(chunk)
+    with _untied(unused):
+        listed = chunk.sharded_state_dict(**keywords)
+    weights = {id(module.output_layer.weight) for module in unused}
+    for name, entry in _leaves(listed):
+        if id(getattr(entry, "data", None)) in weights:
+            entry.key += UNUSED
         if isinstance(entry, ShardedObject):
             yield str(name), entry
         elif (
@@ -132,6 +139,39 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
         ):
             seen.add(id(entry.data))
             yield str(name), entry
+
+
+def _unused_outputs(chunk: Any) -> list[Any]:
+    """Return the models of this stage whose output layer has a weight that no forward uses.
+
+    With multi-token prediction the last stage has a copy of the word embeddings. If embeddings are
+    tied, its output layer computes with that copy. Yet Megatron (seen in core 0.17.1) makes a
+    weight for the output layer, too, and steps it.
+    """
+    return [
+        module
+        for module in chunk.modules()
+        if getattr(module, "mtp_process", False)
+        and getattr(module, "share_embeddings_and_output_weights", False)
+        and getattr(module, "post_process", False)
+        and not getattr(module, "pre_process", True)
+        and getattr(getattr(module, "output_layer", None), "weight", None) is not None
+    ]
+
+
+@contextlib.contextmanager
+def _untied(models: list[Any]) -> Iterator[None]:
+    """Have `models` list the weights of their output layers.
+
+    To tie them, `sharded_state_dict` asserts that there is no such weight.
+    """
+    for model in models:
+        model.share_embeddings_and_output_weights = False
+    try:
+        yield
+    finally:
+        for model in models:
+            model.share_embeddings_and_output_weights = True
 
 
 def _leaves(nest: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
