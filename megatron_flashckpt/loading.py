@@ -27,7 +27,7 @@ from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, optimizer_states, plan_load
+from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, StoredStates, plan_load
 from megatron_flashckpt.load_side_state import SideReads, SideState
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
@@ -235,7 +235,8 @@ def _load(
         if not request.fill:
             return []
         refuse_unmastered(request, found.place)
-        return state.wanted(request.chunks, request.optimizer, states)
+        dtype_of = StoredStates(found).dtype_of
+        return state.wanted(request.chunks, request.optimizer, states, dtype_of)
 
     def check(names: Names) -> None:
         if request.fill and request.optimizer is not None:
@@ -251,6 +252,7 @@ def _load(
     reach("load.planned")
     together(plan.zero_padding)
     report = supply.fill(plan)
+    together(plan.finish)
     reach("load.filled")
     return Loaded(origin, common, side, report)
 
@@ -284,7 +286,7 @@ def _side(
         own, dealt = reads.states()
         states = {}
         if request.fill:
-            stored = optimizer_states(found)
+            stored = StoredStates(found).by_key
             states = state.states_of(request.chunks, request.optimizer, stored)
         return (common, reads, own), (dealt, states)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 from megatron.core import package_info
@@ -21,11 +22,12 @@ from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
 from megatron_flashckpt.layout.completeness import Tally, tally
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
+from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.expectation import Expected, expect
 from megatron_flashckpt.megatron_lm.features import exists
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.node_link import slab_nbytes
@@ -93,13 +95,8 @@ def begin(model: list[Any], optimizer: Any) -> None:
     chunks, saved = _saved(margs, model, optimizer)
     state = checkpointer.model_state
     expected = together(lambda: expect(state, chunks, saved))
-    geometry = state.geometry(chunks)
-    pieces = [
-        piece
-        for piece in expected.pieces
-        if piece.kind != MASTER or state.derives_key(geometry, piece.key)
-    ]
-    _add_up(tally(pieces, state.stands_for(chunks, saved), (WEIGHT, BUFFER, MASTER)))
+    pieces = _of_the_model(state, state.geometry(chunks), expected.pieces)
+    _add_up(tally(pieces, state.stands_for(chunks)))
     needs = _needs(checkpointer, expected)
     node_memory.check(needs, checkpointer.config.slots)
     _announce(margs, checkpointer, expected, needs, started)
@@ -189,6 +186,23 @@ def _is_checked(margs: Any, model: list[Any], optimizer: Any) -> bool:
 
 def _note_checked(margs: Any, model: list[Any], optimizer: Any) -> None:
     session.note_checked(margs.save, *_saved(margs, model, optimizer))
+
+
+def _of_the_model(state: ModelState, geometry: ModelGeometry, pieces: list[Piece]) -> list[Piece]:
+    """Return weights and buffers, masters that are saved in place of weights among the weights.
+
+    Layers that share a key may be saved in either way: only 16-bit weights are made of masters.
+    """
+    weights = {(piece.key, piece.offset, piece.shape) for piece in pieces if piece.kind == WEIGHT}
+    return [
+        msgspec.structs.replace(piece, kind=WEIGHT) if piece.kind == MASTER else piece
+        for piece in pieces
+        if piece.kind != MASTER
+        or (
+            state.derives_key(geometry, piece.key)
+            and (piece.key, piece.offset, piece.shape) not in weights
+        )
+    ]
 
 
 def _check_own(margs: Any, model: list[Any], optimizer: Any) -> frozenset[str]:

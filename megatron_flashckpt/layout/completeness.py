@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import LayoutError
@@ -60,18 +60,13 @@ class Tally(NamedTuple):
         return Tally(self.held + other.held, self.wanted + other.wanted)
 
 
-def tally(
-    pieces: Iterable[Piece],
-    wanted: Iterable[tuple[str, str, Shape]],
-    kinds: Collection[str] = _WHOLE,
-) -> dict[str, Tally]:
+def tally(pieces: Iterable[Piece], wanted: Iterable[tuple[str, str, Shape]]) -> dict[str, Tally]:
     """Count what one rank has of the tensors that must be there as a whole, by kind and key.
 
     Args:
         wanted: kind, key and global shape of the tensors that this rank stands for.
-        kinds: what must be there as a whole.
     """
-    counts = [(it.kind, it.key, Tally(it.numel, 0)) for it in pieces if it.kind in kinds]
+    counts = [(it.kind, it.key, Tally(it.numel, 0)) for it in pieces if it.kind in _WHOLE]
     counts += [(kind, key, Tally(0, math.prod(shape))) for kind, key, shape in wanted]
     found: dict[str, Tally] = {}
     for kind, key, count in counts:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from megatron_flashckpt.layout.columns import LIMIT
 from megatron_flashckpt.layout.piece import Piece, Shape
-from megatron_flashckpt.layout.plan import Source, placement_length
+from megatron_flashckpt.layout.plan import Source, TemplateItem, piece_of, placement_length
+from megatron_flashckpt.layout.reshard import Run
 
 # No named tuple: to make one of these for each of 20,000 items takes twice the time.
 Tensors = Mapping[tuple[str, str, str, Shape], int]
@@ -40,6 +41,26 @@ def stored_tensors(sources: Iterable[Source]) -> Tensors:
         for item in template.items:
             tensor = item.kind, item.key, item.dtype, item.global_shape
             found[tensor] = found.get(tensor, 0) + users[number] * item.numel
+    return found
+
+
+def typed_runs(
+    sources: Iterable[Source], names: Collection[tuple[str, str]]
+) -> dict[tuple[str, str], list[tuple[Run, str]]]:
+    """Return the stored runs of the tensors `names` (kind and key), each with its type."""
+    items: dict[int, tuple[int, list[TemplateItem]]] = {}
+    found: dict[tuple[str, str], list[tuple[Run, str]]] = {name: [] for name in names}
+    for source in sources:
+        template = source.template
+        if id(template) not in items:
+            named = [it for it in template.items if (it.kind, it.key) in names]
+            items[id(template)] = placement_length(template.items), named
+        length, of_template = items[id(template)]
+        if len(source.placement) != length:  # whoever plans reads says what is wrong
+            continue
+        for item in of_template:
+            run = Run.of(piece_of(item, source.placement))
+            found[item.kind, item.key].append((run, item.dtype))
     return found
 
 

@@ -38,6 +38,8 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Whether something else than `optimizer.step()` may change it."""
     resizable: bool = False
     """Whether it may be stored in another global shape (padded vocabulary)."""
+    origin: tuple[torch.Tensor, torch.Tensor] | None = None
+    """A tensor that is not contiguous, and its contiguous copy, which `tensor` is a part of."""
 
 
 class _Replicated(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -175,18 +177,14 @@ class ModelState:
             and any(self.derives_key(geometry, run.key) for run in geo.runs)
         }
 
-    def stands_for(self, chunks: list[Any], optimizer: Any) -> list[tuple[str, str, Shape]]:
+    def stands_for(self, chunks: list[Any]) -> list[tuple[str, str, Shape]]:
         """Return kind, key and global shape of the tensors that begin on this rank.
 
         Megatron's own numbering of replicas says so, which `owned` does not go by: that other
         ranks write the tensor makes no difference.
         """
         geometry = self.geometry(chunks)
-        derived = self.derived(geometry, optimizer)
-        described = [
-            (MASTER if id(parameter) in derived else WEIGHT, geo)
-            for parameter, geo in geometry.parameters
-        ]
+        described = [(WEIGHT, geo) for _, geo in geometry.parameters]
         described += [(BUFFER, geo) for _, _, geo in geometry.buffers]
         return [
             (kind, run.key, run.global_shape)
@@ -201,6 +199,7 @@ class ModelState:
         chunks: list[Any],
         optimizer: Any,
         states: Mapping[str, Mapping[str, torch.dtype]],
+        dtype_of: Callable[[str, list[Piece]], torch.dtype | None] = lambda kind, pieces: None,
     ) -> list[LocalPiece]:
         """Return all pieces that a load must fill on this rank, duplicates included.
 
@@ -210,20 +209,26 @@ class ModelState:
         Args:
             optimizer: None: weights and buffers only.
             states: by family of optimizers (`states_of`), the types of the states to fill by kind.
+            dtype_of: returns the type in which a kind of state is stored of certain pieces, if it
+                is; parameters of one family may have states of several types.
         """
         geometry = self.geometry(chunks)
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         for entry in optimizer_state.entries(optimizer):
             geo = by_id[id(entry.parameter)]
-            tensors = optimizer_state.allocate(entry, states.get(entry.family, {}))
-            for kind, tensor in tensors.items():
-                found += _cut(geo, kind, _writable(geo, tensor), entry.start, entry.end)
+            pieces = [it.piece for it in geo.parts(MASTER, torch.float32, entry.start, entry.end)]
+            kinds = {
+                kind: dtype_of(kind, pieces) or dtype
+                for kind, dtype in states.get(entry.family, {}).items()
+            }
+            for kind, tensor in optimizer_state.allocate(entry, kinds).items():
+                found += _to_fill(geo, kind, tensor, entry.start, entry.end)
         for parameter, geo in geometry.parameters:
             if id(parameter) not in geometry.quantized:
-                found += _cut(geo, WEIGHT, _writable(geo, parameter.data), 0, parameter.numel())
+                found += _to_fill(geo, WEIGHT, parameter.data, 0, parameter.numel())
         for geo, tensor in self._buffers(chunks, geometry):
-            found += _cut(geo, BUFFER, _writable(geo, tensor), 0, tensor.numel())
+            found += _to_fill(geo, BUFFER, tensor, 0, tensor.numel())
         return found
 
     def states_of(
@@ -245,6 +250,21 @@ class ModelState:
             for run in by_id[id(entry.parameter)].runs:
                 found[entry.family].update(stored.get(run.key, {}))
         return dict(found)
+
+    def check_memory(self, chunks: list[Any], optimizer: Any) -> None:
+        """Raise if a load could not fill a tensor because its elements share memory.
+
+        Raises:
+            UnsupportedError: names the tensor.
+        """
+        geometry = self.geometry(chunks)
+        by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
+        for entry in optimizer_state.entries(optimizer):
+            refuse_shared_elements(by_id[id(entry.parameter)].name, entry.owned)
+        for parameter, geo in geometry.parameters:
+            refuse_shared_elements(geo.name, parameter)
+        for geo, tensor in self._buffers(chunks, geometry):
+            refuse_shared_elements(geo.name, tensor)
 
     @staticmethod
     def _buffers(chunks: list[Any], geometry: ModelGeometry) -> list[tuple[Geometry, torch.Tensor]]:
@@ -314,11 +334,41 @@ def _section(flat: torch.Tensor, start: int, end: int) -> torch.Tensor:
     return flat if end - start == flat.numel() else flat[start:end]
 
 
-def _writable(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` if its flattening is a view, so that filling the one fills the other."""
-    if not tensor.is_contiguous():
-        raise UnsupportedError(f"{geometry.name}: a tensor that is not contiguous cannot be loaded")
-    return tensor
+def _to_fill(
+    geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int
+) -> list[LocalPiece]:
+    """Return what `_cut` does, for a load: `LocalPiece.finish` follows."""
+    if tensor.is_contiguous():
+        return _cut(geometry, kind, tensor, start, end)
+    refuse_shared_elements(geometry.name, tensor)
+    # Its flattening is no view, so a copy is filled, and then copied back.
+    copied = tensor.contiguous()
+    return [
+        msgspec.structs.replace(local, origin=(tensor, copied))
+        for local in _cut(geometry, kind, copied, start, end)
+    ]
+
+
+def refuse_shared_elements(name: str, tensor: torch.Tensor) -> None:
+    """Raise if two elements of `tensor` may lie at one address, as in an expanded tensor.
+
+    Raises:
+        UnsupportedError: names the tensor.
+    """
+    if tensor.is_contiguous():
+        return
+    axes = sorted(
+        (stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
+    )
+    reach = 0
+    for stride, n in axes:
+        if stride <= reach:
+            raise UnsupportedError(
+                f"{name}: elements of this tensor share memory (shape {tuple(tensor.shape)}, "
+                f"strides {tensor.stride()}), so a load could not set each of them; make it "
+                "contiguous, or keep Megatron's own checkpointing for this job"
+            )
+        reach += stride * (n - 1)
 
 
 def _cut(

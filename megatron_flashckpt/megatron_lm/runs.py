@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.piece import Piece, Shape
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 
@@ -78,6 +79,10 @@ class Geometry:
         wanted = (kind, dtype, start, end)
         found = self._parts.get(wanted)
         if found is None:
-            of_run = (run.parts(kind, dtype_name(dtype), start, end) for run in self.runs)
+            try:
+                name = dtype_name(dtype)
+            except LayoutError as error:
+                raise LayoutError(f"{self.name}: {error}") from None
+            of_run = (run.parts(kind, name, start, end) for run in self.runs)
             found = self._parts[wanted] = tuple(itertools.chain.from_iterable(of_run))
         return found
