@@ -11,7 +11,7 @@ import torch
 from megatron_flashckpt.convert import buckets
 from megatron_flashckpt.convert.contents import Contents
 from megatron_flashckpt.convert.legacy_optimizer import grouped
-from megatron_flashckpt.convert.parts import ByKey, local_tensor
+from megatron_flashckpt.convert.parts import ByKey, local_dtype, local_tensor
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
@@ -101,7 +101,8 @@ def _refuse_incomplete(
         for run in parameter.geometry.runs
     }
     for key in sorted(keys):
-        kinds = (MASTER, *states) if tensors[WEIGHT][key].dtype.itemsize == 2 else states
+        has_masters = any(dtype.itemsize == 2 for dtype in tensors[WEIGHT][key].dtypes)
+        kinds = (MASTER, *states) if has_masters else states
         lost += [f"{kind}/{key}" for kind in kinds if key not in tensors.get(kind, {})]
     if lost:
         raise MissingStateError(
@@ -129,7 +130,7 @@ def _buffers(
     model: RankModel, args: Any, chunks: _Chunks, tensors: dict[str, ByKey]
 ) -> dict[Any, Any]:
     dtypes = {
-        (number, parameter.name): tensors[WEIGHT][parameter.geometry.runs[0].key].dtype
+        (number, parameter.name): local_dtype(parameter.geometry, tensors[WEIGHT])
         for number, parameters in chunks
         for parameter in parameters
     }
@@ -168,7 +169,7 @@ def _plain(
             [
                 _local(parameter, tensors[MASTER])
                 for _, parameter in parameters
-                if tensors[WEIGHT][parameter.geometry.runs[0].key].dtype.itemsize == 2
+                if local_dtype(parameter.geometry, tensors[WEIGHT]).itemsize == 2
             ]
         )
         for index, (_, parameter) in zip(indices, parameters, strict=True):

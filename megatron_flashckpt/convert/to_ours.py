@@ -83,7 +83,7 @@ def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
     free = limit_nbytes
     for tensor in contents.tensors:
         for box in tensor.boxes:
-            nbytes = torch.Size(box[1]).numel() * tensor.dtype.itemsize
+            nbytes = torch.Size(box[1]).numel() * tensor.dtype_of(box).itemsize
             if nbytes > free and files[-1]:
                 files.append([])
                 free = limit_nbytes
@@ -131,7 +131,7 @@ def _rank_state(contents: Contents, place: Coordinates) -> dict[str, Any]:
 def _piece(tensor: GlobalTensor, box: Box) -> Piece:
     offset, shape = box
     numel = torch.Size(shape).numel()
-    dtype = dtype_name(tensor.dtype)
+    dtype = dtype_name(tensor.dtype_of(box))
     return Piece(tensor.key, tensor.kind, dtype, tensor.shape, offset, shape, 0, numel)
 
 

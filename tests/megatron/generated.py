@@ -88,6 +88,8 @@ KNOWN: list[Model] = [
         ),
     )
 ]
+#: Saved in Megatron's own format as well.
+KNOWN[0]["torch_dist"] = True
 #: Masters are saved in place of 16-bit weights, and layer 0 has an fp32 weight under the same key.
 KNOWN.append(
     model(

@@ -89,3 +89,9 @@ def test_what_could_not_be_loaded_is_refused_before_the_first_step(
     for layout in LAYOUTS:
         assert (made["name"], layout, "saved") not in ran
         assert re.search(said, ran[made["name"], layout, "refused"][0])
+
+
+def test_megatron_does_not_save_layers_of_several_types_as_torch_dist(ran: Wrong) -> None:
+    """So there is nothing that a conversion to that format could be."""
+    (error,) = ran[KNOWN[0]["name"], "one", "torch_dist"]
+    assert error.startswith("AssertionError((torch.")
