@@ -33,6 +33,8 @@ from megatron_flashckpt.megatron_lm.runs import Geometry, Run
 
 #: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
 _MANY_RUNS, _SHORT_RUN = 1024, 16
+#: Assertions may quote all names of a model.
+_LONG = 300
 
 
 @dataclasses.dataclass
@@ -124,8 +126,16 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
         }
     seen: set[int] = set()
     unused = _unused_outputs(chunk)
-    with _untied(unused):
-        listed = chunk.sharded_state_dict(**keywords)
+    try:
+        with _untied(unused):
+            listed = chunk.sharded_state_dict(**keywords)
+    except Exception as error:  # an assertion of Megatron or of the model
+        said = str(error)
+        raise UnsupportedError(
+            f"{type(chunk).__name__}.sharded_state_dict() fails, so the place of this model's "
+            f"parameters in the global tensors is unknown: {type(error).__name__}: "
+            f"{said if len(said) <= _LONG else said[:_LONG] + ' ...'}"
+        ) from error
     weights = {id(module.output_layer.weight) for module in unused}
     for name, entry in _leaves(listed):
         if id(getattr(entry, "data", None)) in weights:

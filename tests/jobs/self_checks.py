@@ -141,6 +141,15 @@ def not_in_state_dict(job: Job) -> Iterator[None]:
             yield
 
 
+def state_dict_fails(job: Job) -> contextlib.AbstractContextManager[None]:
+    """A model that Megatron itself cannot list."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError({f"layer.{number}": 0 for number in range(1000)}.keys())
+
+    return changed(job[0][0].module.module, "sharded_state_dict", fail)
+
+
 @contextlib.contextmanager
 def frozen_in_optimizer(job: Job) -> Iterator[None]:
     """Frozen after the optimizer was made, as Megatron itself does for a while."""
@@ -217,6 +226,7 @@ CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
     "no buffer": buffer_lacks,
     "trainable, unknown": lambda job: added(job, frozen=False),
     "not in the state dict": not_in_state_dict,
+    "state dict fails": state_dict_fails,
     "frozen, unknown": lambda job: added(job, frozen=True),
     "frozen": frozen_in_optimizer,
     "left to another rank": wrong_part,
