@@ -57,6 +57,7 @@ LAYOUT = os.environ["LAYOUT"]
 FLAGS = {
     "fp32": {},
     "fp32 distributed": {"use_distributed_optimizer": True},
+    "fp32 sgd": {"optimizer": "sgd"},
     "bf16": {"bf16": True},
     "bf16 distributed": {"bf16": True, "use_distributed_optimizer": True},
 }
@@ -158,6 +159,7 @@ class Job:
             bf16=False,
             params_dtype=torch.float32,
             use_distributed_optimizer=False,
+            optimizer="adam",
             # Megatron clips gradients of fp32 only.
             clip_grad=1.0 if case["optimizer"].startswith("bf16") else 0.0,
         )

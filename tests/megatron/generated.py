@@ -100,6 +100,16 @@ KNOWN.append(
         config={"weights": "derive"},
     )
 )
+#: States are of their parameters' types.
+KNOWN.append(
+    model(
+        "layers of several types, fp32 sgd",
+        "fp32 sgd",
+        count=3,
+        layers=_mixed_layers(),
+        single={"whole": entry([9], BF16)},
+    )
+)
 #: What must be refused before the first step, and what the refusal says.
 REFUSED: list[tuple[Model, str]] = [
     (
