@@ -18,6 +18,7 @@ from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
 from megatron_flashckpt.convert.legacy import is_legacy, open_legacy
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
+from megatron_flashckpt.convert.overlap import refuse_overlap
 from megatron_flashckpt.convert.safetensors_export import write_safetensors
 from megatron_flashckpt.convert.soundness import refuse_damage
 from megatron_flashckpt.convert.to_legacy import write_legacy
@@ -79,6 +80,10 @@ class Opened:
     """A source that is ready to be converted."""
 
     format: str
+    root: Path
+    """The save directory."""
+    directory: Path
+    """The checkpoint in it."""
     contents: Contents
 
     @property
@@ -109,7 +114,10 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
                     "convert another iteration"
                 )
             return Opened(
-                source.name, _weights_only(contents) if options.weights_only else contents
+                source.name,
+                root,
+                directory,
+                _weights_only(contents) if options.weights_only else contents,
             )
     known = ", ".join(source.name for source in SOURCES)
     raise NotCommittedError(
@@ -131,9 +139,10 @@ def convert(
         on_read: called with the bytes just read from the source.
 
     Raises:
-        ConfigError: the result would replace something.
+        ConfigError: the result would replace something, or overlap the source.
         CorruptCheckpointError: the source's optimizer state does not fit its weights.
     """
+    refuse_overlap(opened.root, opened.directory, destination)
     contents = opened.contents
     if contents.suspicion is not None and contents.optimizer and not options.accept_damage:
         refuse_damage(contents)

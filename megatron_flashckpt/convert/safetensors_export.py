@@ -63,7 +63,8 @@ def write_safetensors(contents: Contents, directory: Path, options: Options) -> 
         for named in _unstacked(tensor)
     ]
     files = list(_files(sorted(tensors, key=lambda named: named.name), options.shard_nbytes))
-    with new_directory(directory, overwrite=options.overwrite) as fresh:
+    # Users may name a link to the directory; only what it leads to is replaced.
+    with new_directory(directory.resolve(), overwrite=options.overwrite) as fresh:
         weight_map = {}
         for number, held in enumerate(files, 1):
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
