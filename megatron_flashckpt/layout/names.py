@@ -57,6 +57,12 @@ def common_name(save_id: str) -> str:
     return f"common-{save_id}.msgpack"
 
 
+def save_id_of_common(name: str) -> str | None:
+    """Return the id that `common_name` made `name` of, or None if it did not make it."""
+    match = _OF_A_SAVE.fullmatch(name)
+    return match and match["common"]
+
+
 def record_name(rank: int, save_id: str) -> str:
     """Return the name of a rank's commit record: its presence means that the shard is durable."""
     return f"rank_{rank:05d}-{save_id}.commit"
