@@ -100,6 +100,29 @@ def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, roo
     assert foreign.exists()
 
 
+def test_jobs_that_share_a_directory_for_traces_keep_their_own(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    shared = msgspec.structs.replace(
+        node.config(), trace=Trace(directory=str(tmp_path / "shared"), keep=1)
+    )
+    jobs = [node.trainer(tmp_path / name, config=shared) for name in ("one", "two")]
+    (tmp_path / "shared").mkdir()
+    link = tmp_path / "shared" / f"iter_0000001-{'a' * 12}-rank_00000.trace.json"
+    link.symlink_to("nowhere")
+    for iteration in (1, 2, 3):
+        for trainer in jobs:
+            traced_save([trainer], iteration)
+
+    def kept() -> list[str]:
+        return sorted(path.name.partition("-")[0] for path in (tmp_path / "shared").glob("*.json"))
+
+    eventually(
+        "the newest of each", lambda: kept() == ["iter_0000001", "iter_0000003", "iter_0000003"]
+    )
+    assert link.is_symlink()
+
+
 def test_without_the_setting_nothing_is_recorded_or_written(node: Node, root: Path) -> None:
     traced_save([node.trainer(root)], 7)
     assert not (root / TRACES).exists()
