@@ -27,7 +27,12 @@ from megatron_flashckpt.layout.cost import SaveCost
 from megatron_flashckpt.layout.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Storage
 
+<<<<<<< HEAD
 REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
+=======
+COMMITTED, REMOVED, FAILED = "committed", "removed", "failed"
+_PNG = b"\x89PNG\r\n\x1a\n"
+>>>>>>> 273af2a (report --png and put replace nothing of others)
 #: What a drawing shows at most: more bars are thinner than a pixel.
 _DRAWN = 200
 
@@ -214,8 +219,9 @@ def draw(found: list[Row], file: str | os.PathLike[str]) -> None:
     """Draw the last saves as a timeline: a bar per save, cut into phases, and a cross per failure.
 
     Raises:
-        FlashCkptError: matplotlib is not there, or the file cannot be written.
+        FlashCkptError: matplotlib is not there, the file cannot be written, or is another's.
     """
+    _refuse_other_file(file)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -244,3 +250,16 @@ def draw(found: list[Row], file: str | os.PathLike[str]) -> None:
         figure.savefig(file, format="png", dpi=100)
     except OSError as error:
         raise FlashCkptError(f"{file}: cannot be written ({error.strerror or error})") from error
+
+
+def _refuse_other_file(file: str | os.PathLike[str]) -> None:
+    """Raise if a drawing would replace something else, such as a file of a checkpoint."""
+    try:
+        with open(file, "rb") as held:
+            begin = held.read(len(_PNG))
+    except OSError:
+        return  # it is not there, or cannot be written either
+    if begin not in (b"", _PNG):
+        raise FlashCkptError(
+            f"{file}: exists and is no PNG; nothing was changed; name another file"
+        )

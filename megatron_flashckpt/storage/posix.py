@@ -209,8 +209,9 @@ class PosixStorage:
         temporary = path.with_name(temporary_name(path.name))
         with _explained(path, "write"):
             path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(temporary, "xb")  # noqa: SIM115, what is not made here is not removed here
             try:
-                with open(temporary, "xb") as file:
+                with file:
                     file.write(data)
                     file.flush()
                     if durable != "nothing":

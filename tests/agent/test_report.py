@@ -115,9 +115,20 @@ def test_a_drawing_without_matplotlib_says_what_to_install(
     assert not (saves / "x.png").exists()
 
 
+def test_a_drawing_replaces_no_file_that_is_none(
+    saves: Path, capsys: pytest.CaptureFixture
+) -> None:
+    manifest = saves / "iter_0000004" / "manifest.json"
+    before = manifest.read_bytes()
+    assert main(["report", str(saves), "--png", str(manifest)]) == 1
+    assert f"{manifest}: exists and is no PNG; nothing was changed" in capsys.readouterr().err
+    assert manifest.read_bytes() == before
+
+
 def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png"), "again"
     assert main(["report", str(saves), "--png", str(tmp_path / "no/x.png")]) == 1
     assert "cannot be written" in capsys.readouterr().err
