@@ -27,12 +27,8 @@ from megatron_flashckpt.layout.cost import SaveCost
 from megatron_flashckpt.layout.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Storage
 
-<<<<<<< HEAD
 REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
-=======
-COMMITTED, REMOVED, FAILED = "committed", "removed", "failed"
 _PNG = b"\x89PNG\r\n\x1a\n"
->>>>>>> 273af2a (report --png and put replace nothing of others)
 #: What a drawing shows at most: more bars are thinner than a pixel.
 _DRAWN = 200
 

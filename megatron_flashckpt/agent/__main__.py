@@ -14,6 +14,7 @@ from typing import get_args
 
 from megatron_flashckpt import faults
 from megatron_flashckpt.agent.node import AgentOptions
+from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
 from megatron_flashckpt.agent.server import Agent, listen
 from megatron_flashckpt.storage.direct_io import DirectMode
@@ -70,6 +71,7 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     faults.this_is("agent")
+    raise_limit()
     # The parent returns as soon as trainers can connect, so that whoever started it can reap it and
     # the agent is nobody's child; no thread has been started yet, so forking is safe.
     ready, tell = os.pipe()

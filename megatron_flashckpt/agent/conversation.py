@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -15,6 +16,7 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError, process_of
 from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.reception import GREETING_NBYTES, Strangers
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.templates import TemplateStore
@@ -32,8 +34,11 @@ _UNCOMMITTED = 8
 class Conversations:
     """Everything that trainers can ask of the agent."""
 
-    def __init__(self, node: Node, saves: Saves, committer: Committer) -> None:
+    def __init__(
+        self, node: Node, saves: Saves, committer: Committer, strangers: Strangers
+    ) -> None:
         self._node = node
+        self._strangers = strangers
         self._saves = saves
         self._committer = committer
         self._templates = TemplateStore(node.changed)
@@ -46,7 +51,12 @@ class Conversations:
         """Talk with whoever has connected, in a thread of its own."""
         with self._node.changed:
             self.connections += 1
-        threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+        self._strangers.add(connection)
+        try:
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+        except (RuntimeError, MemoryError) as error:  # no thread is left, or no memory
+            self._strangers.turned_away(str(error))
+            self._end(None, connection)
 
     def _converse(self, connection: socket.socket) -> None:
         number: int | None = None
@@ -71,18 +81,33 @@ class Conversations:
                 p.send(connection, *answer)
                 if isinstance(request, p.Poll):
                     self._node.traces.write_told()
-        except (EOFError, OSError, msgspec.MsgspecError, FlashCkptError) as error:
-            if not isinstance(error, EOFError):
-                logger.warning("rank %s: connection ended (%s)", number, error)
+        except EOFError:
+            pass
+        except (OSError, msgspec.MsgspecError, FlashCkptError) as error:
+            self._say_ended(number, error)
+        except Exception:  # whatever it is, it concerns this connection only
+            logger.exception("rank %s: connection ended", number)
         finally:
-            connection.close()
-            self._farewell(number, connection)
+            self._end(number, connection)
+
+    def _end(self, number: int | None, connection: socket.socket) -> None:
+        self._strangers.remove(connection)
+        connection.close()
+        self._farewell(number, connection)
+
+    def _say_ended(self, number: int | None, error: Exception) -> None:
+        if number is None:
+            self._strangers.turned_away(f"no greeting ({error})")
+        else:
+            logger.warning("rank %d: connection ended (%s)", number, error)
 
     def _greet(self, connection: socket.socket, process: RankProcess | None) -> int | None:
-        body, fd = p.receive(connection)
+        body, fd = p.receive(connection, GREETING_NBYTES)
         if fd is not None:
             os.close(fd)
         hello = p.decode_request(body)
+        self._strangers.remove(connection)
+        connection.settimeout(None)
         if not isinstance(hello, p.Hello) or hello.protocol != p.PROTOCOL_VERSION:
             reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"
             p.send(connection, p.Refused(reason))
@@ -145,6 +170,12 @@ class Conversations:
             taken = self._attach(number, Slab.attach(fd), process)
             reach("agent.attached")
             return (p.Attached(taken),)
+        if isinstance(request, p.AttachSlab):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise AgentError(
+                f"the slab's descriptor did not arrive: the agent may open {limit} files; raise "
+                "its limit ('ulimit -n')"
+            )
         if fd is not None:
             os.close(fd)
         if isinstance(request, p.DetachSlab):

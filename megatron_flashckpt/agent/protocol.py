@@ -314,18 +314,18 @@ def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) ->
         sock.sendall(memoryview(frame)[sent:])
 
 
-def receive(sock: socket.socket) -> tuple[bytes, int | None]:
+def receive(sock: socket.socket, limit_nbytes: int = MAX_FRAME_NBYTES) -> tuple[bytes, int | None]:
     """Return one frame's body and the descriptor that came with it (the caller owns it).
 
     Raises:
         EOFError: the other side closed the connection.
-        AgentError: the frame is larger than any that this protocol has.
+        AgentError: the frame is larger than `limit_nbytes`.
     """
     fds: list[int] = []
     try:
         prefix = _receive_exactly(sock, _LENGTH.size, fds)
         (length,) = _LENGTH.unpack(prefix)
-        if length > MAX_FRAME_NBYTES:
+        if length > limit_nbytes:
             raise AgentError(f"a frame of {length} bytes is not of this protocol")
         body = _receive_exactly(sock, length, fds)
     except BaseException:

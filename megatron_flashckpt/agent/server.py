@@ -6,7 +6,6 @@ behind one lock, whose condition is notified on every change; nothing slow happe
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversation import Conversations
 from megatron_flashckpt.agent.node import AgentOptions, Node
+from megatron_flashckpt.agent.reception import Reception, Strangers
 from megatron_flashckpt.agent.saves import Saves
 
 logger = logging.getLogger(__name__)
@@ -29,22 +29,22 @@ class Agent:
     """One per node and save directory. `serve` runs until the agent is not needed any more."""
 
     def __init__(self, listener: socket.socket, options: AgentOptions) -> None:
-        self._listener = listener
         self._node = Node(options)
         self._committer = Committer(self._node)
         self._saves = Saves(self._node, self._committer)
-        self._talks = Conversations(self._node, self._saves, self._committer)
+        strangers = Strangers()
+        self._talks = Conversations(self._node, self._saves, self._committer, strangers)
+        self._reception = Reception(listener, strangers)
         #: When to end, at the latest; set by a signal.
         self._deadline: float | None = None
 
     def serve(self) -> None:
         """Accept trainers until all have left, or none has come back for the grace time."""
         self._committer.start()
-        self._listener.settimeout(_TICK_S)
         while not self._may_leave():
             self._committer.watch()
-            with contextlib.suppress(TimeoutError):
-                connection, _ = self._listener.accept()
+            connection = self._reception.accept(_TICK_S)
+            if connection is not None:
                 self._talks.begin(connection)
         self._saves.close()
         self._committer.close()
