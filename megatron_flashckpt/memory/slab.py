@@ -20,6 +20,7 @@ from megatron_flashckpt.memory.mapping import (
     map_shared,
     populate,
     prefer_node,
+    seal_size,
 )
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
 
@@ -98,6 +99,7 @@ class Slab:
             prefer_node(slab.memory, numa_node)
         try:
             allocate(fd, slab.memory, huge_pages=huge_pages)
+            seal_size(fd)
         except OSError:
             slab.close()
             raise
@@ -118,6 +120,7 @@ class Slab:
 
     @classmethod
     def _mapped(cls, fd: int) -> Slab:
+        seal_size(fd)  # before its size is looked at
         nbytes = os.fstat(fd).st_size
         if nbytes < PAGE:
             raise CorruptCheckpointError(f"memory of {nbytes} bytes is too small for a slab")
