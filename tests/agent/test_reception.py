@@ -37,9 +37,9 @@ class Crowd:
     def come(self, count: int = 1, send: bytes = b"") -> None:
         for _ in range(count):
             sock = socket.socket(socket.AF_UNIX)
-            sock.settimeout(PATIENCE_S)
             self.sockets.append(sock)
-            sock.connect(self._path)
+            sock.connect(self._path)  # with a time limit it would fail where the queue is full
+            sock.settimeout(PATIENCE_S)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall(send)
 
