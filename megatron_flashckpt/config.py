@@ -160,7 +160,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings. Every field has a default that is sound for a single node or a cluster."""
 
     runtime_dir: str | None = None
-    """Where agents keep their sockets (mode 0700); `None`: `/tmp/flashckpt-<uid>`."""
+    """Where agents keep their sockets (mode 0700); `None`: below `XDG_RUNTIME_DIR` if that is a
+    private directory, else `/tmp/flashckpt-<uid>`; another name if another user has taken that."""
 
     slots: int = 2
     """Checkpoints that a rank keeps in host memory: the last one stays while the next is staged."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -15,8 +13,9 @@ from typing import get_args
 from megatron_flashckpt import faults
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.reception import raise_limit
-from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
-from megatron_flashckpt.agent.server import Agent, listen
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.server import Agent
+from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.storage.direct_io import DirectMode
 
 
@@ -32,6 +31,7 @@ class _ErrorSeen(logging.Handler):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="megatron_flashckpt.agent")
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--runtime-dir")
     parser.add_argument("--root", required=True)
     parser.add_argument("--grace-s", type=float, required=True)
     parser.add_argument("--persist-threads", type=int, required=True)
@@ -49,13 +49,10 @@ def main() -> int:
     arguments = parser.parse_args()
 
     try:
-        lock = os.open(arguments.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # An agent that leaves removes its files while it still holds the lock. If it did so since
-        # we opened them, they are no longer what others see: whoever started us starts another.
-        for fd, name in ((lock, LOCK), (sys.stderr.fileno(), LOG)):
-            if not os.path.samestat(os.fstat(fd), os.stat(arguments.directory / name)):
-                return 0
+        upkeep = Upkeep(arguments.directory, arguments.runtime_dir)
+        # Nor may the log that we were started with be that of an agent that has left since.
+        if not os.path.samestat(os.fstat(sys.stderr.fileno()), os.stat(arguments.directory / LOG)):
+            return 0
     except (BlockingIOError, FileNotFoundError):
         return 0  # another agent serves this directory, or has just left, directory and all
 
@@ -79,11 +76,6 @@ def main() -> int:
         os.close(tell)
         os._exit(0 if os.read(ready, 1) else 1)
     os.close(ready)
-    # Not before the fork: whoever connects is told by the kernel who called `listen`, and must be
-    # told who serves (`protocol.peer`), to end it when it hangs.
-    listener = listen(arguments.directory, SOCKET)
-    os.write(tell, b"1")
-    os.close(tell)
     options = AgentOptions(
         root=arguments.root,
         grace_s=arguments.grace_s,
@@ -100,18 +92,16 @@ def main() -> int:
         trace_directory=arguments.trace_directory,
         trace_keep=arguments.trace_keep,
     )
+    # Not before the fork: whoever connects is told by the kernel who called `listen`, and must be
+    # told who serves (`protocol.peer`), to end it when it hangs.
+    agent = Agent(upkeep, options)
+    os.write(tell, b"1")
+    os.close(tell)
     logging.info("agent %d serves %s", os.getpid(), arguments.root)
-    agent = Agent(listener, options)
     signal.signal(signal.SIGTERM, lambda *_: agent.end_soon())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     agent.serve()
-    # Socket first: from here on a trainer that comes finds nobody and starts a new agent.
-    (arguments.directory / SOCKET).unlink(missing_ok=True)
-    if not errors.seen:
-        (arguments.directory / LOG).unlink(missing_ok=True)
-        (arguments.directory / LOCK).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            arguments.directory.rmdir()
+    upkeep.leave(keep_log=errors.seen)
     logging.shutdown()
     # Without the threads, which the interpreter would wait for: one may be writing to a storage
     # that hangs.

@@ -19,7 +19,7 @@ from typing import TypeVar
 import megatron_flashckpt
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory
+from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, agent_directory, holder
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, SaveFailedError
 from megatron_flashckpt.layout.cost import RankCost
@@ -32,6 +32,9 @@ _R = TypeVar("_R")
 _RETRY_S = 0.02
 #: A wait for something long is asked for in slices, so that a hung agent is noticed.
 _SLICE_S = 5.0
+#: Seconds that an agent has to restore its socket, and between two looks at who holds the lock.
+_SILENT_S = 10.0
+_PROBE_S = 0.5
 #: How finely the patience with an agent is counted.
 _PATIENCE_PARTS = 10
 
@@ -217,9 +220,10 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     Raises:
         AgentError: it did not answer in time, or the socket directory is not private.
     """
-    directory = agent_directory(root, config.runtime_dir)
     deadline = time.monotonic() + config.agent.start_timeout_s
+    silent = _SilentHolder(min(_SILENT_S, config.agent.start_timeout_s / 2))
     while True:
+        directory = agent_directory(root, config.runtime_dir)
         sock = _new_socket()
         try:
             sock.connect(str(directory / SOCKET))
@@ -242,8 +246,53 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
                 f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}"
             )
         if local_rank == 0:
-            _start(agent_directory(root, config.runtime_dir), root, config)
+            directory = agent_directory(root, config.runtime_dir)
+            if silent.is_none(directory):
+                _start(directory, root, config)
         time.sleep(_RETRY_S)
+
+
+class _SilentHolder:
+    """Ends an agent that holds the lock of its directory and has no socket that anybody reaches.
+
+    An agent restores its socket within a second or two; one that does not is stopped or hangs.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._pid: int | None = None
+        self._since = 0.0
+        self._looked_at = -_PROBE_S
+
+    def is_none(self, directory: Path) -> bool:
+        """Return whether an agent can be started; one that has been silent for long is killed."""
+        now = time.monotonic()
+        if now - self._looked_at < _PROBE_S:
+            return self._pid is None
+        self._looked_at = now  # now and then: a lock that is looked at cannot be taken
+        pid = holder(directory)
+        if pid is None or pid != self._pid:
+            self._pid, self._since = pid, now
+        elif now - self._since > self._patience_s:
+            self._since = now
+            held = f"{directory / LOCK}: is held by process {pid or '?'}, which has no socket there"
+            if not pid or not _is_agent_of(pid, directory):
+                logger.error("%s and is not seen from here; end it on this node", held)
+                return False
+            logger.error("%s: killed", held)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return self._pid is None
+
+
+def _is_agent_of(pid: int, directory: Path) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    # An agent may have moved from where it was started, but keeps the name of its directory.
+    of_directory = any(word.endswith(b"/" + os.fsencode(directory.name)) for word in words)
+    return b"megatron_flashckpt.agent" in words and of_directory
 
 
 def _new_socket() -> socket.socket:
@@ -281,6 +330,7 @@ def _start(directory: Path, root: str, config: Config) -> None:
     command = [
         *(sys.executable, "-m", "megatron_flashckpt.agent"),
         *("--directory", str(directory), "--root", root),
+        *(("--runtime-dir", os.path.abspath(config.runtime_dir)) if config.runtime_dir else ()),
         *("--grace-s", str(config.agent.grace_s)),
         *("--persist-threads", str(config.agent.persist_threads)),
         *("--write-threads", str(config.agent.write_threads)),

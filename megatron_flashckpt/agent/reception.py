@@ -94,6 +94,11 @@ class Reception:
         #: whoever waits in the queue would have the kernel report the same error for ever.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
+    def listen_on(self, listener: socket.socket) -> None:
+        """Accept the connections of another socket from now on."""
+        self._listener.close()
+        self._listener = listener
+
     def accept(self, within_s: float) -> socket.socket | None:
         """Return the next connection; None if none came, or if it could not be taken."""
         try:

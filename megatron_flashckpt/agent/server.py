@@ -7,20 +7,18 @@ behind one lock, whose condition is notified on every change; nothing slow happe
 from __future__ import annotations
 
 import logging
-import socket
 import time
-from pathlib import Path
 
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversation import Conversations
 from megatron_flashckpt.agent.node import AgentOptions, Node
 from megatron_flashckpt.agent.reception import Reception, Strangers
 from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-_BACKLOG = 128
 #: Seconds for which an agent that nobody has talked to yet stays.
 _UNCLAIMED_S = 60.0
 
@@ -28,13 +26,14 @@ _UNCLAIMED_S = 60.0
 class Agent:
     """One per node and save directory. `serve` runs until the agent is not needed any more."""
 
-    def __init__(self, listener: socket.socket, options: AgentOptions) -> None:
+    def __init__(self, upkeep: Upkeep, options: AgentOptions) -> None:
+        self._upkeep = upkeep
         self._node = Node(options)
         self._committer = Committer(self._node)
         self._saves = Saves(self._node, self._committer)
         strangers = Strangers()
         self._talks = Conversations(self._node, self._saves, self._committer, strangers)
-        self._reception = Reception(listener, strangers)
+        self._reception = Reception(upkeep.listen(), strangers)
         #: When to end, at the latest; set by a signal.
         self._deadline: float | None = None
 
@@ -43,6 +42,9 @@ class Agent:
         self._committer.start()
         while not self._may_leave():
             self._committer.watch()
+            listener = self._upkeep.look()
+            if listener is not None:
+                self._reception.listen_on(listener)
             connection = self._reception.accept(_TICK_S)
             if connection is not None:
                 self._talks.begin(connection)
@@ -82,14 +84,3 @@ class Agent:
                 self._talks.parting = self._saves.persist_rest()
                 return not self._talks.parting
             return False
-
-
-def listen(directory: Path, name: str) -> socket.socket:
-    """Return a listening socket in `directory`; replaces the one of a dead agent."""
-    path = directory / name
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    path.chmod(0o600)
-    listener.listen(_BACKLOG)
-    return listener
