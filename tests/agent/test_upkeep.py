@@ -130,7 +130,9 @@ def test_an_agent_that_does_not_restore_its_socket_is_named_and_replaced(
     assert again.save(1).error is None
 
 
-@pytest.mark.parametrize("text", [b"%d\n" % os.getpid(), b"", b"x"], ids=["pid", "empty", "x"])
+@pytest.mark.parametrize(
+    "text", [b"%d\n" % os.getpid(), b"", b"x"], ids=["another process", "nothing", "no pid"]
+)
 def test_who_holds_a_lock_and_is_no_agent_is_named_and_lives(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
