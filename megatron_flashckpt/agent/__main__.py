@@ -13,7 +13,6 @@ from typing import get_args
 from megatron_flashckpt import faults
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.reception import raise_limit
-from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.storage.direct_io import DirectMode
@@ -50,9 +49,8 @@ def main() -> int:
 
     try:
         upkeep = Upkeep(arguments.directory, arguments.runtime_dir)
-        # Nor may the log that we were started with be that of an agent that has left since.
-        if not os.path.samestat(os.fstat(sys.stderr.fileno()), os.stat(arguments.directory / LOG)):
-            return 0
+        if not upkeep.writes_log:
+            return 0  # the log that we were given went with an agent that has left since
     except (BlockingIOError, FileNotFoundError):
         return 0  # another agent serves this directory, or has just left, directory and all
 

@@ -99,6 +99,12 @@ class Reception:
         self._listener.close()
         self._listener = listener
 
+    def close(self) -> None:
+        """Hang up on those who wait in the queue."""
+        self._listener.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+
     def accept(self, within_s: float) -> socket.socket | None:
         """Return the next connection; None if none came, or if it could not be taken."""
         try:

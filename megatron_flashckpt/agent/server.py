@@ -53,6 +53,7 @@ class Agent:
         if self._node.peers is not None:
             self._node.peers.close()
         self._node.give_up_slots()
+        self._reception.close()
 
     def end_soon(self) -> None:
         """Have `serve` return when all that is staged is durable and no trainer is left.

@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -42,9 +41,18 @@ class Upkeep:
         self.directory = directory
         self._runtime_dir = runtime_dir
         self._lock = _locked(directory)
+        self._logs = self.writes_log
         self._socket: os.stat_result | None = None
         self._looked_at = self._found_at = time.monotonic()
         self._trouble = ""
+
+    @property
+    def writes_log(self) -> bool:
+        """Whether what this process says goes to the log that others see."""
+        try:
+            return os.path.samestat(os.fstat(2), os.stat(self.directory / LOG))
+        except FileNotFoundError:
+            return False
 
     def listen(self) -> socket.socket:
         """Return a new listening socket, in place of a former one. The lock now names this process.
@@ -116,11 +124,11 @@ class Upkeep:
         return status is not None and os.path.samestat(found, status)
 
     def _restore_log(self) -> None:
-        if not (self.directory / LOG).exists():
+        if self._logs and not (self.directory / LOG).exists():
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             fd = os.open(self.directory / LOG, flags, 0o600)
-            os.dup2(fd, sys.stdout.fileno())
-            os.dup2(fd, sys.stderr.fileno())
+            os.dup2(fd, 1)
+            os.dup2(fd, 2)
             os.close(fd)
 
     def leave(self, *, keep_log: bool) -> None:
@@ -128,13 +136,13 @@ class Upkeep:
 
         The socket first: from then on a trainer that comes finds nobody and starts a new agent.
         """
-        if not self._has(LOCK, os.fstat(self._lock)):
-            return  # another agent lives there
-        (self.directory / SOCKET).unlink(missing_ok=True)
-        if not keep_log:
-            (self.directory / LOG).unlink(missing_ok=True)
-            (self.directory / LOCK).unlink(missing_ok=True)
-            rendezvous.leave(self.directory, self._runtime_dir)
+        if self._has(LOCK, os.fstat(self._lock)):  # or another agent lives there
+            (self.directory / SOCKET).unlink(missing_ok=True)
+            if not keep_log:
+                (self.directory / LOG).unlink(missing_ok=True)
+                (self.directory / LOCK).unlink(missing_ok=True)
+                rendezvous.leave(self.directory, self._runtime_dir)
+        os.close(self._lock)
 
 
 def _locked(directory: Path) -> int:

@@ -18,8 +18,8 @@ import pytest
 
 from megatron_flashckpt.agent import commit
 from megatron_flashckpt.agent.node import AgentOptions
-from megatron_flashckpt.agent.rendezvous import SOCKET
-from megatron_flashckpt.agent.server import Agent, listen
+from megatron_flashckpt.agent.server import Agent
+from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory.slot import Slot
@@ -86,8 +86,8 @@ def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
     values |= {"sigterm_timeout_s": 0.0, "persist_on_leave": True}
     values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
-    listener = listen(node.directory(root), SOCKET)
-    agent = Agent(listener, AgentOptions(root=str(root), persist_threads=2, **values))
+    upkeep = Upkeep(node.directory(root), str(node.runtime_dir))
+    agent = Agent(upkeep, AgentOptions(root=str(root), persist_threads=2, **values))
     server = threading.Thread(target=agent.serve)
     server.start()
     try:
@@ -95,7 +95,7 @@ def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     finally:
         agent.end_soon()
         server.join(PATIENCE_S)
-        listener.close()
+        upkeep.leave(keep_log=False)
         assert not server.is_alive(), "an agent whose storage hangs can still be ended"
 
 
