@@ -15,6 +15,7 @@ from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.faults import reach
+from megatron_flashckpt.layout.manifest import Manifest
 from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -133,9 +134,18 @@ class Outstanding:
         for save_id in orphaned.keys() & self._open.keys() - set(taken):
             iteration = self._open[save_id]
             # It may have been committed in the moment before the agent went.
-            if self._is_committed(iteration, save_id):
+            if (manifest := self._committed(iteration, save_id)) is not None:
                 del self._open[save_id]
-                self._untold.append(Outcome(iteration, save_id, None, 0.0))
+                self._untold.append(
+                    Outcome(
+                        iteration,
+                        save_id,
+                        None,
+                        0.0,
+                        differing=manifest.differing,
+                        compared=manifest.compared,
+                    )
+                )
             else:
                 self.fail(iteration, save_id, self._loss)
 
@@ -151,10 +161,11 @@ class Outstanding:
                 return
             self._lost.popleft()
 
-    def _is_committed(self, iteration: int, save_id: str) -> bool:
+    def _committed(self, iteration: int, save_id: str) -> Manifest | None:
+        """Return the manifest of a save; None if it is not committed."""
         storage = PosixStorage(self._root)
         try:
             stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
         except FlashCkptError:
-            return False
-        return stored.manifest.save_id == save_id
+            return None
+        return stored.manifest if stored.manifest.save_id == save_id else None

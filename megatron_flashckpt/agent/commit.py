@@ -149,7 +149,7 @@ def commit(save: PendingSave) -> None:
         storage.put(common, meta.common, durable="contents")
         reach("commit.common")
         storage.put(f"{save.directory}/{names.MANIFEST}", manifest.encode_manifest(merged))
-    save.cost = merged.cost
+    save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
     reach("commit.manifest")
     _publish(save)
 
@@ -268,7 +268,7 @@ def _is_committed(save: PendingSave, present: set[str]) -> bool:
     found = _committed(save.storage, save.iteration) if names.MANIFEST in present else None
     if found is None or found.save_id != save.save_id:
         return False
-    save.cost = found.cost
+    save.cost, save.differing, save.compared = found.cost, found.differing, found.compared
     return True
 
 

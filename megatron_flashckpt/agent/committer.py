@@ -163,7 +163,15 @@ class Committer:
         if error is None:
             logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
         del self.pending[save.save_id]
-        outcome = p.Outcome(save.iteration, save.save_id, error, seconds, cost=save.cost)
+        outcome = p.Outcome(
+            save.iteration,
+            save.save_id,
+            error,
+            seconds,
+            cost=save.cost,
+            differing=save.differing,
+            compared=save.compared,
+        )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
         if save.outlived:
             state = SlotState.EMPTY

@@ -28,6 +28,9 @@ class PendingSave:
     """What it took until it was staged, by rank of this node."""
     cost: SaveCost | None = None
     """What it took in all, once it is committed."""
+    differing: tuple[str, ...] = ()
+    compared: bool = False
+    """What its manifest says of copies, once it is committed."""
     error: str | None = None
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""

@@ -184,6 +184,8 @@ def write_shard(
         template_nbytes=meta.template.nbytes,
         placement=meta.placement,
         metrics=meta.metrics,
+        differing=meta.differing,
+        sums=meta.sums,
         cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
     # Commit record last: its presence means that every byte above is durable. It need not be: a

@@ -54,6 +54,9 @@ class Outcome(msgspec.Struct, frozen=True):
     """It was for host memory only, and is there."""
     cost: SaveCost | None = None
     """Of a committed save, if it is known."""
+    differing: tuple[str, ...] = ()
+    compared: bool = False
+    """What the manifest of a committed save says of copies."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

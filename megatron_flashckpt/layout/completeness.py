@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.plan import Source, pieces_of
 
@@ -79,7 +80,8 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
     """Return one line per tensor that is not there exactly once; empty if all are.
 
     The ranges of every box must tile it, and the boxes of a tensor must tile the tensor. Rank
-    state is no tensor of the model: each rank has a box of its own size.
+    state is no tensor of the model: each rank has a box of its own size. Of copies beside the main
+    ones some may be missing: a load then takes the main one.
     """
     tensors: dict[tuple[str, str], _Tensor] = defaultdict(_Tensor)
     problems = []
@@ -89,6 +91,8 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
                 piece.check()
             except LayoutError as error:
                 problems.append(f"rank {source.rank}: {error}")
+                continue
+            if is_copy(piece.kind):
                 continue
             tensors[piece.kind, piece.key].add(piece, source.rank)
     for (kind, key), tensor in sorted(tensors.items()):
