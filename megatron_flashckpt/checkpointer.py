@@ -32,6 +32,7 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, side_state
+from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.expectation import Expected
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
@@ -122,6 +123,7 @@ class Checkpointer:
         self._saves = itertools.count()
         self._plans = PlanCache(self.link.fetch_template, self.link.publish_template)
         self._outstanding = Outstanding(self.root, self.rank, self.link)
+        self._copy_check = CopyCheck(self.model_state, self.rank)
         self._last: tuple[int, int, bool] | None = None
         self._copies_hang = False
 
@@ -211,11 +213,12 @@ class Checkpointer:
         save_id = f"{self._run_id}{next(self._saves):04x}"
         self._outstanding.expect(save_id, memory_only=request.memory_only)
         slot: Slot | None = None
+        comparison: Comparison | None = None
         try:
             # 1. Tensors are enumerated afresh; only layouts are cached.
-            ordered = self._enumerated(request)
+            ordered, comparison = self._enumerated(request)
             # 2. The plan. 3. A free slot.
-            layout, slot = self._place(request, ordered, save_id)
+            layout, slot = self._place(request, ordered, comparison, save_id)
         except UnsupportedError:
             raise
         except FlashCkptError as error:
@@ -231,7 +234,7 @@ class Checkpointer:
             reported.clear()
         self._outstanding.begin(save_id, request.iteration, trace)
         # 4. Stage.
-        self._stage(ordered, layout, slot, request, trace)
+        self._stage(ordered, comparison, layout, slot, request, trace)
         if self._is_blocking(request):
             self.link.stager.wait_copied()
         return SaveReport(request.iteration, trace.age_s, layout.nbytes, trace)
@@ -239,8 +242,8 @@ class Checkpointer:
     def _is_blocking(self, request: SaveRequest) -> bool:
         return request.blocking or self.config.staging == "blocking"
 
-    def _enumerated(self, request: SaveRequest) -> list[LocalPiece]:
-        """Return all pieces that this rank saves, in layout order.
+    def _enumerated(self, request: SaveRequest) -> tuple[list[LocalPiece], Comparison | None]:
+        """Return all pieces that this rank saves, in layout order, and what it sums up.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
@@ -248,7 +251,10 @@ class Checkpointer:
         """
         try:
             with phase("enumerate"):
-                return self._ordered(request.chunks, request.optimizer, request.rank_state)
+                ordered = self._ordered(request.chunks, request.optimizer, request.rank_state)
+                with held_off():
+                    begun = self._copy_check.begin(request.chunks, request.optimizer, ordered)
+                return ordered, begun
         except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
             raise SaveFailedError(f"rank {self.rank}: not staged: {error}") from error
 
@@ -263,7 +269,11 @@ class Checkpointer:
             return [pieces[i] for i in self._plans.order([local.piece for local in pieces])]
 
     def _place(
-        self, request: SaveRequest, ordered: list[LocalPiece], save_id: str
+        self,
+        request: SaveRequest,
+        ordered: list[LocalPiece],
+        comparison: Comparison | None,
+        save_id: str,
     ) -> tuple[Layout, Slot | None]:
         """Return the plan and a slot; if the agent turns out to be gone, another agent's."""
         for client in (self.link.current, None):
@@ -271,14 +281,16 @@ class Checkpointer:
                 with phase("plan"), held_off():
                     layout = self._plans.layout([local.piece for local in ordered])
                 with phase("acquire slot"):
-                    return layout, self._acquire(request, layout, save_id)
+                    return layout, self._acquire(request, layout, comparison, save_id)
             except AgentError as error:
                 if client is None:
                     raise
                 self._outstanding.lose_agent(client, error)
         raise AssertionError
 
-    def _acquire(self, request: SaveRequest, layout: Layout, save_id: str) -> Slot | None:
+    def _acquire(
+        self, request: SaveRequest, layout: Layout, comparison: Comparison | None, save_id: str
+    ) -> Slot | None:
         """Return a slot that says what it will hold; None if all are busy and 'busy' is 'skip'."""
         common = side_state.encode_common(request.common_state()) if self.rank == 0 else b""
         meta = msgspec.msgpack.encode(
@@ -295,6 +307,8 @@ class Checkpointer:
                 retain_interval=request.retain_interval,
                 retention=self.config.retention,
                 metrics=reported.current(),
+                differing=tuple(sorted(self.model_state.differing_keys)),
+                sums=None if comparison is None else comparison.room,
             )
         )
         slab = self.link.ensure_slab(layout.nbytes, len(meta))
@@ -328,6 +342,7 @@ class Checkpointer:
     def _stage(
         self,
         ordered: list[LocalPiece],
+        comparison: Comparison | None,
         layout: Layout,
         slot: Slot,
         request: SaveRequest,
@@ -355,6 +370,8 @@ class Checkpointer:
                     raise SaveFailedError(
                         "the agent discarded the slot during the copy; this rank had hung up"
                     )
+                if comparison is not None:
+                    comparison.write(slot, layout)
                 state = SlotState.KEPT if request.memory_only else SlotState.STAGED
                 slot.set_header(msgspec.structs.replace(staging, state=state))
                 reach("stage.staged")
@@ -384,7 +401,10 @@ class Checkpointer:
                 self._outstanding.broke(save_id, SaveFailedError(said))
                 raise
 
-        self.link.stager.stage(copies, hand_over)
+        if comparison is None:
+            self.link.stager.stage(copies, hand_over)
+        else:
+            self.link.stager.stage(copies, hand_over, comparison.aside)
 
     # ------------------------------------------------------------------ after a save
 
@@ -393,7 +413,11 @@ class Checkpointer:
 
         An agent that is gone is replaced in the background, and goes on with what is staged.
         """
-        return self._outstanding.poll(wait_s)
+        outcomes = self._outstanding.poll(wait_s)
+        for outcome in outcomes:
+            if outcome.compared:
+                self._copy_check.learn(outcome.iteration, outcome.differing)
+        return outcomes
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Return the outcomes of all saves, when none is pending any more.

@@ -166,6 +166,7 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
         "save": f"{summary.save_id}, format version {summary.version}",
         "tracker": "names it" if summary.tracked else "does not name it",
         "size": f"{human_size(summary.nbytes)} in {len(summary.files)} files",
+        **({"copies differ": ", ".join(summary.differing)} if summary.differing else {}),
         **{name: str(said) for name, said in summary.description.items() if said is not None},
     }
     table = new_table("", "")

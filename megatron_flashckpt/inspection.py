@@ -344,6 +344,8 @@ class Summary(msgspec.Struct, frozen=True):
     version: int
     world_size: int
     tracked: bool
+    differing: tuple[str, ...]
+    """Keys of tensors of which ranks have copies that differ."""
     nbytes: int
     description: dict[str, Any]
     tensors: tuple[TensorSummary, ...]
@@ -369,6 +371,7 @@ def summary(stored: StoredCheckpoint) -> Summary:
         version=manifest.version,
         world_size=manifest.world_size,
         tracked=tracked_iteration(stored.storage) == manifest.iteration,
+        differing=manifest.differing,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         description=manifest.description,
         tensors=tuple(TensorSummary(*name, nbytes[name], pieces[name]) for name in sorted(pieces)),

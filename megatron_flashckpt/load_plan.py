@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.layout.copies import copy_kind, is_copy
 from megatron_flashckpt.layout.coverage import ReadPlan, missing_state, read_plan, superfluous
 from megatron_flashckpt.layout.held import typed_runs
 from megatron_flashckpt.layout.piece import (
@@ -26,6 +27,7 @@ from megatron_flashckpt.layout.piece import (
 )
 from megatron_flashckpt.layout.reshard import Run, overlap
 from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece
 from megatron_flashckpt.restore.collectives import (
@@ -95,6 +97,8 @@ class _Findings:
     """Names that it wants and that are not there at all."""
     refusal: Said | None
     """What speaks against the load beside that."""
+    replaced: set[str]
+    """Keys of tensors of which it takes the main copy, though its own was another one."""
 
 
 def plan_load(
@@ -121,10 +125,16 @@ def plan_load(
     masters = _masters_for_weights(found)
     weights = {(key, dtype) for kind, key, dtype, _ in found.tensors if kind == WEIGHT}
     known = {(kind, key) for kind, key, _, _ in found.tensors}
+    # With another number of tensor ranks nobody stands where a rank stood.
+    is_same_tp = found.model_cut[0] == parallel.model_cut()[0]
+    copies = found.copies if is_same_tp else frozenset()
 
     def look() -> tuple[_Planned, _Findings]:
         mine = wanted()
-        pieces = [_as_stored(it.piece, masters, weights) if masters else it.piece for it in mine]
+        uses_others = bool(masters or copies)
+        pieces = [
+            _as_stored(it, masters, weights, copies) if uses_others else it.piece for it in mine
+        ]
         names = {(piece.kind, piece.key) for piece in pieces}
         # Between them ranks look at all shards, in the layout that was saved each at its own.
         shards = found.sources[rank :: world_size()] if request.fill else []
@@ -140,9 +150,19 @@ def plan_load(
         try:
             plan = _plan(mine, pieces, found)
         except MissingStateError as error:
-            return _Planned(None, names, None), _Findings(error.differences, unwanted, absent, None)
+            return _Planned(None, names, None), _Findings(
+                error.differences, unwanted, absent, None, set()
+            )
         refused = attempt(lambda: check(plan.names))
-        return _Planned(plan, names, refused.error), _Findings((), unwanted, absent, refused.said)
+        replaced = {
+            local.piece.key
+            for local in mine
+            if local.piece.key in found.differing
+            and (not is_same_tp or (local.copy and (local.piece.key, local.copy) not in copies))
+        }
+        return _Planned(plan, names, refused.error), _Findings(
+            (), unwanted, absent, refused.said, replaced
+        )
 
     planned, everyone = gathered(look)
     unwanted = set().union(*(found.unwanted for found in everyone))
@@ -160,6 +180,16 @@ def plan_load(
             found.place,
             ", ".join(sorted(absent)) or "none",
             ", ".join(sorted(unwanted)) or "none",
+        )
+    replaced = set().union(*(found.replaced for found in everyone))
+    if rank == 0 and replaced:
+        logger.warning(
+            "%s: ranks held different values of %s, though they should hold the same ones. Each "
+            "now gets those of the first rank, because %s: training continues as from one of "
+            "Megatron's own checkpoints, not bit for bit",
+            found.place,
+            named(replaced),
+            "no other copies were saved" if is_same_tp else "the tensor parallel size is another",
         )
     assert planned.plan is not None
     return planned.plan
@@ -206,19 +236,31 @@ def _masters_for_weights(found: SavedJob) -> set[str]:
     return {key for key in masters - stored if numels[key] <= math.prod(shapes[key])}
 
 
-def _as_stored(piece: Piece, masters: set[str], weights: set[tuple[str, str]]) -> Piece:
-    """Return the part of the master that a weight is made of, if that is what is stored.
+def _as_stored(
+    local: LocalPiece,
+    masters: set[str],
+    weights: set[tuple[str, str]],
+    copies: frozenset[tuple[str, str]],
+) -> Piece:
+    """Return the piece that `local` is filled from.
+
+    That is the part of the master that a weight is made of, if weights are not stored; and of this
+    rank's own copy, if that is stored.
 
     Args:
         weights: key and type of all stored weights.
     """
-    if piece.kind != WEIGHT or piece.key not in masters or (piece.key, piece.dtype) in weights:
-        return piece
-    return msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
+    piece = local.piece
+    if piece.kind == WEIGHT and piece.key in masters and (piece.key, piece.dtype) not in weights:
+        piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
+    if local.copy and (piece.key, local.copy) in copies:
+        piece = msgspec.structs.replace(piece, kind=copy_kind(piece.kind, local.copy))
+    return piece
 
 
 def _optimizer_kinds(found: SavedJob) -> set[str]:
-    return {kind for kind, *_ in found.tensors} - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
+    kinds = {kind for kind, *_ in found.tensors if not is_copy(kind)}
+    return kinds - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
 
 
 class StoredStates:
@@ -229,7 +271,7 @@ class StoredStates:
         """By key, the kinds of state and the type of each; one of them, where layers differ."""
         mixed: set[tuple[str, str]] = set()
         for kind, key, name, _ in found.tensors:
-            if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE):
+            if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE) and not is_copy(kind):
                 dtype = torch_dtype(name)
                 if self.by_key[key].setdefault(kind, dtype) != dtype:
                     mixed.add((kind, key))

@@ -22,6 +22,7 @@ from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.in_memory import InMemory
+from megatron_flashckpt.layout.copies import CopySum, compared
 from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
@@ -96,7 +97,9 @@ def load_from_memory(
         held = HeldSlot(found_there.slab, offer, rank)
         meta = held.meta
         places = (meta.coordinates, parallel.coordinates())
-        return held, _Summary(meta.template_fingerprint, meta.placement, *places)
+        return held, _Summary(
+            meta.template_fingerprint, meta.placement, *places, meta.differing, meta.sums
+        )
 
     held, everyone = gathered(described)
     templates = _templates(everyone, rank, held.meta.template)
@@ -107,6 +110,7 @@ def load_from_memory(
             for number, it in enumerate(everyone)
         ],
         [it.coordinates for it in everyone],
+        compared(everyone)[0],
     )
 
     def fill(plan: LoadPlan) -> ReadReport:
@@ -134,6 +138,8 @@ class _Summary(NamedTuple):
     coordinates: Coordinates
     """Where it stood when it saved."""
     stands: Coordinates
+    differing: tuple[str, ...]
+    sums: tuple[CopySum, ...] | None
 
 
 def _templates(everyone: list[_Summary], rank: int, mine: Template) -> dict[str, Template]:
@@ -180,7 +186,10 @@ def load_from_storage(
     encoded, common = from_first(read)
     stored = together(lambda: StoredCheckpoint(storage, iteration, encoded))
     found = SavedJob(
-        stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
+        stored.place,
+        stored.sources(),
+        [shard.coordinates for shard in stored.manifest.shards],
+        frozenset(stored.manifest.differing),
     )
     supply = _Supply(
         common,
@@ -254,6 +263,8 @@ def _load(
     report = supply.fill(plan)
     together(plan.finish)
     reach("load.filled")
+    # The next save has all copies of these at once.
+    state.differing_keys |= found.differing
     return Loaded(origin, common, side, report)
 
 

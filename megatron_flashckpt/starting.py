@@ -95,13 +95,15 @@ def begin(model: list[Any], optimizer: Any) -> None:
     chunks, saved = _saved(margs, model, optimizer)
     state = checkpointer.model_state
     expected = together(lambda: expect(state, chunks, saved))
-    pieces = _of_the_model(state, state.geometry(chunks), expected.pieces)
+    geometry = state.geometry(chunks)
+    pieces = _of_the_model(state, geometry, expected.pieces)
     _add_up(tally(pieces, state.stands_for(chunks)))
     needs = _needs(checkpointer, expected)
     node_memory.check(needs, checkpointer.config.slots)
     _announce(margs, checkpointer, expected, needs, started)
     checkpointer.prepare(expected)
     checkpointer.start_run()
+    state.copied_keys = _copied(geometry.copied_keys)
     _note_checked(margs, model, optimizer)
 
 
@@ -242,6 +244,14 @@ def _add_up(mine: dict[str, Tally]) -> None:
             if it.held != it.wanted
         ]
     )
+
+
+def _copied(mine: frozenset[str]) -> frozenset[str]:
+    """Return the keys of which any rank that holds a part of the same model replica has a copy.
+
+    Collective.
+    """
+    return mine.union(*gather_objects(mine, parallel.model_parallel_group()))
 
 
 def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:

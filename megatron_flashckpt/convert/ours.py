@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import math
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
 from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, UNUSED, WEIGHT
 from megatron_flashckpt.layout.plan import pieces_of
@@ -61,7 +63,7 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
             run = _Run(piece.start, piece.end, source.rank, item.byte_offset)
             if piece.kind == RANK_STATE:
                 rank_states[source.rank] = run
-            else:
+            elif not is_copy(piece.kind):
                 if piece.key.endswith(UNUSED):
                     unused[piece.key] = None
                     continue
@@ -91,11 +93,21 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
         optimizer=optimizer or None,
         rng=_random_states(states, all_replicas=all_replicas),
         objects={name: held for _, state in states for name, held in state["objects"].items()},
-        warnings=tuple(
-            f"{key} is left out: no forward uses it, and other parallel layouts do not have it"
-            for key in unused
-        ),
+        warnings=_warnings(stored, unused),
     )
+
+
+def _warnings(stored: StoredCheckpoint, unused: Iterable[str]) -> tuple[str, ...]:
+    warnings = [
+        f"{key} is left out: no forward uses it, and other parallel layouts do not have it"
+        for key in unused
+    ]
+    if stored.manifest.differing:
+        warnings.append(
+            "ranks held different values of these tensors, though they should hold the same ones; "
+            "only those of the first rank are converted: " + ", ".join(stored.manifest.differing)
+        )
+    return tuple(warnings)
 
 
 def _side_states(

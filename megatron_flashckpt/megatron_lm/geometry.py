@@ -63,6 +63,12 @@ class ModelGeometry:
         """Keys of the global tensors of which this rank has a quantized parameter."""
         return frozenset(run.key for geo in self.quantized.values() for run in geo.runs)
 
+    @functools.cached_property
+    def copied_keys(self) -> frozenset[str]:
+        """Keys of the global tensors of which this rank has a copy that is not the main one."""
+        geometries = [geo for _, geo in self.parameters] + [geo for *_, geo in self.buffers]
+        return frozenset(run.key for geo in geometries if geo.copy for run in geo.runs)
+
 
 def signature(chunks: list[Any]) -> tuple[Any, ...]:
     """Return what must be unchanged for a cached geometry to be valid."""
@@ -203,12 +209,14 @@ def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometr
     replica_id = entry.replica_id
     if isinstance(replica_id, int):
         replica_id = (0, 0, replica_id)
+    main = not any(replica_id[:-1])
     return Geometry(
         name=name,
         runs=runs,
-        main=not any(replica_id[:-1]),
+        main=main,
         replica=replica_id[-1],
         resizable=resizable,
+        copy="" if main else ".".join(map(str, replica_id[:-1])),
     )
 
 

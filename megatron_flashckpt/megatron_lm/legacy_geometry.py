@@ -67,12 +67,14 @@ def _geometry(
         stacked = ((args.num_layers, layer.layer_number - 1),)
     cut = bool(getattr(parameter, "tensor_model_parallel", False))
     rank = parallel_state.get_tensor_model_parallel_rank()
+    duplicate = (int(name == _TIED), 0 if cut else rank)
     return Geometry(
         name=name,
         runs=tuple(_runs(name, key, parameter, stacked, args, cut)),
-        main=name != _TIED and (cut or rank == 0),
+        main=not any(duplicate),
         replica=parallel.data_parallel()[1],
         resizable=name in _RESIZABLE,
+        copy="{}.{}".format(*duplicate) if any(duplicate) else "",
     )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from megatron_flashckpt.config import Replicated, Weights
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.copies import copy_kind
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, Shape, equal_shares
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
@@ -38,6 +39,8 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Whether something else than `optimizer.step()` may change it."""
     resizable: bool = False
     """Whether it may be stored in another global shape (padded vocabulary)."""
+    copy: str = ""
+    """Which copy of the tensor this rank has, if not the main one (`Geometry.copy`)."""
     origin: tuple[torch.Tensor, torch.Tensor] | None = None
     """A tensor that is not contiguous, and its contiguous copy, which `tensor` is a part of."""
 
@@ -59,6 +62,10 @@ class ModelState:
         self.derives_all = weights == "derive"
         """True if masters are saved in place of all 16-bit weights."""
         self._quantized_keys: frozenset[str] = frozenset()
+        self.copied_keys: frozenset[str] = frozenset()
+        """Keys of the tensors of which other ranks may have copies."""
+        self.differing_keys: frozenset[str] = frozenset()
+        """Keys of the tensors whose copies are known to differ: each copy is saved."""
         self._geometry: ModelGeometry | None = None
 
     def geometry(self, chunks: list[Any]) -> ModelGeometry:
@@ -99,10 +106,46 @@ class ModelState:
         With the distributed optimizer a rank writes the weights whose masters it owns: those are
         up to date on it even while an overlapped all-gather has not refreshed the others.
 
+        Copies that are known to differ come as well, each exactly once, under kinds of their own.
+
         Args:
             geometry: that of `chunks`, asked for in this save.
             tensors_of: returns what the optimizer has beside the weight, by kind.
         """
+        found = self._written(geometry, chunks, optimizer, tensors_of, lambda geo: geo.main)
+        return found + self.copies(geometry, chunks, optimizer, self.differing_keys, tensors_of)
+
+    @torch.no_grad()
+    def copies(
+        self,
+        geometry: ModelGeometry,
+        chunks: list[Any],
+        optimizer: Any,
+        keys: frozenset[str],
+        tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]] = OptimizerEntry.tensors,
+    ) -> list[LocalPiece]:
+        """Return this rank's part of the copies of tensors, as `owned` does of the main ones.
+
+        Args:
+            keys: those of the tensors.
+        """
+        if keys.isdisjoint(geometry.copied_keys):
+            return []
+
+        def is_one(geo: Geometry) -> bool:
+            return bool(geo.copy) and any(run.key in keys for run in geo.runs)
+
+        return self._written(geometry, chunks, optimizer, tensors_of, is_one)
+
+    def _written(
+        self,
+        geometry: ModelGeometry,
+        chunks: list[Any],
+        optimizer: Any,
+        tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]],
+        is_written: Callable[[Geometry], bool],
+    ) -> list[LocalPiece]:
+        """Return what this rank writes of the local tensors that `is_written` picks."""
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
@@ -116,19 +159,24 @@ class ModelState:
                     f"{tuple(entry.parameter.shape)} that is in no model chunk"
                 )
             tensors = tensors_of(entry)
+            if not is_written(geo):
+                continue
             if entry.sharded:
-                if geo.main and entry.main:
+                if entry.main:
                     if id(entry.parameter) not in derived:
                         weight = _section(_flat(entry.parameter), entry.start, entry.end)
                         if entry.stale_weight:
                             weight = entry.owned.to(weight.dtype)
-                        found += _cut(geo, WEIGHT, weight, entry.start, entry.end)
+                        kind = copy_kind(WEIGHT, geo.copy)
+                        found += _cut(geo, kind, weight, entry.start, entry.end)
                     for kind, tensor in tensors.items():
+                        kind = copy_kind(kind, geo.copy)
                         found += _cut(geo, kind, tensor, entry.start, entry.end)
             else:
-                group = _replica_group(geo, entry.parameter, writers)
+                group = writers(optimizer_state.is_expert(entry.parameter))
                 shared[(*group, self._replicated.optimizer)] += [
-                    _Replicated(geo, kind, tensor) for kind, tensor in tensors.items()
+                    _Replicated(geo, copy_kind(kind, geo.copy), tensor)
+                    for kind, tensor in tensors.items()
                 ]
         # No entry tells of parameters that lie wholly in other ranks' ranges. Whether they want
         # gradients says nothing either: they may have been frozen since.
@@ -142,14 +190,16 @@ class ModelState:
                     "cannot be saved; train it and save the optimizer, or start without "
                     "--fp8-param-gather and --fp4-param-gather"
                 )
-            group = _replica_group(geo, parameter, writers)
-            whole = _Replicated(geo, WEIGHT, parameter)
-            shared[(*group, self._replicated.weight)].append(whole)
+            if is_written(geo):
+                group = writers(optimizer_state.is_expert(parameter))
+                whole = _Replicated(geo, copy_kind(WEIGHT, geo.copy), parameter)
+                shared[(*group, self._replicated.weight)].append(whole)
         for (count, index, policy), stream in shared.items():
             found += _share_out(stream, count, index, policy)
         for geo, tensor in self._buffers(chunks, geometry):
-            if geo.main and geo.replica == 0:
-                found += _cut(geo, BUFFER, tensor, 0, tensor.numel(), early=True)
+            if is_written(geo) and geo.replica == 0:
+                kind = copy_kind(BUFFER, geo.copy)
+                found += _cut(geo, kind, tensor, 0, tensor.numel(), early=True)
         return found
 
     def derived(self, geometry: ModelGeometry, optimizer: Any) -> set[int]:
@@ -286,24 +336,12 @@ def _writers(expert: bool) -> tuple[int, int]:
     return parallel.expert_data_parallel() if expert else parallel.data_parallel()
 
 
-def _replica_group(
-    geometry: Geometry, parameter: torch.nn.Parameter, writers: Callable[[bool], tuple[int, int]]
-) -> tuple[int, int]:
-    """Return `(count, index)` of the writers among which this parameter is shared out.
-
-    A duplicate writes nothing: `(0, 0)`.
-    """
-    if not geometry.main:
-        return 0, 0
-    return writers(optimizer_state.is_expert(parameter))
-
-
 #: One share for each kind of stream; the geometry that it follows from seldom changes.
 _equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
 
 
 def _share_out(stream: list[_Replicated], count: int, index: int, policy: str) -> list[LocalPiece]:
-    if count == 0 or (policy == "first" and index > 0):
+    if policy == "first" and index > 0:
         return []
     found: list[LocalPiece] = []
     if count == 1 or policy == "first":
@@ -378,10 +416,14 @@ def _cut(
     parts = geometry.parts(kind, tensor.dtype, start, end)
     flat = _flat(tensor)
     if len(parts) == 1 and parts[0].end - parts[0].start == flat.numel():  # nearly always
-        return [LocalPiece(parts[0].piece, flat, early, geometry.resizable)]
+        return [LocalPiece(parts[0].piece, flat, early, geometry.resizable, geometry.copy)]
     return [
         LocalPiece(
-            part.piece, flat[part.start - start : part.end - start], early, geometry.resizable
+            part.piece,
+            flat[part.start - start : part.end - start],
+            early,
+            geometry.resizable,
+            geometry.copy,
         )
         for part in parts
     ]

@@ -28,6 +28,11 @@ def pipeline_parallel_group() -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
+def model_parallel_group() -> Any:
+    """Return the group of the ranks that hold one replica of the model between them."""
+    return parallel_state.get_model_parallel_group()
+
+
 def data_parallel_group(*, with_context_parallel: bool = True) -> Any:
     """Return the group of the replicas of dense parameters, context parallel ones too."""
     return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)

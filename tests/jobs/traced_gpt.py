@@ -13,6 +13,7 @@ Environment:
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load how they compare with their masters
+    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose replicas drift apart
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
     GROUP_MARKS   have Megatron tell param groups apart by these settings too, as core 0.19 does
                   (0.17.1 gives groups that differ in these alone the settings of the last one)
@@ -372,6 +373,10 @@ if __name__ == "__main__":
         from tests.jobs import quantized_weights
 
         quantized_weights.install(os.environ["QUANTIZED"])
+    if "DELTA_NET" in os.environ:
+        from tests.jobs import delta_net
+
+        delta_net.install()
     training.save_checkpoint = watched_save(training.save_checkpoint)
     training.load_checkpoint = traced_load(training.load_checkpoint)
     tiny.loss_func = traced_loss(tiny.loss_func)
