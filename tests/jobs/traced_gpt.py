@@ -13,7 +13,8 @@ Environment:
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load how they compare with their masters
-    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose replicas drift apart
+    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart, and
+                  wait before each save for the outcomes of those before
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
     GROUP_MARKS   have Megatron tell param groups apart by these settings too, as core 0.19 does
                   (0.17.1 gives groups that differ in these alone the settings of the last one)
@@ -120,6 +121,8 @@ def watched_save(save: Any) -> Any:
     @functools.wraps(save)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = dequantizations()
+        if "DELTA_NET" in os.environ:
+            delta_net.await_outcomes()
         with CountCalls() as counter:
             result = save(*args, **kwargs)
         trace(event="save", iteration=args[0], calls=counter.calls)

@@ -47,7 +47,7 @@ class Jobs:
         self.whole, self.killed, self.resumed = (tmp_path / name for name in "ABC")
         distributed = [*TP2, "--use-distributed-optimizer"]
         self.a = job(tmp_path, "a", self.whole, *distributed)
-        killed = {"env": {"KILL": "1:5", "FLASHCKPT_WEIGHTS": "derive"}, "max_restarts": 1}
+        killed = {"env": {"KILL": "1:6", "FLASHCKPT_WEIGHTS": "derive"}, "max_restarts": 1}
         self.b = job(tmp_path, "b", self.killed, *distributed, **killed)
         truncated_copy(self.whole, self.resumed, 4)
         self.c = job(tmp_path, "c", self.resumed, *distributed)
@@ -139,7 +139,7 @@ def test_tools_know_of_copies(jobs: Jobs, capsys: pytest.CaptureFixture[str]) ->
 def test_a_restart_from_the_first_save_says_so_and_the_next_save_has_all(tmp_path: Path) -> None:
     """With the plain optimizer, whose state replicas hold alike: each saves a part of it."""
     save = tmp_path / "save"
-    killed = {"env": {"KILL": "1:3 1:6"}, "max_restarts": 2}
+    killed = {"env": {"KILL": "1:4 1:6"}, "max_restarts": 2}
     result = job(tmp_path, "plain", save, *TP2, ranks=4, **killed)
     assert "iteration 2 was restored from memory" in result.log
     (said,) = (line for line in result.log.splitlines() if REPLACED in line)
