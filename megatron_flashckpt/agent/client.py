@@ -29,6 +29,8 @@ from megatron_flashckpt.tracing import Span
 logger = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
+#: Longest wait for digests of what an earlier incarnation left: gigabytes at memory speed.
+_DIGESTED_S = 120.0
 _RETRY_S = 0.02
 #: A wait for something long is asked for in slices, so that a hung agent is noticed.
 _SLICE_S = 5.0
@@ -133,13 +135,21 @@ class AgentClient:
         self._ask(p.DetachSlab(), p.Done)
 
     def take(self) -> tuple[Slab | None, tuple[p.Offer, ...]]:
-        """Return the slab that an earlier incarnation of this rank left, and what is in it."""
-        reply, fd = self._ask(p.TakeSlab(), p.SlabOffer)
-        if fd is None:
-            return None, ()
-        slab = Slab.attach(fd)
-        slab.read_only = reply.read_only
-        return slab, reply.offers
+        """Return the slab that an earlier incarnation of this rank left, and what is in it.
+
+        Waits until the agent has digested all of that.
+        """
+        deadline = time.monotonic() + _DIGESTED_S
+        while True:
+            reply, fd = self._ask(p.TakeSlab(), p.SlabOffer)
+            if fd is None:
+                return None, ()
+            if not reply.is_digesting or time.monotonic() > deadline:
+                slab = Slab.attach(fd)
+                slab.read_only = reply.read_only
+                return slab, reply.offers
+            os.close(fd)
+            time.sleep(_RETRY_S)
 
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Say which save training goes on from; newer slots of other saves are emptied."""

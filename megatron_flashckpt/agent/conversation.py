@@ -160,6 +160,8 @@ class Conversations:
                 rank.connection = None
                 self._inherit(number)
                 rank.forget_saves()
+                if not rank.left:
+                    self._saves.digest_unread(rank)
             self._node.changed.notify_all()
 
     def _answer(
@@ -193,9 +195,11 @@ class Conversations:
                 case p.TakeSlab():
                     if rank.slots is None:
                         return (p.SlabOffer(False, ()),)
+                    self._saves.digest_unread(rank)
                     offers = tuple(rank.slots.offers(self._node.committed))
                     read_only = rank.slots.former_pid > 0
-                    return p.SlabOffer(True, offers, read_only), rank.slots.slab.fd
+                    reply = p.SlabOffer(True, offers, read_only, rank.slots.is_digesting)
+                    return reply, rank.slots.slab.fd
                 case p.Adopt():
                     self._adopt(number, request)
                     return (p.Done(),)

@@ -120,7 +120,7 @@ class Node:
     def is_stuck(self) -> bool:
         """Return whether a shard of a save that was given up is still being written."""
         return any(
-            slots.busy
+            slots.is_persisting
             for rank in self.ranks.values()
             for slots in (rank.slots, *rank.retired)
             if slots is not None

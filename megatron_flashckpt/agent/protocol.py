@@ -101,6 +101,8 @@ class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     offers: tuple[Offer, ...]
     read_only: bool = False
     """An earlier process of this rank still runs and may write to the slab's other slots."""
+    is_digesting: bool = False
+    """True if offers without digests will have them soon: ask again."""
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True):

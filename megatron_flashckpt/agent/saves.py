@@ -13,7 +13,7 @@ from megatron_flashckpt.agent.commit import forget, is_persisted, leave_note
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.flow import give_way
 from megatron_flashckpt.agent.history import told_of
-from megatron_flashckpt.agent.node import Node
+from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
@@ -24,6 +24,9 @@ from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
+
+#: Slots of a node that are digested at a time after a crash.
+_UNREAD_THREADS = 4
 
 
 class Saves:
@@ -41,12 +44,15 @@ class Saves:
         # Digests and notes take a second and must not wait for shards, which take minutes.
         self._digest_pool = pool(1, "digest")
         self._note_pool = pool(1, "note")
+        # Trainers that need a core are gone by then, and their successors wait for it.
+        self._unread_pool = pool(_UNREAD_THREADS, "digest")
         #: Ids of the saves whose writing began after the last trainer had left.
         self._written_last: set[str] = set()
 
     def close(self) -> None:
         """End the threads, unless storage keeps them."""
         self._digest_pool.shutdown()
+        self._unread_pool.shutdown()
         if not self._committer.pending and not self._node.is_stuck():
             self._pool.shutdown()
             self._note_pool.shutdown()
@@ -108,6 +114,32 @@ class Saves:
             self._node.drop_retired(self._node.ranks[number])
             self._node.changed.notify_all()
 
+    def digest_unread(self, rank: Trainer) -> None:
+        """Begin to digest what a trainer that is gone has left and nothing has read to its end.
+
+        Whatever changes from then on is neither restored nor persisted. The caller holds the lock.
+        """
+        if rank.slots is None:
+            return
+        for slot, info in rank.slots.undigested():
+            info.digesting = True
+            self._unread_pool.submit(self._digest_unread, rank, slot, info)
+
+    def _digest_unread(self, rank: Trainer, slot: Slot, info: SlotInfo) -> None:
+        header = slot.header
+        digests: tuple[str, ...] | None = None
+        try:
+            digests = digest_slot(slot, header)
+        finally:
+            with self._node.changed:
+                info.digesting = False
+                now = slot.header
+                if (now.save_id, now.iteration) == (header.save_id, header.iteration):
+                    # What was taken as it was written counts: that is what is in storage.
+                    info.digests = info.digests or digests
+                self._node.drop_retired(rank)
+                self._node.changed.notify_all()
+
     def abandon(self, number: int, request: p.Abandon) -> None:
         reason = f"rank {number}: {request.reason}"
         save = self._committer.pending.get(request.save_id)
@@ -138,7 +170,7 @@ class Saves:
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
         seconds = time.monotonic() - started
         with self._node.changed:
-            info.persisting, info.digests = False, digests
+            info.persisting, info.digests = False, digests or info.digests
             self._report(number, save, header, error, seconds)
             self._node.drop_retired(self._node.ranks[number])
             given_up = self._committer.pending.get(save.save_id) is not save
@@ -160,7 +192,9 @@ class Saves:
         meta, cost = save.metas[number], save.costs.get(number)
         traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
-            return persist_slot(save.storage, slot, header, meta, cost, self._node.flow)
+            return persist_slot(
+                save.storage, slot, header, meta, cost, self._node.flow, lambda: info.digests
+            )
 
     def _report(
         self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float

@@ -29,6 +29,8 @@ class SlotInfo:
     inherited: bool = False
     """Another agent had it first, and may have come to any point of making it durable."""
     digests: tuple[str, ...] | None = None
+    digesting: bool = False
+    """Its bytes are being read for their digests alone: must not be overwritten."""
     recovered: bool = False
     """Its bytes came from other nodes."""
 
@@ -51,8 +53,26 @@ class RankSlots:
 
     @property
     def busy(self) -> bool:
+        """Whether any slot is still being persisted or digested."""
+        return self.is_persisting or self.is_digesting
+
+    @property
+    def is_persisting(self) -> bool:
         """Whether any slot is still being persisted."""
         return any(info.persisting for info in self.infos)
+
+    @property
+    def is_digesting(self) -> bool:
+        """Whether the digests of any slot are being taken because its trainer is gone."""
+        return any(info.digesting for info in self.infos)
+
+    def undigested(self) -> list[tuple[Slot, SlotInfo]]:
+        """Return the complete slots that have no digests, nor will soon."""
+        return [
+            (slot, info)
+            for slot, info in zip(self.slab.slots, self.infos, strict=True)
+            if slot.header.state in COMPLETE and info.digests is None and not info.digesting
+        ]
 
     def busy_for(self) -> float:
         """Return the seconds for which the oldest read goes on."""
@@ -72,7 +92,7 @@ class RankSlots:
         slots = self.slab.slots
         complete = [i for i, slot in enumerate(slots) if slot.header.state in COMPLETE]
         newest = max(complete, key=lambda i: self.infos[i].sequence, default=-1)
-        free = [i for i, info in enumerate(self.infos) if not info.persisting]
+        free = [i for i, it in enumerate(self.infos) if not (it.persisting or it.digesting)]
         free = [i for i in free if newest_too or i != newest]
         if not free:
             return -1
