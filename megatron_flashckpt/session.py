@@ -58,6 +58,8 @@ class Session:
         self.has_stepped = False
         self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
+        #: Keys of tensors with copies, and of those that differ, by save directory that was closed.
+        self._known_copies: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
         self._fork_depth = forks.depth()
 
     def checkpointer(self, root: str) -> Checkpointer:
@@ -65,7 +67,12 @@ class Session:
         given, root = root, os.path.abspath(root)
         if root not in self._open:
             around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
-            self._open[root] = _Open(Checkpointer(given, self.config))
+            made = Checkpointer(given, self.config)
+            if root in self._known_copies:
+                # Megatron ends asynchronous saves before it saves for the last time.
+                state = made.model_state
+                state.copied_keys, state.differing_keys = self._known_copies.pop(root)
+            self._open[root] = _Open(made)
         return self._open[root].checkpointer
 
     def is_checked(self, root: str, chunks: list[Any], optimizer: Any) -> bool:
@@ -142,7 +149,9 @@ class Session:
 
     def close(self, *, leave: bool) -> None:
         """Hang up; with `leave`, give the host memory back (no restart is expected)."""
-        for each in self._open.values():
+        for root, each in self._open.items():
+            state = each.checkpointer.model_state
+            self._known_copies[root] = (state.copied_keys, state.differing_keys)
             each.checkpointer.close(leave=leave)
         self._open.clear()
 

@@ -106,21 +106,21 @@ def test_resume_from_storage_is_bit_exact(jobs: Jobs) -> None:
     assert differing(tensors(jobs.whole, 6), tensors(jobs.resumed, 6)) == []
 
 
-def test_another_layout_gets_the_main_copies_and_one_warning(jobs: Jobs) -> None:
-    one = jobs.tmp_path / "one"
+def test_another_tensor_parallel_size_gets_the_main_copies_and_one_warning(jobs: Jobs) -> None:
+    other = jobs.tmp_path / "other"
     # It ends where it begins, at an iteration that it has not saved.
-    result = job(
-        jobs.tmp_path, "one", jobs.whole, "--save", str(one), "--save-interval", "4", ranks=1
-    )
+    ends = ["--tensor-model-parallel-size", "4", "--save", str(other), "--save-interval", "4"]
+    result = job(jobs.tmp_path, "other", jobs.whole, *ends, ranks=4)
     (said,) = (line for line in result.log.splitlines() if REPLACED in line)
     assert all(key in said for key in KEYS)
     assert "the tensor parallel size is another" in said
-    expected = {
-        name: tensor for name, tensor in assemble(jobs.whole, 6).items() if "@" not in name[0]
-    }
-    found = assemble(one, 6)
+    stored, found = assemble(jobs.whole, 6), assemble(other, 6)
+    expected = {name: tensor for name, tensor in stored.items() if "@" not in name[0]}
     assert {name for name in expected if not torch.equal(found[name], expected[name])} == set()
-    assert found.keys() == expected.keys()
+    copies = {(kind, key) for kind, key in found if "@" in kind}
+    assert len(copies) == 3 * 4 * len(KEYS), "saved each, as they differed before"
+    for kind, key in copies:
+        assert torch.equal(found[kind, key], expected[kind.partition("@")[0], key])
 
 
 def test_tools_know_of_copies(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
