@@ -117,8 +117,13 @@ def load_from_memory(
         started = time.perf_counter()
         with ChunkReader(held, threads, plan.targets.gpu) as reader:
             received = exchange(reader, held.data, rank, plan.reads, plan.pieces, plan.targets)
-        seconds = time.perf_counter() - started
-        return ReadReport(0, received, seconds, buffers_nbytes() + reader.nbytes)
+        held_nbytes = sum(read.nbytes for read in plan.reads.reads.get(rank, ()))
+        return ReadReport(
+            received_nbytes=received,
+            held_nbytes=held_nbytes,
+            seconds=time.perf_counter() - started,
+            memory_nbytes=buffers_nbytes() + reader.nbytes,
+        )
 
     def alone(plan: LoadPlan) -> None:
         read_all(held, plan.reads, plan.pieces, plan.targets, threads, plan.targets.gpu)

@@ -180,12 +180,17 @@ def _go_on(
 
 def _said(loaded: Loaded) -> str:
     report = loaded.report
-    moved = report.read_nbytes + report.received_nbytes
+    if loaded.origin.source == "memory":
+        own, verb = report.held_nbytes, "copied"
+        place = " from its slot in host memory"
+    else:
+        own, verb, place = report.read_nbytes, "read", ""
+    speed = (own + report.received_nbytes) / 2**20 / max(report.seconds, 1e-9)
     return (
-        f"rank 0 read {report.read_nbytes / 2**20:.1f} MiB and received "
+        f"rank 0 {verb} {own / 2**20:.1f} MiB{place} and received "
         f"{report.received_nbytes / 2**20:.1f} MiB from other ranks in {report.seconds:.2f} s "
-        f"({moved / 2**20 / max(report.seconds, 1e-9):.0f} MiB/s), with at most "
-        f"{report.memory_nbytes / 2**20:.0f} MiB of memory beside the model"
+        f"({speed:.0f} MiB/s), with at most {report.memory_nbytes / 2**20:.0f} MiB of memory "
+        "beside the model"
     )
 
 

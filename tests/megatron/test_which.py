@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -30,7 +31,16 @@ def crashed(tmp_path: Path) -> Path:
 
 def test_a_job_started_again_by_hand_goes_on_from_memory(crashed: Path) -> None:
     result = succeeded(train(crashed, "again"))
-    assert "iteration 4 was restored from memory" in result.log
+    said = re.search(
+        r"iteration 4 was restored from memory: rank 0 copied ([\d.]+) MiB from its slot in host "
+        r"memory and received 0\.0 MiB from other ranks in [\d.]+ s \((\d+) MiB/s\)",
+        result.log,
+    )
+    assert said
+    shards = (crashed / "save").glob("iter_0000004/*.safetensors")
+    stored = sum(shard.stat().st_size for shard in shards) / 2**20
+    assert 0.9 * stored < float(said[1]) <= stored
+    assert int(said[2]) > 0
     assert min(result.losses()) == 5
 
 
