@@ -12,7 +12,6 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -34,7 +33,6 @@ from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.expectation import Expected
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.memory.runs import Copy
@@ -45,52 +43,21 @@ from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.outstanding import Outstanding
 from megatron_flashckpt.peering import introduce
 from megatron_flashckpt.restore.collectives import reduce_int
+from megatron_flashckpt.save_reports import level_on
+from megatron_flashckpt.save_request import RankState, SaveReport, SaveRequest
 from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 
 logger = logging.getLogger(__name__)
-
-RankState = Callable[[ModelGeometry], dict[str, Any]]
-"""Returns a rank's side state, for the geometry of its chunks."""
 
 _WAIT_SLICE_S = 5.0
 #: Seconds that a staged slot waits for the training loop, so that its record has the loop's wait.
 #: The loop continues within milliseconds, unless other ranks are late.
 _LOOP_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveRequest:
-    """What a save needs to know of the training job. All ranks pass the same iteration."""
-
-    iteration: int
-    chunks: list[Any]
-    """Unwrapped model chunks of this rank."""
-    optimizer: Any
-    """None: weights only."""
-    rank_state: RankState
-    """Called while nothing changes it."""
-    common_state: Callable[[], dict[str, Any]]
-    """What is alike on all ranks; called on rank 0."""
-    description: dict[str, Any]
-    retain_interval: int | None = None
-    memory_only: bool = False
-    """Stage it and leave it there: it is not written."""
-    blocking: bool = False
-    """Copy everything before `save` returns, whatever `staging` says."""
-    in_loop: bool = False
-    """True if the caller measures how long the training loop waits (`SaveReport.recorder`)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveReport:
-    """What a save cost the training thread."""
-
-    iteration: int
-    blocked_s: float
-    """Seconds that this call took."""
-    nbytes: int
-    recorder: Recorder
-    skipped: bool = False
+_BUSY = (
+    "previous saves are still being written and 'busy' is 'skip'; save less often or set "
+    "'busy: wait'"
+)
+_NOT_BEGUN = "a rank could not begin it, and 'busy' is 'skip'; the error of that rank says why"
 
 
 class Checkpointer:
@@ -125,6 +92,8 @@ class Checkpointer:
         self._outstanding = Outstanding(self.root, self.rank, self.link)
         self._copy_check = CopyCheck(self.model_state, self.rank)
         self._last: tuple[int, int, bool] | None = None
+        #: The last save and the steps until then, if nothing of it goes to storage.
+        self._unwritten: tuple[SaveRequest, int] | None = None
         self._copies_hang = False
 
     def __enter__(self) -> Checkpointer:
@@ -204,7 +173,7 @@ class Checkpointer:
         mark = (request.iteration, self.hook.steps, request.memory_only)
         if self._last in (mark, (*mark[:2], False)):
             # Megatron may save the same iteration twice (at the interval and at the end).
-            return SaveReport(request.iteration, 0.0, 0, trace, skipped=True)
+            return SaveReport(request.iteration, 0.0, 0, trace, skipped=True, is_repeat=True)
         self.link.stager.wait()
         self._outstanding.settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
@@ -212,8 +181,10 @@ class Checkpointer:
             self._run_id = run_id.from_store(self.root)
         save_id = f"{self._run_id}{next(self._saves):04x}"
         self._outstanding.expect(save_id, memory_only=request.memory_only)
+        self._unwritten = (request, self.hook.steps) if request.memory_only else None
         slot: Slot | None = None
         comparison: Comparison | None = None
+        failed = False
         try:
             # 1. Tensors are enumerated afresh; only layouts are cached.
             ordered, comparison = self._enumerated(request)
@@ -222,12 +193,17 @@ class Checkpointer:
         except UnsupportedError:
             raise
         except FlashCkptError as error:
+            failed = True
             self._outstanding.fail(request.iteration, save_id, str(error))
         self._last = mark
         # A rank that failed takes part too, or the others would wait for it.
-        if self.config.busy == "skip" and reduce_int(slot is None, "max"):
-            self._give_back(slot, request.iteration)
-            slot = None
+        if self._may_skip(request) and (why := reduce_int((slot is None) + failed, "max")):
+            if slot is not None:
+                slot.set_header(EMPTY_HEADER)
+            # All ranks alike: if training saves this state again, it is saved.
+            self._last, self._unwritten = None, (request, self.hook.steps)
+            refusal = _BUSY if why == 1 else _NOT_BEGUN
+            return SaveReport(request.iteration, trace.age_s, 0, trace, True, refusal)
         if slot is None:
             return SaveReport(request.iteration, trace.age_s, 0, trace, skipped=True)
         if not request.memory_only:
@@ -238,6 +214,28 @@ class Checkpointer:
         if self._is_blocking(request):
             self.link.stager.wait_copied()
         return SaveReport(request.iteration, trace.age_s, layout.nbytes, trace)
+
+    def write_last(self) -> SaveReport | None:
+        """Save to storage what the last save has not put there, because training ends here.
+
+        That save was skipped, or was for memory only. Returns None if there is nothing to do, or
+        the model has changed since. Every rank calls it, without a collective.
+
+        Raises:
+            UnsupportedError: as `save`.
+        """
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is None or unwritten[1] != self.hook.steps:
+            return None
+        request = unwritten[0]
+        if request.memory_only and not self.config.agent.persist_on_leave:
+            return None
+        return self.save(
+            dataclasses.replace(request, memory_only=False, must_wait=True, in_loop=False)
+        )
+
+    def _may_skip(self, request: SaveRequest) -> bool:
+        return self.config.busy == "skip" and not request.must_wait
 
     def _is_blocking(self, request: SaveRequest) -> bool:
         return request.blocking or self.config.staging == "blocking"
@@ -316,9 +314,10 @@ class Checkpointer:
         client = self.link.client()
         index = client.acquire(request.iteration, save_id, 0.0)
         while index < 0:
-            if self.config.busy == "skip":
+            if self._may_skip(request):
                 return None
-            logger.info("iteration %d: waiting for a free slot", request.iteration)
+            level = level_on(self.rank, logging.INFO)
+            logger.log(level, "iteration %d: waiting for a free slot", request.iteration)
             self._outstanding.put_back(self.poll())  # for what it logs
             index = client.acquire(request.iteration, save_id, _WAIT_SLICE_S)
         slot = slab.slots[index]
@@ -329,15 +328,6 @@ class Checkpointer:
         slot.set_meta(meta)
         reach("save.staging")
         return slot
-
-    def _give_back(self, slot: Slot | None, iteration: int) -> None:
-        if slot is not None:
-            slot.set_header(EMPTY_HEADER)
-        logger.warning(
-            "iteration %d is not saved: previous saves are still being written and 'busy' is "
-            "'skip'; save less often or set 'busy: wait'",
-            iteration,
-        )
 
     def _stage(
         self,
@@ -381,7 +371,8 @@ class Checkpointer:
                 with phase("doorbell"):
                     client.staged(slot.index, cost, trace.first_sent())
                 reach("stage.rung")
-                logger.info(
+                logger.log(
+                    level_on(self.rank, logging.INFO),
                     "rank %d: staged iteration %d, %d bytes in %.3f s",
                     self.rank,
                     request.iteration,
@@ -435,7 +426,8 @@ class Checkpointer:
                     f"not committed within {timeout_s:.0f} s; the agent goes on trying; raise "
                     "'drain_timeout_s' to wait longer"
                 )
-                return outcomes + self._outstanding.give_up(said, timeout_s)
+                failed = (self.rank,) if self._copies_hang else ()
+                return outcomes + self._outstanding.give_up(said, timeout_s, failed)
             outcomes += self.poll(min(left, _WAIT_SLICE_S))
         return outcomes
 

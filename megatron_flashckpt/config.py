@@ -15,6 +15,7 @@ import msgspec
 
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.faults import VARIABLE as FAULT_VARIABLE
+from megatron_flashckpt.waits import Wait
 
 PREFIX = "FLASHCKPT_"
 FILE_VARIABLE = "FLASHCKPT_CONFIG"
@@ -88,7 +89,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     because other nodes' shards are missing or the storage hangs."""
 
     slow_save_s: float = 300.0
-    """Seconds after which every rank's log says that a save is not durable yet, and why."""
+    """Seconds after which the log says that a save is not durable yet, and why (rank 0, and the
+    first rank of each node whose shard is still being written)."""
 
     sigterm_timeout_s: float = 120.0
     """Seconds that an agent told to end (SIGTERM) has for what is staged, and for trainers to make
@@ -180,20 +182,33 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefers for shared memory: allocated four times as fast, and read and written for less. False:
     as the system provides them, where memory is so fragmented that finding them takes long."""
 
+    wait: Wait = "none"
+    """What `save_checkpoint` waits for. `none`: returns as soon as training may continue. `staged`:
+    when this rank's part is in host memory (implies `staging: blocking`). `durable`: when the
+    checkpoint is committed, or has failed (see `on_failure`); at most `drain_timeout_s`. One call
+    can ask for another wait: `with megatron_flashckpt.waiting("durable"):`."""
+
     busy: Literal["wait", "skip"] = "wait"
     """No free slot: `wait` for one, or `skip` this save on all ranks. `skip` costs one tiny
     all-reduce per save, the only collective of a save. With NCCL the training thread waits in it
-    until the GPUs of all ranks have finished the work that was queued before."""
+    until the GPUs of all ranks have finished the work that was queued before. A job's last save is
+    made up for when the job ends, if it was skipped."""
 
     on_failure: Literal["warn", "raise"] = "warn"
-    """A save that failed in the background: log an error on every rank, or stop training."""
+    """A save that failed in the background: log an error (on rank 0 and on the rank that failed),
+    or stop training."""
 
     failures_in_a_row: int | None = None
     """With `on_failure: warn`: stop training all the same when so many saves have failed one after
     the other; `None`: never."""
 
+    exit_nonzero_unless_durable: bool = True
+    """Exit with status 1 if the job's last save to storage is not durable when the job ends, as
+    stock Megatron does when a save fails. Another status that the script exits with, and an
+    exception, stay as they are. False: the exit status says nothing of saves."""
+
     drain_timeout_s: float = 1800.0
-    """Longest wait at exit for the last save to be committed."""
+    """Longest wait, at exit and with `wait: durable`, for a save to be committed."""
 
     memory_interval: int | None = None
     """Iterations between saves to host memory only, between those to storage: sets Megatron's

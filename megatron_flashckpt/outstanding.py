@@ -66,7 +66,8 @@ class Outstanding:
     def fail(self, iteration: int, save_id: str, reason: str) -> None:
         """Conclude a save that this rank has no part in, here and for the other ranks."""
         self._open.pop(save_id, None)
-        self._untold.append(Outcome(iteration, save_id, reason, 0.0))
+        failed = (self._rank,)
+        self._untold.append(Outcome(iteration, save_id, reason, 0.0, failed_ranks=failed))
         if save_id not in self._memory_only:
             self._lost.append((iteration, save_id, reason))
 
@@ -108,10 +109,13 @@ class Outstanding:
         """Have the next `poll` return these again."""
         self._untold = outcomes + self._untold
 
-    def give_up(self, reason: str, waited_s: float) -> list[Outcome]:
+    def give_up(self, reason: str, waited_s: float, failed_ranks: tuple[int, ...]) -> list[Outcome]:
         """Return a failure for every save that is still open; they are forgotten here."""
         late, self._open = self._open, {}
-        return [Outcome(iteration, save, reason, waited_s) for save, iteration in late.items()]
+        return [
+            Outcome(iteration, save, reason, waited_s, failed_ranks=failed_ranks)
+            for save, iteration in late.items()
+        ]
 
     def settle(self) -> None:
         """Take note of what the copy thread and the search for another agent came to."""

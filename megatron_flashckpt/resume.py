@@ -170,6 +170,8 @@ def _go_on(
     if _goes_on_in_place(margs, load_dir):
         reach("load.unadopted")
         session.checkpointer(margs.save).link.adopt(loaded.origin.save_id, loaded.origin.iteration)
+        if loaded.origin.source == "storage":
+            session.resumed(margs.save, loaded.origin.iteration)
         reach("load.adopted")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()

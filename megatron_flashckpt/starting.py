@@ -8,6 +8,7 @@ releases before core 0.7, which have no such call, of what Megatron calls in its
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -26,7 +27,7 @@ from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.expectation import Expected, expect
-from megatron_flashckpt.megatron_lm.features import exists
+from megatron_flashckpt.megatron_lm.features import exists, has_async_utils
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -144,11 +145,16 @@ def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
 def train_step(*args: Any, **kwargs: Any) -> Any:
     """Do what Megatron's own `train_step` does; before the first, `begin`; after it, rehearse.
 
+    In releases whose loop does not ask for the outcomes of saves, ask for them before every step.
+
     Raises:
         UnsupportedError: as `begin`; or the first step made state that cannot be saved.
+        SaveFailedError: as `maybe_finalize_async_save`, in releases that do not have it.
     """
     step = stock.original("training", "train_step")
     margs = stock.checkpointing().get_args()
+    if not _asks_every_iteration():
+        session.finalize(blocking=False)
     if not margs.save or session.has_stepped:
         return step(*args, **kwargs)
     named = stock.bind(step, args, kwargs)
@@ -174,6 +180,12 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
             ),
         )
     return result
+
+
+@functools.cache
+def _asks_every_iteration() -> bool:
+    """Return whether Megatron's loop calls `maybe_finalize_async_save` in every iteration."""
+    return has_async_utils()
 
 
 def _saved(margs: Any, model: list[Any], optimizer: Any) -> tuple[list[Any], Any]:

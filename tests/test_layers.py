@@ -24,16 +24,16 @@ HOME = Path(megatron_flashckpt.__file__).parent
 
 #: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
 LAYERS = (
-    {"errors", "metrics"},
+    {"errors", "metrics", "waits"},
     {""},
-    {"faults", "forks"},
+    {"faults", "forks", "exit_status"},
     {"config", "console"},
     {"layout", "storage"},
     {"tracing"},
     {"memory"},
     {"agent", "restore", "megatron_lm"},
     {"node_link", "node_memory", "scalars", "loop_timer"},
-    {"peering", "outstanding", "run_id"},
+    {"peering", "outstanding", "run_id", "save_reports", "save_request"},
     {"checkpointer", "inspection", "verification"},
     {"convert", "planning", "report"},
     {"session", "saved_job", "held_slot", "in_memory"},
@@ -52,6 +52,7 @@ TORCH_FREE = (
     "",
     "errors",
     "metrics",
+    "waits",
     "faults",
     "forks",
     "config",
@@ -68,6 +69,7 @@ TORCH_FREE_AT_START += ("verification",)
 KNOW_MEGATRON = {
     "megatron_lm",
     "checkpointer",
+    "save_request",
     "convert",
     "planning",
     "session",

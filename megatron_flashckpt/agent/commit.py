@@ -246,7 +246,7 @@ def _may_remove(save: PendingSave) -> bool:
     """Return whether nobody can commit `save` any more."""
     if 0 in save.metas or save.called_off or save.outlived:
         return True  # this agent decides, or the agent or the ranks of the job have decided
-    if save.superseded_by == save.iteration or save.persist_failed or save.past is not None:
+    if save.superseded_by == save.iteration or save.failed or save.past is not None:
         return True
     return names.failure_name(0, save.save_id) in save.storage.present(
         save.directory, [names.failure_name(0, save.save_id)]

@@ -77,7 +77,9 @@ class Committer:
                     save.called_slow = True
                     notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
                     logger.warning("iteration %d: %s", save.iteration, notice)
-                    for number in save.metas:
+                    # Rank 0 speaks for the job, and the first slow rank for its node.
+                    slow = sorted(set(save.metas) - save.persisted)[:1]
+                    for number in {*slow, 0} & set(save.metas):
                         told = p.Notice(save.iteration, notice)
                         self._node.ranks[number].notices.append(told)
                 if waited > self._node.options.commit_timeout_s + _HUNG_S:
@@ -171,6 +173,7 @@ class Committer:
             cost=save.cost,
             differing=save.differing,
             compared=save.compared,
+            failed_ranks=tuple(sorted(save.failed)),
         )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
         if save.outlived:

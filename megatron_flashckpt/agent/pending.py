@@ -32,6 +32,8 @@ class PendingSave:
     compared: bool = False
     """What its manifest says of copies, once it is committed."""
     error: str | None = None
+    failed: set[int] = dataclasses.field(default_factory=set)
+    """Ranks of this node that have no commit record and get none: nobody can commit the save."""
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
     outlived: bool = False
@@ -44,8 +46,6 @@ class PendingSave:
     """When storage began to report errors which may pass; `time.monotonic`."""
     called_off: bool = False
     """The committing agent has left a note that the save failed."""
-    persist_failed: bool = False
-    """A rank of this node has no commit record and gets none, so nobody can commit the save."""
     called_slow: bool = False
     """Its trainers were told that it takes long."""
     inherited: bool = False

@@ -57,6 +57,8 @@ class Outcome(msgspec.Struct, frozen=True):
     differing: tuple[str, ...] = ()
     compared: bool = False
     """What the manifest of a committed save says of copies."""
+    failed_ranks: tuple[int, ...] = ()
+    """Ranks of this node whose own part has failed; others may have failed elsewhere."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -145,7 +145,7 @@ class Saves:
         save = self._committer.pending.get(request.save_id)
         if save is not None:
             save.error = save.error or reason
-            save.persist_failed = True
+            save.failed.add(number)
             self._node.changed.notify_all()
         else:
             # Nobody here has staged it yet: ranks that will, here or elsewhere, find the note.
@@ -203,7 +203,7 @@ class Saves:
         save.persisted.add(number)
         if error is not None:
             save.error = save.error or error
-            save.persist_failed = True
+            save.failed.add(number)
             return
         logger.info(
             "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",

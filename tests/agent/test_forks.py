@@ -204,7 +204,7 @@ def test_a_child_that_ends_asks_the_agent_for_nothing(monkeypatch: pytest.Monkey
     """A forked child inherits the trainer's exit handlers, which must do nothing there."""
     session = Session(Config())
     done: list[str] = []
-    monkeypatch.setattr(session, "finalize", lambda *, blocking: done.append("finalized"))
+    monkeypatch.setattr(session, "finalize", lambda **_: done.append("finalized"))
     monkeypatch.setattr(session, "close", lambda *, leave: done.append("closed"))
 
     def end() -> list[str]:

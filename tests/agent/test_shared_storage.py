@@ -113,7 +113,7 @@ def test_a_node_removes_its_files_once_the_committing_node_has_given_up(root: Pa
 
 def test_a_node_whose_own_rank_has_no_record_removes_its_files(root: Path) -> None:
     save = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    save.error, save.persist_failed = "no space", True
+    save.error, save.failed = "no space", {1}
     assert outcome_of(save, 60.0) == (True, "no space")
     forget(save)
     assert names.shard_name(1, SAVE_ID) not in os.listdir(root / DIRECTORY)

@@ -258,8 +258,7 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
             recorder.output.write(traceback.format_exc())
         finally:
             training.load_checkpoint = load_checkpoint
-            session.finalize(blocking=True)  # as at the exit of a process
-            session.close(leave=True)
+            session.end()  # as at the exit of a process
             for home, names in homes.values():
                 for _, name in HOOKS:
                     if name in names:
