@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -269,6 +270,18 @@ def with_memory_for(nbytes: int, job: Job) -> None:
         starting.begin(*job)
 
 
+def with_small_files(nbytes: int, job: Job) -> None:
+    """Begin with slabs of 10 MiB where the last rank may write files of `nbytes` only."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
+    try:
+        with changed(starting, "slab_nbytes", lambda *_: 10 * 2**20):
+            starting.begin(*job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
 def main() -> None:
     initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
     args = get_args()
@@ -281,6 +294,8 @@ def main() -> None:
             caught(name, lambda: starting.begin(*job))
     for name, mib in {"memory for one": 15, "memory for all": 20}.items():
         caught(name, functools.partial(with_memory_for, mib * 2**20, job))
+    for name, mib in {"small files": 9, "large files": 10}.items():
+        caught(name, functools.partial(with_small_files, mib * 2**20, job))
     calls: dict[str, dict[str, Any]] = {
         "arguments at their defaults": {"pipeline_rank": None, "tp_group": None},
         "own group": {"tp_group": parallel_state.get_tensor_model_parallel_group()},

@@ -116,7 +116,8 @@ def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
 def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
     said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
-    assert sum("self-check of" in line for line in said) == len(accepted) + 2  # memory, first step
+    # Enough memory, large files, the first step.
+    assert sum("self-check of" in line for line in said) == len(accepted) + 3
     start = "\n".join(said[:4])
     for pattern in (
         r"called by the training script itself; megatron-core 0\.\d+\.\d+, torch",
@@ -140,6 +141,17 @@ def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_
     assert errors(ran, "memory for all") == [None] * RANKS
     line = "at most 10.0 MiB per rank; 20.0 MiB on this node (2 ranks) of 20.0 MiB available"
     assert ran.log.count(line) == 1
+
+
+def test_a_file_size_limit_below_one_ranks_slab_stops_all_ranks_before_their_first_step(
+    ran: Result,
+) -> None:
+    for error in errors(ran, "small files"):
+        assert error is not None
+        assert error[0] == "StorageError"
+        need = f"{platform.node()}: rank 1 needs 10.0 MiB in one piece; its file size limit (ulimit"
+        assert f"{need} -f) leaves 9.0 MiB\nraise that limit where the job is started" in error[1]
+    assert errors(ran, "large files") == [None] * RANKS
 
 
 @pytest.mark.parametrize("door", ["launch", "swap"])
