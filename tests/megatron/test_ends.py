@@ -19,7 +19,7 @@ MODEL = ["--num-layers", "1", "--bf16"]
 
 def job(
     where: Path,
-    *,
+    *more: str,
     train_iters: int = 2,
     save_interval: int = 1,
     ranks: int = 1,
@@ -32,7 +32,7 @@ def job(
     for iteration in in_the_way:
         (save / f"iter_{iteration:07d}").write_text("in the way")
     arguments = [*MODEL, "--train-iters", str(train_iters)]
-    arguments += ["--save", str(save), "--save-interval", str(save_interval)]
+    arguments += ["--save", str(save), "--save-interval", str(save_interval), *more]
     door = "stock" if "SWAP" in env else "launch"
     options: dict[str, Any] = {"ranks": ranks, "door": door, "script": SCRIPT, "env": env}
     return run_job(where, "ends", arguments, **options)
@@ -47,7 +47,8 @@ def verdict(result: Result) -> str:
 def test_a_job_without_any_durable_save_exits_with_1_and_says_that_there_is_none(
     tmp_path: Path,
 ) -> None:
-    result = job(tmp_path, in_the_way=(1, 2), ranks=2)
+    result = job(tmp_path, "--exit-interval", "2", in_the_way=(1, 2), ranks=2)
+    assert "exiting program at iteration 2" in result.log, "Megatron itself exits with status 0"
     assert result.returncode == 1
     said = verdict(result)
     assert said.startswith("the last save, iteration 2, is not durable: [Errno ")
