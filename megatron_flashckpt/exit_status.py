@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -52,7 +51,9 @@ def fail() -> NoReturn:
     Python has fixed the status by then, so only `os._exit` changes it. The handlers that were
     registered before ours are left out; what they do for everybody is done here.
     """
-    for child in multiprocessing.active_children():
+    # Data loaders' workers are such children. Without this module there are none.
+    processes = sys.modules.get("multiprocessing")
+    for child in processes.active_children() if processes is not None else ():
         if child.daemon:
             child.terminate()
         child.join()
