@@ -35,7 +35,7 @@ from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.restore.collectives import broadcast_object, from_first, gathered, together
+from megatron_flashckpt.restore.collectives import exchange_blobs, from_first, gathered, together
 from megatron_flashckpt.restore.exchange import buffers_nbytes, exchange
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads, read_all
 from megatron_flashckpt.restore.replicas import ReadReport, Sharing, read_with_replicas
@@ -93,16 +93,23 @@ def load_from_memory(
     offer = found_there.offer
     threads = _threads(config)
 
-    def described() -> tuple[HeldSlot, _Summary]:
+    def described() -> tuple[tuple[HeldSlot, bytes], _Summary]:
         held = HeldSlot(found_there.slab, offer, rank)
         meta = held.meta
+        encoded = msgspec.msgpack.encode(meta.template.items)
         places = (meta.coordinates, parallel.coordinates())
-        return held, _Summary(
-            meta.template_fingerprint, meta.placement, *places, meta.differing, meta.sums
+        summary = _Summary(
+            meta.template_fingerprint,
+            len(encoded),
+            meta.placement,
+            *places,
+            meta.differing,
+            meta.sums,
         )
+        return (held, encoded), summary
 
-    held, everyone = gathered(described)
-    templates = _templates(everyone, rank, held.meta.template)
+    (held, encoded), everyone = gathered(described)
+    templates = _templates(everyone, rank, held.meta.template, encoded)
     found = SavedJob(
         f"the memory of iteration {offer.iteration}",
         [
@@ -139,6 +146,8 @@ class _Summary(NamedTuple):
     """What a rank tells the others of its slot."""
 
     fingerprint: str
+    items_nbytes: int
+    """Bytes of the encoded items of its template."""
     placement: Placement
     coordinates: Coordinates
     """Where it stood when it saved."""
@@ -147,23 +156,32 @@ class _Summary(NamedTuple):
     sums: tuple[CopySum, ...] | None
 
 
-def _templates(everyone: list[_Summary], rank: int, mine: Template) -> dict[str, Template]:
+def _templates(
+    everyone: list[_Summary], rank: int, mine: Template, encoded: bytes
+) -> dict[str, Template]:
     """Return the templates of all ranks by fingerprint. Collective.
 
-    Ranks share templates, so each travels once, and none if all have the same.
+    The first rank with a template sends it. All templates travel together, so how many there are
+    does not change the number of collectives; ranks that all have the same template need none.
+
+    Args:
+        mine, encoded: this rank's template, and the items of it.
     """
-    fingerprints = [it.fingerprint for it in everyone]
-    found = {fingerprints[rank]: mine}
-    for fingerprint in dict.fromkeys(fingerprints):
-        if found.keys() == set(fingerprints) == {fingerprint}:
-            break
-        has_it = fingerprint == fingerprints[rank]
-        encoded = msgspec.msgpack.encode(mine.items) if has_it else b""
-        encoded = broadcast_object(encoded, fingerprints.index(fingerprint))
-        if not has_it:
-            items = msgspec.msgpack.decode(encoded, type=tuple[TemplateItem, ...])
-            found[fingerprint] = Template(items, 0, b"")
-    return found
+    first: dict[str, int] = {}
+    for number, summary in enumerate(everyone):
+        first.setdefault(summary.fingerprint, number)
+    templates = {everyone[rank].fingerprint: mine}
+    if len(first) == 1:
+        return templates
+    lengths = [everyone[number].items_nbytes for number in first.values()]
+    sent = {n: encoded for n, number in enumerate(first.values()) if number == rank}
+    blobs = memoryview(exchange_blobs(lengths, sent))
+    for fingerprint, length in zip(first, lengths, strict=True):
+        if fingerprint not in templates:
+            items = msgspec.msgpack.decode(blobs[:length], type=tuple[TemplateItem, ...])
+            templates[fingerprint] = Template(items, 0, b"")
+        blobs = blobs[length:]
+    return templates
 
 
 @held_off()

@@ -262,10 +262,11 @@ def traced_load(load: Any) -> Any:
         PosixStorage.read_into = counting
         before = dequantizations()
         try:
-            result = load(*args, **kwargs)
+            with CountCalls() as counter:
+                result = load(*args, **kwargs)
         finally:
             PosixStorage.read_into = read_into
-        trace(event="load", iteration=result[0], read_nbytes=nbytes)
+        trace(event="load", iteration=result[0], read_nbytes=nbytes, calls=counter.calls)
         if "QUANTIZED" in os.environ and result[0]:
             trace_quantized("loaded weights", args[0], args[1], before)
         return result

@@ -62,6 +62,15 @@ LAYOUTS = {
 }
 
 
+#: Where every rank holds all that it needs, so that a load exchanges no tensor bytes.
+WITHOUT_REPLICAS = ("pp4-vpp2-untied",)
+
+#: Upper bounds of the calls of `torch.distributed` in a load, with the checks and agreements before
+#: training; README has them.
+NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 10, 18, 20
+#: What an exchange between replicas adds.
+WITH_REPLICAS = 3
+
 #: Where torchrun starts the ranks, and restarts them.
 TORCHRUN = ("tp2dp2-swiglu-untied", "moe-tp2-ep2")
 
@@ -76,8 +85,10 @@ def schedule(save: Path) -> list[str]:
 class Jobs:
     """The three jobs of one layout, each run once."""
 
-    def __init__(self, tmp_path: Path, arguments: list[str], *, torchrun: bool) -> None:
+    def __init__(self, tmp_path: Path, name: str) -> None:
         self.tmp_path = tmp_path
+        self.name = name
+        arguments, torchrun = LAYOUTS[name], name in TORCHRUN
         self.has_tensor_ranks = "--tensor-model-parallel-size" in arguments
         self.a = succeeded(run_job(tmp_path, "a", [*arguments, *schedule(tmp_path / "A")]))
         truncated_copy(tmp_path / "A", tmp_path / "C", 3)
@@ -96,8 +107,16 @@ class Jobs:
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
 def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
-    name = request.param
-    return Jobs(tmp_path_factory.mktemp(name), LAYOUTS[name], torchrun=name in TORCHRUN)
+    return Jobs(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def load_calls(result: Result, attempt: int = 0) -> int:
+    """Return how many calls of `torch.distributed` every rank made in its load."""
+    (number,) = {
+        sum(call.startswith("c10d.") for call in event["calls"])
+        for event in result.named("load", attempt)
+    }
+    return number
 
 
 def assert_same_losses(whole: Result, resumed: Result, attempt: int) -> None:
@@ -134,6 +153,14 @@ def test_no_save_communicates(jobs: Jobs) -> None:
     saves = jobs.a.named("save") + jobs.b.named("save") + jobs.c.named("save")
     assert len(saves) == 4 * (2 + 2 + 1)
     assert [save for save in saves if save["calls"]] == []
+
+
+def test_a_load_makes_few_calls_under_every_layout(jobs: Jobs) -> None:
+    """However many templates the ranks have: 2 to 4 in these layouts."""
+    exchange = 0 if jobs.name in WITHOUT_REPLICAS else WITH_REPLICAS
+    assert load_calls(jobs.a, attempt=0) <= NOTHING_TO_LOAD
+    assert load_calls(jobs.c, attempt=0) <= FROM_STORAGE + exchange
+    assert load_calls(jobs.b, attempt=1) <= FROM_MEMORY + exchange
 
 
 def test_a_rank_makes_one_slab_and_not_in_a_save(jobs: Jobs) -> None:
