@@ -45,6 +45,7 @@ from megatron_flashckpt.peering import introduce
 from megatron_flashckpt.restore.collectives import reduce_int
 from megatron_flashckpt.save_reports import level_on
 from megatron_flashckpt.save_request import RankState, SaveReport, SaveRequest
+from megatron_flashckpt.shared_templates import SharedTemplates
 from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ class Checkpointer:
         self.hook = StepHook(self.link.stager.before_change)
         self._run_id: str | None = None
         self._saves = itertools.count()
-        self._plans = PlanCache(self.link.fetch_template, self.link.publish_template)
+        self._templates = SharedTemplates(self.link)
+        self._plans = PlanCache(self._templates.fetch, self._templates.publish)
         self._outstanding = Outstanding(self.root, self.rank, self.link)
         self._copy_check = CopyCheck(self.model_state, self.rank)
         self._last: tuple[int, int, bool] | None = None
@@ -149,7 +151,9 @@ class Checkpointer:
         if self.link.is_preparing:
             return False
         ordered = self._ordered(chunks, optimizer, rank_state)
-        with contextlib.suppress(AgentError), held_off():  # the save finds another agent
+        over_nodes = self._templates.over_nodes(self._run_id)
+        # If the agent is gone, the save finds another one.
+        with contextlib.suppress(AgentError), held_off(), over_nodes:
             layout = self._plans.layout([local.piece for local in ordered])
             self.link.make_room(layout.nbytes, len(layout.encoded_template))
         return True
@@ -344,6 +348,7 @@ class Checkpointer:
         data_offset = slot.data_offset
         # What training waits for anyhow is copied here: no other thread has to wake up for it.
         blocking = self._is_blocking(request)
+        plan = self._plans.take_origin()
         with held_off():
             copies = [
                 Copy(local.tensor, data_offset + item.byte_offset, blocking or local.early)
@@ -367,7 +372,7 @@ class Checkpointer:
                 reach("stage.staged")
                 staged_s = trace.age_s
                 trace.await_loop(_LOOP_S)
-                cost = trace.staged_cost(staged_s, blocking=blocking)
+                cost = trace.staged_cost(staged_s, plan, blocking=blocking)
                 with phase("doorbell"):
                     client.staged(slot.index, cost, trace.first_sent())
                 reach("stage.rung")

@@ -180,7 +180,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
 
 def _print(found: list[Row], out: Console, *, with_rules: bool) -> None:
     columns = ["iteration", "state", "ended", "size", "blocked", "staged", "persisted", "durable"]
-    columns += ["GB/s", "slowest rank", *(["kept by"] if with_rules else []), "remark"]
+    columns += ["GB/s", "slowest rank", "plans", *(["kept by"] if with_rules else []), "remark"]
     table = new_table(*columns)
     for row in found:
         cells = [str(row.iteration), row.state, _clock(row.ended_at), *_cells(row)]
@@ -199,10 +199,16 @@ def _print(found: list[Row], out: Console, *, with_rules: bool) -> None:
 
 def _cells(row: Row) -> list[str]:
     if (cost := row.cost) is None:
-        return [""] * 7
+        return [""] * 8
     times = (cost.blocked_s, cost.staged_s, cost.persisted_s, cost.durable_s)
     speed = "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
-    return [human_size(cost.nbytes), *map(human_time, times), speed, str(cost.slowest)]
+    slowest = str(cost.slowest)
+    return [human_size(cost.nbytes), *map(human_time, times), speed, slowest, _plans(cost)]
+
+
+def _plans(cost: SaveCost) -> str:
+    counts = {} if cost.plans is None else msgspec.structs.asdict(cost.plans)
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def _clock(seconds: float | None) -> str:

@@ -33,7 +33,7 @@ LAYERS = (
     {"memory"},
     {"agent", "restore", "megatron_lm"},
     {"node_link", "node_memory", "scalars", "loop_timer"},
-    {"peering", "outstanding", "run_id", "save_reports", "save_request"},
+    {"peering", "outstanding", "run_id", "save_reports", "save_request", "shared_templates"},
     {"checkpointer", "inspection", "verification"},
     {"convert", "planning", "report"},
     {"session", "saved_job", "held_slot", "in_memory"},

@@ -37,6 +37,7 @@ _SLICE_S = 5.0
 #: Seconds that an agent has to restore its socket, and between two looks at who holds the lock.
 _SILENT_S = 10.0
 _PROBE_S = 0.5
+_TEMPLATE_SLICE_S = 1.0
 #: How finely the patience with an agent is counted.
 _PATIENCE_PARTS = 10
 
@@ -178,8 +179,12 @@ class AgentClient:
         self._ask(p.Abandon(iteration, save_id, reason), p.Done)
 
     def fetch_template(self, fingerprint: str) -> bytes | None:
-        """Return a template that another rank published."""
-        return self._ask(p.GetTemplate(fingerprint), p.TemplateReply)[0].encoded
+        """Return a template that another rank published; None: this rank is to compute it."""
+        request = p.GetTemplate(fingerprint, _TEMPLATE_SLICE_S)
+        while True:
+            reply = self._ask(request, p.TemplateReply, None, _TEMPLATE_SLICE_S)[0]
+            if not reply.computing:
+                return reply.encoded
 
     def publish_template(self, fingerprint: str, encoded: bytes) -> None:
         """Share a template with the other ranks of this node."""

@@ -158,6 +158,7 @@ class Conversations:
             # A successor of the same rank may have connected already: its slots are not ours.
             if number is not None and rank is not None and rank.connection is connection:
                 rank.connection = None
+                self._templates.release(number)
                 self._inherit(number)
                 rank.forget_saves()
                 if not rank.left:
@@ -212,7 +213,8 @@ class Conversations:
                     self._saves.abandon(number, request)
                     return (p.Done(),)
                 case p.GetTemplate():
-                    return (p.TemplateReply(self._templates.get(request.fingerprint)),)
+                    wanted = (number, request.fingerprint, request.wait_s)
+                    return (p.TemplateReply(*self._templates.get(*wanted)),)
                 case p.PutTemplate():
                     self._templates.put(request.fingerprint, request.encoded)
                     return (p.Done(),)

@@ -151,13 +151,16 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetTemplate(msgspec.Struct, frozen=True, tag=True):
-    """Reply: TemplateReply."""
+    """Wants a template; waits up to `wait_s` for a rank that computes it. Reply: TemplateReply."""
 
     fingerprint: str
+    wait_s: float = 0.0
 
 
 class TemplateReply(msgspec.Struct, frozen=True, tag=True):
     encoded: bytes | None
+    computing: bool = False
+    """True: another rank is still computing the template; ask again."""
 
 
 class PutTemplate(msgspec.Struct, frozen=True, tag=True):

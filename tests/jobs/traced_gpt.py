@@ -15,6 +15,8 @@ Environment:
                   at every save, and after a load how they compare with their masters
     DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart, and
                   wait before each save for the outcomes of those before
+    PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
+                  the step after it is followed by a rehearsal
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
     GROUP_MARKS   have Megatron tell param groups apart by these settings too, as core 0.19 does
                   (0.17.1 gives groups that differ in these alone the settings of the last one)
@@ -197,6 +199,20 @@ def measuring_step(forward_step: Any) -> Any:
                 trace(event="resources", iteration=iteration(), **used)
         if nbytes and iteration() >= int(start):
             leaked.append(os.urandom(int(nbytes)))
+        return forward_step(batches, model)
+
+    return wrapper
+
+
+def preparing_step(forward_step: Any) -> Any:
+    def wrapper(batches: Any, model: Any) -> Any:
+        from megatron_flashckpt.session import session
+
+        deadline = time.monotonic() + 60
+        for each in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
+            while each.checkpointer.link.is_preparing:
+                assert time.monotonic() < deadline, "agent and memory are not ready"
+                time.sleep(0.01)
         return forward_step(batches, model)
 
     return wrapper
@@ -394,6 +410,8 @@ if __name__ == "__main__":
 
     training.maybe_finalize_async_save = finalize_and_count
     step = killing_step(tiny.forward_step)
+    if "PREPARED" in os.environ:
+        step = preparing_step(step)
     training.pretrain(
         tiny.datasets_provider,
         tiny.model_provider,

@@ -199,7 +199,10 @@ def test_copies_that_megatron_keeps_equal_are_found_equal(
 
 
 def test_plans_are_computed_once_per_template_then_shared_and_cached(jobs: Jobs) -> None:
-    """Over all ranks one miss per template, before the first save; a restarted rank has none."""
+    """Over all ranks one miss per template, before the first save; a restarted rank has none.
+
+    In most of these layouts every rank has a template of its own: `test_plans.py` has others.
+    """
     storage = PosixStorage(jobs.tmp_path / "A")
     templates = StoredCheckpoint(storage, 6, read_manifest(storage, 6)).manifest.templates
     plans = jobs.a.named("plans")
