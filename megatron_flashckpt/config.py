@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ from megatron_flashckpt.waits import Wait
 PREFIX = "FLASHCKPT_"
 FILE_VARIABLE = "FLASHCKPT_CONFIG"
 
-ShareOut = Literal["share", "first"]
+ShareOut = Literal["share", "first"] | Annotated[int, msgspec.Meta(ge=1)]
 Weights = Literal["store", "derive"]
 
 
@@ -33,7 +33,8 @@ def _require_at_least(*bounds: tuple[str, float | None, float]) -> None:
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who writes state that several data-parallel replicas hold alike.
 
-    `share`: every replica an equal byte share; `first`: the first replica all of it.
+    `share`: every replica an equal byte share; `first`: the first replica all of it; a number N: N
+    replicas, spread over the nodes, an equal byte share each.
     """
 
     weight: ShareOut = "share"

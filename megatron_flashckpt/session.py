@@ -13,6 +13,7 @@ import logging
 import operator
 import os
 import sys
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from megatron_flashckpt import exit_status, forks
@@ -70,6 +71,7 @@ class Session:
         self._known_copies: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
         #: By directory; Megatron may open a checkpointer again after it has ended training.
         self._reports: dict[str, SaveReports] = {}
+        self._nodes: Sequence[Hashable] | None = None
         self._fork_depth = forks.depth()
 
     def checkpointer(self, root: str) -> Checkpointer:
@@ -84,7 +86,15 @@ class Session:
                 state.copied_keys, state.differing_keys = self._known_copies.pop(root)
             self._open[root] = _Open(made, self._reports_of(root, made.rank))
             exit_status.watch()
+            if self._nodes is not None:
+                made.model_state.note_nodes(self._nodes)
         return self._open[root].checkpointer
+
+    def note_nodes(self, nodes: Sequence[Hashable]) -> None:
+        """Note the node of every rank, for the checkpointers of this process, later ones too."""
+        self._nodes = nodes
+        for each in self._open.values():
+            each.checkpointer.model_state.note_nodes(nodes)
 
     def _reports_of(self, root: str, rank: int) -> SaveReports:
         if root not in self._reports:

@@ -9,6 +9,7 @@ releases before core 0.7, which have no such call, of what Megatron calls in its
 from __future__ import annotations
 
 import functools
+import platform
 import time
 from typing import Any
 
@@ -56,10 +57,14 @@ def check(model: list[Any], optimizer: Any) -> None:
         return
     keys = together(lambda: _check_own(margs, model, optimizer))
     state = session.checkpointer(margs.save).model_state
-    # One number first: nearly always no rank has FP8 or FP4 weights.
-    everyone = gather_objects(keys) if reduce_int(bool(keys), "max") else []
-    state.note_quantized(frozenset().union(*everyone))
+    # One number first: nearly always no rank has FP8 or FP4 weights, or lacks the nodes.
+    wants = reduce_int(bool(keys) or state.lacks_nodes, "max")
+    everyone = gather_objects((keys, _node(margs))) if wants else []
+    quantized = frozenset[str]().union(*(theirs for theirs, _ in everyone))
+    state.note_quantized(quantized)
     if everyone:
+        session.note_nodes([node for _, node in everyone])
+    if quantized:
         together(lambda: _check_derived(state, *_saved(margs, model, optimizer)))
 
 
@@ -227,6 +232,11 @@ def _check_own(margs: Any, model: list[Any], optimizer: Any) -> frozenset[str]:
     # Where no agent can be, no save would ever be committed.
     agent_directory(margs.save, session.config.runtime_dir)
     return state.geometry(chunks).quantized_keys
+
+
+def _node(margs: Any) -> tuple[str, str]:
+    """Return what tells nodes apart: the host, and where its agent is."""
+    return platform.node(), str(agent_directory(margs.save, session.config.runtime_dir))
 
 
 def _check_derived(state: ModelState, chunks: list[Any], saved: Any) -> None:

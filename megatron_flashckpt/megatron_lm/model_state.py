@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from megatron_flashckpt.config import Replicated, Weights
+from megatron_flashckpt.config import Replicated, ShareOut, Weights
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.copies import copy_kind
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, Shape, equal_shares
+from megatron_flashckpt.layout.piece import (
+    BUFFER,
+    MASTER,
+    WEIGHT,
+    Piece,
+    Shape,
+    equal_shares,
+    spread_over_nodes,
+)
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, dtype_name
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
@@ -54,6 +62,17 @@ class _Replicated(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Or the parameter itself."""
 
 
+class _Share(NamedTuple):
+    """This rank's part of a stream of replicated tensors."""
+
+    writers: int
+    """Number of writers; 0: this rank is none of them."""
+    position: int
+    """Place of this rank among them."""
+    stream: Hashable
+    """Tells apart streams that have other writers, equally many."""
+
+
 class ModelState:
     """Enumerates the state of one job's model and optimizer on this rank."""
 
@@ -61,6 +80,7 @@ class ModelState:
         self._replicated = replicated
         self.derives_all = weights == "derive"
         """True if masters are saved in place of all 16-bit weights."""
+        self._nodes: Sequence[Hashable] | None = None
         self._quantized_keys: frozenset[str] = frozenset()
         self.copied_keys: frozenset[str] = frozenset()
         """Keys of the tensors of which other ranks may have copies."""
@@ -87,6 +107,33 @@ class ModelState:
             keys: of all ranks.
         """
         self._quantized_keys = frozenset(keys)
+
+    @property
+    def lacks_nodes(self) -> bool:
+        """True if writers are to be chosen by nodes that were not noted yet."""
+        policies = (self._replicated.weight, self._replicated.optimizer)
+        return self._nodes is None and any(isinstance(policy, int) for policy in policies)
+
+    def note_nodes(self, nodes: Sequence[Hashable]) -> None:
+        """Note the node of every rank, between two saves, on all ranks.
+
+        Until then every rank counts as a node, because ranks must not choose different writers.
+        """
+        self._nodes = nodes
+
+    def _share(self, policy: ShareOut, expert: bool) -> _Share:
+        """Return this rank's part of the state that replicas of such parameters hold alike."""
+        count, index = parallel.expert_data_parallel() if expert else parallel.data_parallel()
+        if policy == "share":
+            return _Share(count, index, policy)
+        if policy == "first":
+            return _Share(1 if index == 0 else 0, 0, policy)
+        ranks = parallel.replica_ranks(expert=expert)
+        nodes = ranks if self._nodes is None else [self._nodes[rank] for rank in ranks]
+        writers = spread_over_nodes(nodes, policy, turn=min(ranks))
+        if index not in writers:
+            return _Share(0, 0, policy)
+        return _Share(len(writers), writers.index(index), (policy, expert))
 
     def derives_key(self, geometry: ModelGeometry, key: str) -> bool:
         """Return whether masters are saved in place of the 16-bit weights under `key`."""
@@ -148,9 +195,9 @@ class ModelState:
         """Return what this rank writes of the local tensors that `is_written` picks."""
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
-        shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
+        shared: dict[_Share, list[_Replicated]] = defaultdict(list)
         derived = self.derived(geometry, optimizer)
-        writers = functools.cache(_writers)  # Megatron takes its time to say
+        share = functools.cache(self._share)  # Megatron takes its time to say
         for entry in optimizer_state.entries(optimizer):
             geo = by_id.get(id(entry.parameter))
             if geo is None:
@@ -173,8 +220,8 @@ class ModelState:
                         kind = copy_kind(kind, geo.copy)
                         found += _cut(geo, kind, tensor, entry.start, entry.end)
             else:
-                group = writers(optimizer_state.is_expert(entry.parameter))
-                shared[(*group, self._replicated.optimizer)] += [
+                expert = optimizer_state.is_expert(entry.parameter)
+                shared[share(self._replicated.optimizer, expert)] += [
                     _Replicated(geo, copy_kind(kind, geo.copy), tensor)
                     for kind, tensor in tensors.items()
                 ]
@@ -191,11 +238,11 @@ class ModelState:
                     "--fp8-param-gather and --fp4-param-gather"
                 )
             if is_written(geo):
-                group = writers(optimizer_state.is_expert(parameter))
+                expert = optimizer_state.is_expert(parameter)
                 whole = _Replicated(geo, copy_kind(WEIGHT, geo.copy), parameter)
-                shared[(*group, self._replicated.weight)].append(whole)
-        for (count, index, policy), stream in shared.items():
-            found += _share_out(stream, count, index, policy)
+                shared[share(self._replicated.weight, expert)].append(whole)
+        for part, stream in shared.items():
+            found += _share_out(stream, part.writers, part.position)
         for geo, tensor in self._buffers(chunks, geometry):
             if is_written(geo) and geo.replica == 0:
                 kind = copy_kind(BUFFER, geo.copy)
@@ -331,20 +378,15 @@ class ModelState:
         return found
 
 
-def _writers(expert: bool) -> tuple[int, int]:
-    """Return `(count, index)` of the replicas of expert, or of dense, parameters."""
-    return parallel.expert_data_parallel() if expert else parallel.data_parallel()
-
-
 #: One share for each kind of stream; the geometry that it follows from seldom changes.
 _equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
 
 
-def _share_out(stream: list[_Replicated], count: int, index: int, policy: str) -> list[LocalPiece]:
-    if policy == "first" and index > 0:
+def _share_out(stream: list[_Replicated], count: int, index: int) -> list[LocalPiece]:
+    if count == 0:
         return []
     found: list[LocalPiece] = []
-    if count == 1 or policy == "first":
+    if count == 1:
         for it in stream:
             found += _cut(it.geometry, it.kind, it.tensor, 0, it.tensor.numel())
         return found

@@ -51,6 +51,12 @@ def expert_data_parallel() -> tuple[int, int]:
     return dist.get_world_size(group), dist.get_rank(group)
 
 
+def replica_ranks(*, expert: bool) -> list[int]:
+    """Return the ranks of the replicas of expert, or of dense, parameters, in their order."""
+    group = expert_data_parallel_group() if expert else data_parallel_group()
+    return dist.get_process_group_ranks(group)
+
+
 def model_cut() -> tuple[int, int, int]:
     """Return the tensor, pipeline and expert parallel sizes: how the model is cut up."""
     return (

@@ -9,6 +9,7 @@ storage. Dropout is on.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ LAYOUTS = {
     "tp2dp2-plain-optimizer": [
         *("--num-layers", "4", "--bf16", "--tensor-model-parallel-size", "2", "--swiglu"),
     ],
-    "dp4-fp32": ["--num-layers", "2"],
+    "dp4-fp32-two-writers": ["--num-layers", "2"],
     "pp2dp2-tied": [
         *("--num-layers", "4", "--bf16", "--pipeline-model-parallel-size", "2", *DISTRIBUTED),
     ],
@@ -61,6 +62,10 @@ LAYOUTS = {
     ],
 }
 
+
+#: Settings of ours.
+TWO = {"FLASHCKPT_REPLICATED__WEIGHT": "2", "FLASHCKPT_REPLICATED__OPTIMIZER": "2"}
+SETTINGS: dict[str, dict[str, str]] = {"dp4-fp32-two-writers": TWO}
 
 #: Where every rank holds all that it needs, so that a load exchanges no tensor bytes.
 WITHOUT_REPLICAS = ("pp4-vpp2-untied",)
@@ -88,21 +93,18 @@ class Jobs:
     def __init__(self, tmp_path: Path, name: str) -> None:
         self.tmp_path = tmp_path
         self.name = name
-        arguments, torchrun = LAYOUTS[name], name in TORCHRUN
+        arguments, torchrun, env = LAYOUTS[name], name in TORCHRUN, SETTINGS.get(name, {})
         self.has_tensor_ranks = "--tensor-model-parallel-size" in arguments
-        self.a = succeeded(run_job(tmp_path, "a", [*arguments, *schedule(tmp_path / "A")]))
+
+        def run(job: str, **kwargs: Any) -> Result:
+            where = [*arguments, *schedule(tmp_path / job.upper())]
+            kwargs["env"] = {**env, **kwargs.get("env", {})}
+            return succeeded(run_job(tmp_path, job, where, **kwargs))
+
+        self.a = run("a")
         truncated_copy(tmp_path / "A", tmp_path / "C", 3)
-        self.b = succeeded(
-            run_job(
-                tmp_path,
-                "b",
-                [*arguments, *schedule(tmp_path / "B")],
-                max_restarts=1,
-                torchrun=torchrun,
-                env={"KILL": "1:5"},
-            )
-        )
-        self.c = succeeded(run_job(tmp_path, "c", [*arguments, *schedule(tmp_path / "C")]))
+        self.b = run("b", max_restarts=1, torchrun=torchrun, env={"KILL": "1:5"})
+        self.c = run("c")
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
@@ -157,8 +159,9 @@ def test_no_save_communicates(jobs: Jobs) -> None:
 
 def test_a_load_makes_few_calls_under_every_layout(jobs: Jobs) -> None:
     """However many templates the ranks have: 2 to 4 in these layouts."""
-    exchange = 0 if jobs.name in WITHOUT_REPLICAS else WITH_REPLICAS
-    assert load_calls(jobs.a, attempt=0) <= NOTHING_TO_LOAD
+    nodes = 1 if jobs.name in SETTINGS else 0
+    exchange = nodes if jobs.name in WITHOUT_REPLICAS else nodes + WITH_REPLICAS
+    assert load_calls(jobs.a, attempt=0) <= NOTHING_TO_LOAD + nodes
     assert load_calls(jobs.c, attempt=0) <= FROM_STORAGE + exchange
     assert load_calls(jobs.b, attempt=1) <= FROM_MEMORY + exchange
 
