@@ -23,8 +23,33 @@ from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankM
 #: Megatron's name of the masters in a buffer.
 MAIN = "param"
 REMEDY = "convert another iteration, or the weights alone with --weights-only"
-#: Elements to which the start of a parameter is aligned; none before core 0.8.
-ALIGNMENTS = (64, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How one age of Megatron lays out parameters in buffers."""
+
+    alignment: int
+    """Elements to which the start of a parameter is aligned."""
+    end_multiple: int
+    """Elements of which a bucket with its end padding is a multiple, beside its replicas."""
+    lone_embeddings: bool = True
+    """Whether a copy of tied embeddings has a bucket of its own."""
+    fewest: int = 1
+    """Parameters that a full bucket needs to be ended."""
+    grows: bool = True
+    """Whether the size that ends a bucket grows with the number of replicas."""
+
+
+#: Early 2024 (cb995d5).
+EARLY = Rules(alignment=1, end_multiple=1, lone_embeddings=False, fewest=2, grows=False)
+#: The newest first: since core 0.8, 0.7, 0.6.
+RULES = (
+    Rules(alignment=64, end_multiple=128),
+    Rules(alignment=1, end_multiple=128),
+    Rules(alignment=1, end_multiple=1, grows=False),
+    EARLY,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +79,11 @@ class Buffer:
     def coalesced_start(self, place: Place) -> int:
         """Return the element of `place` if all buckets are laid end to end."""
         return sum(self.bucket_numels[: place.bucket]) + place.start
+
+
+def is_early(args: Any) -> bool:
+    """Return whether the job ran on a Megatron of early 2024, which knew no `torch_dist`."""
+    return not (hasattr(args, "ckpt_format") or hasattr(args, "use_dist_ckpt"))
 
 
 def sub_optimizer_chunks(model: RankModel, args: Any) -> list[list[tuple[int, Chunk]]]:
@@ -97,7 +127,7 @@ def buffers(
     args: Any,
     chunks: list[tuple[int, list[LocalTensor]]],
     dtypes: dict[tuple[int, str], torch.dtype],
-    alignment: int,
+    rules: Rules,
 ) -> list[Buffer]:
     """Return the buffers of one sub-optimizer, in Megatron's order.
 
@@ -107,12 +137,12 @@ def buffers(
     """
     found = []
     for number, parameters in chunks:
-        bucket_numel = _bucket_numel(model, args, number)
+        bucket_numel = _bucket_numel(model, args, number, rules)
         by_dtype: dict[torch.dtype, list[LocalTensor]] = {}
         for parameter in parameters:
             by_dtype.setdefault(dtypes[number, parameter.name], []).append(parameter)
         for dtype, of_dtype in by_dtype.items():
-            found.append(_buffer(number, dtype, of_dtype, bucket_numel, alignment))
+            found.append(_buffer(number, dtype, of_dtype, bucket_numel, rules))
     return found
 
 
@@ -124,7 +154,7 @@ def layout(
     stored: Sequence[tuple[int, ...]],
     where: str,
 ) -> list[Buffer]:
-    """Return the buffers of one sub-optimizer, aligned as the stored sizes say.
+    """Return the buffers of one sub-optimizer, laid out by the rules that the stored sizes fit.
 
     Args:
         stored: of each buffer, the sizes of its buckets, or its own size.
@@ -133,8 +163,8 @@ def layout(
         CorruptCheckpointError: by the args the sizes are others.
     """
     tried = []
-    for alignment in ALIGNMENTS:
-        found = buffers(model, args, chunks, dtypes, alignment)
+    for rules in RULES:
+        found = buffers(model, args, chunks, dtypes, rules)
         tried.append([buffer.bucket_numels for buffer in found])
         if list(stored) in (tried[-1], [(buffer.numel,) for buffer in found]):
             return found
@@ -143,7 +173,7 @@ def layout(
     )
 
 
-def _bucket_numel(model: RankModel, args: Any, chunk: int) -> int | None:
+def _bucket_numel(model: RankModel, args: Any, chunk: int, rules: Rules) -> int | None:
     """Return the number of elements that ends a bucket; None: one bucket (but for embeddings)."""
     if (
         not getattr(args, "overlap_grad_reduce", False)
@@ -157,7 +187,7 @@ def _bucket_numel(model: RankModel, args: Any, chunk: int) -> int | None:
         return numel // int(args.ddp_num_buckets)
     if getattr(args, "ddp_bucket_size", None) is not None:
         return int(args.ddp_bucket_size)
-    return max(40_000_000, 1_000_000 * int(args.data_parallel_size))
+    return max(40_000_000, 1_000_000 * int(args.data_parallel_size) if rules.grows else 0)
 
 
 def _buffer(
@@ -165,26 +195,28 @@ def _buffer(
     dtype: torch.dtype,
     parameters: Sequence[LocalTensor],
     bucket_numel: int | None,
-    alignment: int,
+    rules: Rules,
 ) -> Buffer:
     places: list[Place] = []
     numels: list[int] = []
     position = 0
-    empty = True
+    count = 0
     for parameter in reversed(parameters):
-        position = -(-position // alignment) * alignment
-        if parameter.shared_embedding and not empty:
+        alone = parameter.shared_embedding and rules.lone_embeddings
+        position = -(-position // rules.alignment) * rules.alignment
+        if alone and count:
             # Alone in its bucket, so that first and last stage cut it into the same shares.
             numels.append(position)
             position = 0
         places.append(Place(chunk, parameter, len(numels), position))
         position += parameter.numel
-        empty = False
-        if parameter.shared_embedding or (bucket_numel is not None and position >= bucket_numel):
+        count += 1
+        full = bucket_numel is not None and position >= bucket_numel and count >= rules.fewest
+        if alone or full:
             numels.append(position)
             position = 0
-            empty = True
-    if not empty:
+            count = 0
+    if count:
         numels.append(position)
     return Buffer(dtype, tuple(places), tuple(numels))
 
@@ -240,7 +272,7 @@ def verify(held: Iterable[tuple[str, torch.Tensor, torch.Tensor]], where: str) -
     wrong = [
         name
         for name, weight, master in held
-        if not torch.equal(_bits(weight.reshape(-1)), _bits(master.reshape(-1).to(weight.dtype)))
+        if not is_rounded(weight.reshape(-1), master.reshape(-1))
     ]
     if wrong:
         raise CorruptCheckpointError(
@@ -248,6 +280,11 @@ def verify(held: Iterable[tuple[str, torch.Tensor, torch.Tensor]], where: str) -
             f"that the checkpoint's args give them, round to: {', '.join(wrong)}; so the optimizer "
             f"state cannot be told apart; {REMEDY}"
         )
+
+
+def is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    """Return whether `weight` is, bit for bit, what `master` rounds to."""
+    return torch.equal(_bits(weight), _bits(master.to(weight.dtype)))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,9 @@ Weights are in Megatron's legacy files, in later releases with the param groups.
 shards of the distributed optimizer are in `rank_RRRRR/distrib_optim.pt`, by bucket, param group and
 position in the group: `{bucket: {group: {position: {param, exp_avg, exp_avg_sq[, step]}}}}`. That
 names no parameter, so the shards are laid out again as Megatron lays out its buckets, and proved.
+
+DLRover counts the ranks that have finished, not their files, so it can commit a directory that
+lacks files, or holds files of two saves.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import torch
 from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
 from megatron_flashckpt.convert.contents import Contents
 from megatron_flashckpt.convert.legacy import (
+    MODEL_FILE,
     OPTIMIZER_FILE,
     RankFiles,
     contents_of,
+    has_ranks,
     is_legacy,
     model_parts,
     open_ranks,
+    some,
 )
 from megatron_flashckpt.convert.legacy_optimizer import GroupClass, class_of, group_classes
 from megatron_flashckpt.convert.options import Options
@@ -34,13 +40,16 @@ from megatron_flashckpt.convert.parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.megatron_lm import hyper_parameters
 
+#: What is wrong with shards that do not fit.
+MIXED = "DLRover committed files of two saves in one directory"
+
 _Shards = dict[int, dict[int, dict[int, dict[str, Any]]]]
 """Of one rank: tensors by bucket, group, position."""
 
 
 def is_dlrover(directory: Path) -> bool:
     """Return whether `directory`, of one iteration, holds optimizer state by rank."""
-    return is_legacy(directory) and any(directory.glob("rank_*"))
+    return has_ranks(directory)
 
 
 def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
@@ -48,9 +57,14 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
 
     Raises:
         UnsupportedError: the model cannot be rebuilt, or has experts.
-        CorruptCheckpointError: optimizer state of some rank is not there, or not that of this
-            model, or contradicts the weights.
+        CorruptCheckpointError: files of some rank are not there, or are those of another save or
+            another model.
     """
+    if not is_legacy(directory):
+        raise CorruptCheckpointError(
+            f"{directory}: holds optimizer state by rank, but no mp_rank_*/{MODEL_FILE}: DLRover "
+            "committed it without the weights; convert another iteration"
+        )
     ranks = open_ranks(directory)
     parts = [part for rank in ranks for part in model_parts(rank)]
     if options.weights_only:
@@ -89,16 +103,26 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
 
 def _load_shards(directory: Path, args: Any) -> list[_Shards]:
     """Return what every rank of the saving job wrote, in the order of ranks."""
-    files = [
-        directory / f"rank_{rank:05d}" / OPTIMIZER_FILE for rank in range(int(args.world_size))
-    ]
+    names = [f"rank_{rank:05d}" for rank in range(int(args.world_size))]
+    present = {path.name for path in directory.iterdir() if path.name.startswith("rank_")}
+    if more := sorted(present - set(names)):
+        raise CorruptCheckpointError(
+            f"{directory}: the job had {len(names)} ranks, but {some(more)} is there, too: "
+            f"{MIXED}; {buckets.REMEDY}"
+        )
+    files = [directory / name / OPTIMIZER_FILE for name in names]
     found = [_of_file(file) if file.is_file() else {} for file in files]
     lost = [str(file) for file, shards in zip(files, found, strict=True) if not shards]
     if lost:
+        reason = (
+            "DLRover writes none where Megatron chains optimizers"
+            if len(lost) == len(files)
+            else "DLRover committed it without them"
+        )
         raise CorruptCheckpointError(
             f"{directory}: {len(lost)} of {len(files)} ranks have no optimizer tensors "
-            f"({', '.join(lost)}), so the optimizer state is not in this checkpoint (DLRover "
-            f"writes none where Megatron chains optimizers); {buckets.REMEDY}"
+            f"({some(lost)}), so the optimizer state is not in this checkpoint ({reason}); "
+            f"{buckets.REMEDY}"
         )
     return found
 
@@ -118,19 +142,38 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards]) -> list[Part]:
     where = f"{rank.directory.parent}: optimizer of (tp {model.tp}, pp {model.pp})"
     stage = len(shards) // args.pipeline_model_parallel_size
     first = model.pp * stage + model.tp
-    replicas = shards[first : first + stage : args.tensor_model_parallel_size]
+    numbers = range(first, first + stage, args.tensor_model_parallel_size)
+    replicas = [shards[number] for number in numbers]
     (chunks,) = buckets.sub_optimizers(model, args, experts=False)
     dtypes = {name: weight.dtype for name, weight in rank.weights.items()}
     orders = _orders(rank, {class_of(it, args) for _, of_chunk in chunks for it in of_chunk})
-    for alignment, multiple in zip(buckets.ALIGNMENTS, (128, 1), strict=True):
-        layout = buckets.buffers(model, args, chunks, dtypes, alignment)
-        owned = _owned(layout, len(replicas), math.lcm(len(replicas), multiple))
+    tried: list[tuple[list[buckets.Buffer], list[list[_Owned]]]] = []
+    fitting: list[list[int]] = []
+    for rules in buckets.RULES:
+        layout = buckets.buffers(model, args, chunks, dtypes, rules)
+        multiple = math.lcm(len(replicas), rules.end_multiple)
+        owned = _owned(layout, len(replicas), multiple)
+        if (layout, owned) in tried:
+            continue
+        tried.append((layout, owned))
         for order in orders:
             held = _held(owned, replicas, order, args)
-            if held is not None:
+            if held is None:
+                continue
+            strange = _strange(held, rank)
+            if not strange:
                 return _parts(layout, held, rank, where)
+            fitting.append(strange)
+    if not fitting:
+        raise CorruptCheckpointError(
+            f"{where}: shards of other sizes than the args say; {buckets.REMEDY}"
+        )
+    # Where shards of some replicas fit the weights, the layout is right.
+    strange = min(fitting, key=len)
+    files = some([f"rank_{numbers[replica]:05d}" for replica in strange])
     raise CorruptCheckpointError(
-        f"{where}: shards of other sizes than the args say; {buckets.REMEDY}"
+        f"{where}: the shards in {files} are not what the weights in {rank.directory.name} were "
+        f"rounded from: {MIXED}; {buckets.REMEDY}"
     )
 
 
@@ -172,8 +215,8 @@ def _owned(layout: list[buckets.Buffer], replicas: int, multiple: int) -> list[l
     return found
 
 
-_Held = dict[buckets.Place, list[tuple[int, dict[str, torch.Tensor]]]]
-"""Per parameter: starts of the shards, and their tensors."""
+_Held = dict[buckets.Place, list[tuple[int, int, dict[str, torch.Tensor]]]]
+"""Shards of each parameter: their start, the replica that owned them, their tensors."""
 
 
 def _held(
@@ -184,7 +227,7 @@ def _held(
 ) -> _Held | None:
     """Return the shards by parameter; None: with groups in this order the sizes are others."""
     found: _Held = defaultdict(list)
-    for mine, shards in zip(owned, replicas, strict=True):
+    for replica, (mine, shards) in enumerate(zip(owned, replicas, strict=True)):
         positions = dict.fromkeys(order, 0)
         for it in mine:
             kind = class_of(it.at.parameter, args)
@@ -193,8 +236,20 @@ def _held(
             if tensors is None or tensors[buckets.MAIN].numel() != it.end - it.start:
                 return None
             positions[kind] += 1
-            found[it.at].append((it.start, tensors))
+            found[it.at].append((it.start, replica, tensors))
     return found
+
+
+def _strange(held: _Held, rank: RankFiles) -> list[int]:
+    """Return the replicas with a shard that the weights of `rank` were not rounded from."""
+    strange = set()
+    for at, shards in held.items():
+        weight = rank.weights[at.chunk, at.parameter.name].reshape(-1)
+        for start, replica, tensors in shards:
+            master = tensors[buckets.MAIN].reshape(-1)
+            if not buckets.is_rounded(weight[start : start + master.numel()], master):
+                strange.add(replica)
+    return sorted(strange)
 
 
 def _parts(layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: str) -> list[Part]:
@@ -203,7 +258,7 @@ def _parts(layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: st
 
     parts = []
     for buffer in layout:
-        _, tensors = held[buffer.places[0]][0]
+        _, _, tensors = held[buffer.places[0]][0]
         states = {name: value.dtype for name, value in tensors.items() if name != "step"}
         read = functools.partial(_read, held)
         parts += buckets.buffer_parts(buffer, states, weight, read, where)
@@ -211,7 +266,7 @@ def _parts(layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: st
 
 
 def _read(held: _Held, state: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
-    shards = sorted((low, tensors[state].reshape(-1)) for low, tensors in held[at])
+    shards = [(low, tensors[state].reshape(-1)) for low, _, tensors in held[at]]
     return torch.cat([shard[max(start - low, 0) : max(end - low, 0)] for low, shard in shards])
 
 

@@ -19,11 +19,14 @@ from megatron_flashckpt.convert.contents import Contents
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import Part, global_tensors, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
+from megatron_flashckpt.layout.names import parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
-from megatron_flashckpt.megatron_lm import hyper_parameters
+from megatron_flashckpt.megatron_lm import hyper_parameters, legacy_gpt
 from megatron_flashckpt.megatron_lm.local_model import RankModel
 from megatron_flashckpt.megatron_lm.rebuild import rank_models
 
+#: Problems of one kind that a message names.
+_SHOWN = 4
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 _COMMON = (
@@ -55,6 +58,30 @@ class RankFiles:
             for number, chunk in enumerate(self.model.chunks)
             for parameter in chunk.parameters
         }
+
+
+def some(problems: list[str], separator: str = ", ") -> str:
+    """Return the first few of `problems`, for a message."""
+    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return separator.join(problems[:_SHOWN]) + more
+
+
+def way_out(directory: Path) -> str:
+    """Return how to move a checkpoint that cannot be converted."""
+    if has_ranks(directory):
+        return (
+            "load it with DLRover in a job of the Megatron that wrote it, and save it once with "
+            "that Megatron's own save_checkpoint (swap this import back)"
+        )
+    return (
+        "load it in a job of the Megatron that wrote it, through megatron_flashckpt, which leaves "
+        "it to Megatron's own loader; the job's next save is in the format flashckpt"
+    )
+
+
+def has_ranks(directory: Path) -> bool:
+    """Return whether `directory` holds optimizer state by rank, as DLRover writes it."""
+    return any(path.is_dir() for path in directory.glob("rank_*"))
 
 
 def is_legacy(directory: Path) -> bool:
@@ -127,7 +154,10 @@ def open_ranks(directory: Path) -> list[RankFiles]:
         raise CorruptCheckpointError(
             f"{directory}: no {MODEL_FILE} in {', '.join(lost)}; convert another iteration"
         )
-    ranks = [RankFiles(place, model, _load(place / MODEL_FILE)) for model, place in places.items()]
+    ranks = [
+        RankFiles(place, model, _load(place / MODEL_FILE, model)) for model, place in places.items()
+    ]
+    _refuse_another_save(directory, ranks)
     _refuse_another_model(directory, ranks)
     return ranks
 
@@ -147,11 +177,27 @@ def chunk_key(model: RankModel, number: int) -> str:
     return "model" if len(model.chunks) == 1 else f"model{number}"
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, model: RankModel) -> dict[str, Any]:
     state = pickles.load(path, str(path), mmap=True)
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{path}: is not a state dict; convert another iteration")
-    return state
+    chunks = [chunk_key(model, number) for number in range(len(model.chunks))]
+    named = {key: legacy_gpt.flattened(state[key]) for key in chunks if key in state}
+    return {**state, **named}
+
+
+def _refuse_another_save(directory: Path, ranks: list[RankFiles]) -> None:
+    """Raise if files are of another iteration than their directory, which a release may be."""
+    expected = parse_iteration_dir(directory.name)
+    wrong = [
+        f"{rank.directory.name} of iteration {rank.state['iteration']}"
+        for rank in ranks
+        if expected is not None and rank.state.get("iteration", expected) != expected
+    ]
+    if wrong:
+        raise CorruptCheckpointError(
+            f"{directory}: holds files of another save: {some(wrong)}; convert another iteration"
+        )
 
 
 def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
@@ -174,8 +220,7 @@ def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
     if problems:
         raise UnsupportedError(
             f"{directory}: holds another model than the GPT that its args describe: "
-            f"{'; '.join(problems)}; let Megatron itself convert it (--ckpt-convert-format "
-            "torch_dist --ckpt-convert-save DIR)"
+            f"{some(problems, '; ')}; {way_out(directory)}"
         )
 
 

@@ -46,7 +46,7 @@ def distributed(
         place: of that file, for messages.
 
     Raises:
-        UnsupportedError: written before core 0.6.
+        UnsupportedError: written before 2024, without the sizes of buckets.
         CorruptCheckpointError: the buffers are not those of this model, or contradict the weights.
     """
     subs = buckets.sub_optimizers(model, args, experts=experts)
@@ -61,34 +61,49 @@ def distributed(
         if state is None:
             # Dense state is in the files of the first replica's ranks only.
             continue
-        if not state.get("buckets_coalesced"):
-            raise UnsupportedError(
-                f"{place}: in the layout of before February 2024; let Megatron itself convert it "
-                "(--ckpt-convert-update-legacy-dist-opt-format)"
-            )
         held = {key: value for key, value in state.items() if isinstance(key, int)}
         tensors = [next(iter(held[number].values())) for number in sorted(held)]
         dtypes = {name: weight.dtype for name, weight in weights.items()}
-        stored_numels = [(int(of_buffer["numel_unpadded"]),) for of_buffer in tensors]
+        stored_numels = _stored_numels(state, tensors, place)
         layout = buckets.layout(model, args, chunks, dtypes, stored_numels, place)
         for buffer, of_buffer in zip(layout, tensors, strict=True):
             parts += _buffer_parts(buffer, of_buffer, weights, place)
     return Found(parts, hyper_parameters(saved))
 
 
+def _stored_numels(
+    state: dict[str, Any], tensors: list[dict[str, Any]], place: str
+) -> list[tuple[int, ...]]:
+    """Return the sizes of each buffer's buckets, or its own size, as the file says them."""
+    if state.get("buckets_coalesced"):
+        return [(int(of_buffer["numel_unpadded"]),) for of_buffer in tensors]
+    if "per_bucket_numel_unpadded" in state:  # until core 0.6
+        sizes = [next(iter(each.values())) for each in state["per_bucket_numel_unpadded"]]
+        return [tuple(int(numel) for numel in of_buffer) for of_buffer in sizes]
+    raise UnsupportedError(
+        f"{place}: does not say how large its buckets are (written before 2024); convert the "
+        "weights alone with --weights-only, or load and save it once with a Megatron of 2024"
+    )
+
+
 def _buffer_parts(
     buffer: buckets.Buffer, tensors: dict[str, Any], weights: Weights, place: str
 ) -> list[Part]:
     def read(kind: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
-        base = buffer.coalesced_start(at)
-        flat: torch.Tensor = tensors[kind][base + start : base + end]
+        stored = tensors[kind]
+        if isinstance(stored, list):  # a tensor per bucket
+            stored, base = stored[at.bucket], at.start
+        else:
+            base = buffer.coalesced_start(at)
+        flat: torch.Tensor = stored[base + start : base + end]
         return flat
 
     def weight(at: buckets.Place) -> torch.Tensor:
         return weights[at.chunk, at.parameter.name]
 
+    samples = {kind: it[0] if isinstance(it, list) else it for kind, it in tensors.items()}
     states = {
-        kind: tensor.dtype for kind, tensor in tensors.items() if isinstance(tensor, torch.Tensor)
+        kind: tensor.dtype for kind, tensor in samples.items() if isinstance(tensor, torch.Tensor)
     }
     return buckets.buffer_parts(buffer, states, weight, read, place)
 

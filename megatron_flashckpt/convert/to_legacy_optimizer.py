@@ -134,15 +134,15 @@ def _buffers(
         for number, parameters in chunks
         for parameter in parameters
     }
+    if buckets.is_early(args):
+        return _early_buffers(
+            buckets.buffers(model, args, chunks, dtypes, buckets.EARLY), args, tensors
+        )
     found: dict[Any, Any] = {"buckets_coalesced": True}
-    layout = buckets.buffers(model, args, chunks, dtypes, buckets.ALIGNMENTS[0])
-    for number, buffer in enumerate(layout):
-        in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
-        grad_dtype = torch.float32 if in_fp32 else buffer.dtype
-        own = WEIGHT if buffer.dtype == torch.float32 else MASTER
+    for number, buffer in enumerate(buckets.buffers(model, args, chunks, dtypes, buckets.RULES[0])):
+        grad_dtype = _grad_dtype(buffer, args)
         held: dict[str, Any] = {}
-        kinds = {buckets.MAIN: own, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-        for name, kind in kinds.items():
+        for name, kind in _kinds(buffer).items():
             flat = torch.zeros(buffer.numel, dtype=torch.float32)
             for at in buffer.places:
                 start = buffer.coalesced_start(at)
@@ -151,6 +151,42 @@ def _buffers(
             held[name] = flat
         found[number] = {(buffer.dtype, grad_dtype): {**held, "numel_unpadded": buffer.numel}}
     return found
+
+
+def _early_buffers(
+    layout: list[buckets.Buffer], args: Any, tensors: dict[str, ByKey]
+) -> dict[Any, Any]:
+    """Return buffers as Megatron of early 2024 keeps them: bucket by bucket, with end padding."""
+    replicas = args.data_parallel_size * getattr(args, "context_parallel_size", 1)
+    padded = [tuple(-(-n // replicas) * replicas for n in it.bucket_numels) for it in layout]
+    dtypes = [_grad_dtype(buffer, args) for buffer in layout]
+    found: dict[Any, Any] = {
+        "per_bucket_numel": [{t: list(it)} for t, it in zip(dtypes, padded, strict=True)],
+        "per_bucket_numel_unpadded": [
+            {t: list(it.bucket_numels)} for t, it in zip(dtypes, layout, strict=True)
+        ],
+    }
+    for number, (buffer, numels, dtype) in enumerate(zip(layout, padded, dtypes, strict=True)):
+        held = {}
+        for name, kind in _kinds(buffer).items():
+            flats = [torch.zeros(numel, dtype=torch.float32) for numel in numels]
+            for at in buffer.places:
+                local = local_tensor(at.parameter.geometry, at.parameter.numel, tensors[kind])
+                flats[at.bucket][at.start : at.start + at.parameter.numel] = local
+            held[name] = flats
+        found[number] = {dtype: held}
+    return found
+
+
+def _grad_dtype(buffer: buckets.Buffer, args: Any) -> torch.dtype:
+    in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
+    return torch.float32 if in_fp32 else buffer.dtype
+
+
+def _kinds(buffer: buckets.Buffer) -> dict[str, str]:
+    """Return the kinds of our tensors by Megatron's names."""
+    own = WEIGHT if buffer.dtype == torch.float32 else MASTER
+    return {buckets.MAIN: own, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def _plain(

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm import gpt, parallel, te_names
+from megatron_flashckpt.megatron_lm import gpt, legacy_gpt, parallel, te_names
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry
 from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
@@ -68,9 +68,10 @@ def rank_models(args: Any) -> list[RankModel]:
     afterwards. `args` are not changed.
 
     Raises:
-        UnsupportedError: not a GPT of megatron.core that can be rebuilt, or this process is itself
-            a rank of a job.
+        UnsupportedError: not a GPT that can be rebuilt, or this process is itself a rank of a job.
     """
+    if legacy_gpt.is_legacy_gpt(args):
+        return legacy_gpt.rank_models(args)
     if dist.is_initialized():
         raise UnsupportedError(
             "this process is a rank of a torch.distributed job; convert checkpoints in a process "
@@ -119,7 +120,6 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
     transformer_engine = args.transformer_impl != "local"
     foreign = {
         "--spec": getattr(args, "spec", None),
-        "--use-legacy-models": getattr(args, "use_legacy_models", False),
         "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
         "--hybrid-override-pattern": getattr(args, "hybrid_override_pattern", None),
         "--heterogeneous-layers-config-path": getattr(
