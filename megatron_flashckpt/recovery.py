@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from megatron_flashckpt import inspection
+from megatron_flashckpt import foreign, inspection
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -43,6 +43,8 @@ class Named(NamedTuple):
     """None: nothing of ours."""
     problem: str | None = None
     """What is wrong with the tracker, in whose place the newest committed iteration was found."""
+    foreign: str | None = None
+    """Why nobody can load what is named: DLRover wrote it."""
 
 
 def named_in(storage: Storage, step: int | None) -> Named:
@@ -54,7 +56,7 @@ def named_in(storage: Storage, step: int | None) -> Named:
         StorageError: the tracker cannot be read.
     """
     if step is not None:
-        return Named(_unless_megatrons(storage, step))
+        return _unless_others(storage, step)
     try:
         text = inspection.tracker(storage)
     except StorageError as error:
@@ -74,7 +76,7 @@ def named_in(storage: Storage, step: int | None) -> Named:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
     ahead = _cut_short(storage, iteration)
-    return Named(_unless_megatrons(storage, iteration) if ahead is None else ahead)
+    return _unless_others(storage, iteration) if ahead is None else Named(ahead)
 
 
 def _cut_short(storage: Storage, tracked: int) -> int | None:
@@ -109,15 +111,18 @@ def _newest_named(storage: Storage, problem: str) -> Named:
     return Named(committed[-1], problem) if committed else Named(None)
 
 
-def _unless_megatrons(storage: Storage, iteration: int) -> int | None:
+def _unless_others(storage: Storage, iteration: int) -> Named:
     directory = iteration_dir(iteration)
     try:
-        ours = MANIFEST in storage.list(directory)
-        return None if not ours and inspection.megatron_format(storage, directory) else iteration
+        if MANIFEST in storage.list(directory):
+            return Named(iteration)
+        if problem := foreign.dlrover_problem(storage, iteration):
+            return Named(None, foreign=problem)
+        return Named(None if foreign.megatron_format(storage, directory) else iteration)
     except StorageError as error:
         if not is_damage(error):
             raise
-        return iteration
+        return Named(iteration)
 
 
 def _warn_of_nameless(storage: Storage, tracker: str | None) -> None:

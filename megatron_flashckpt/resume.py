@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.in_memory import InMemory, held_in_memory
 from megatron_flashckpt.load_plan import LoadRequest
@@ -102,6 +102,8 @@ def _load_newest(
             candidates.report()
             return loaded
     candidates.report()
+    if named.foreign is not None and request.optimizer is not None:
+        raise UnsupportedError(named.foreign)
     return None
 
 
