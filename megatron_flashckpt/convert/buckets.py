@@ -83,7 +83,22 @@ class Buffer:
 
 def is_early(args: Any) -> bool:
     """Return whether the job ran on a Megatron of early 2024, which knew no `torch_dist`."""
-    return not (hasattr(args, "ckpt_format") or hasattr(args, "use_dist_ckpt"))
+    return hasattr(args, "use_mcore_models") and not hasattr(args, "use_dist_ckpt")
+
+
+def remedy(args: Any) -> str:
+    """Return what to do if masters and weights of a job contradict each other."""
+    if not gathers_late(args):
+        return REMEDY
+    return (
+        "under this job's --overlap-param-gather old releases save weights of before the last "
+        f"step; if so, --accept-damage takes them from the masters, which are right; else {REMEDY}"
+    )
+
+
+def gathers_late(args: Any) -> bool:
+    """Return whether weights may be saved before those of the last step have been gathered."""
+    return bool(getattr(args, "overlap_param_gather", False))
 
 
 def sub_optimizer_chunks(model: RankModel, args: Any) -> list[list[tuple[int, Chunk]]]:
@@ -153,11 +168,14 @@ def layout(
     dtypes: dict[tuple[int, str], torch.dtype],
     stored: Sequence[tuple[int, ...]],
     where: str,
+    *,
+    by_bucket: bool = False,
 ) -> list[Buffer]:
     """Return the buffers of one sub-optimizer, laid out by the rules that the stored sizes fit.
 
     Args:
         stored: of each buffer, the sizes of its buckets, or its own size.
+        by_bucket: `stored` has the sizes of buckets.
 
     Raises:
         CorruptCheckpointError: by the args the sizes are others.
@@ -166,7 +184,8 @@ def layout(
     for rules in RULES:
         found = buffers(model, args, chunks, dtypes, rules)
         tried.append([buffer.bucket_numels for buffer in found])
-        if list(stored) in (tried[-1], [(buffer.numel,) for buffer in found]):
+        wholes = [(buffer.numel,) for buffer in found]
+        if list(stored) == tried[-1] or (list(stored) == wholes and not by_bucket):
             return found
     raise CorruptCheckpointError(
         f"{where}: buffers of {stored} elements, by the args {tried[0]}; {REMEDY}"
@@ -227,6 +246,7 @@ def buffer_parts(
     weight: Callable[[Place], torch.Tensor],
     read: Callable[[str, Place, int, int], torch.Tensor],
     where: str,
+    remedy: str | None = REMEDY,
 ) -> list[Part]:
     """Return the parts of a buffer whose weights have proved the layout.
 
@@ -235,17 +255,20 @@ def buffer_parts(
         weight: returns a whole parameter.
         read: returns elements of a parameter's state.
         where: of the buffer, for messages.
+        remedy: for messages; None: 16-bit weights are not compared.
 
     Raises:
         CorruptCheckpointError: some weight is not what its master rounds to.
     """
-    verify(
-        (
-            (at.parameter.name, weight(at), read(MAIN, at, 0, at.parameter.numel))
-            for at in buffer.places
-        ),
-        where,
-    )
+    if remedy is not None or buffer.dtype == torch.float32:
+        verify(
+            (
+                (at.parameter.name, weight(at), read(MAIN, at, 0, at.parameter.numel))
+                for at in buffer.places
+            ),
+            where,
+            remedy or REMEDY,
+        )
     return [
         Part(
             at.parameter.geometry,
@@ -260,7 +283,9 @@ def buffer_parts(
     ]
 
 
-def verify(held: Iterable[tuple[str, torch.Tensor, torch.Tensor]], where: str) -> None:
+def verify(
+    held: Iterable[tuple[str, torch.Tensor, torch.Tensor]], where: str, remedy: str = REMEDY
+) -> None:
     """Compare weights with what their masters, at the computed places, round to.
 
     Args:
@@ -278,7 +303,7 @@ def verify(held: Iterable[tuple[str, torch.Tensor, torch.Tensor]], where: str) -
         raise CorruptCheckpointError(
             f"{where}: {len(wrong)} weights are not what the optimizer's masters, at the places "
             f"that the checkpoint's args give them, round to: {', '.join(wrong)}; so the optimizer "
-            f"state cannot be told apart; {REMEDY}"
+            f"state cannot be told apart; {remedy}"
         )
 
 

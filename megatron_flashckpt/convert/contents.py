@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import LayoutError, UnsupportedError
-from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.layout.piece import WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box, intersection
 
 
@@ -147,6 +147,15 @@ def several_types(name: str, dtypes: Iterable[torch.dtype]) -> UnsupportedError:
         f"{name}: has layers of several element types ({listed}), which the destination cannot "
         "keep in one tensor; convert to flashckpt or safetensors"
     )
+
+
+def rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
+    """Return the weight that `master` rounds to."""
+
+    def read(region: Box) -> torch.Tensor:
+        return master.read(region).to(dtype)
+
+    return dataclasses.replace(master, kind=WEIGHT, dtype=dtype, read=read)
 
 
 def _within(part: Box, box: Box) -> tuple[slice, ...]:

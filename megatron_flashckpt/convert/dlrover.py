@@ -27,12 +27,14 @@ from megatron_flashckpt.convert.legacy import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     RankFiles,
+    accepts,
     contents_of,
     has_ranks,
     is_legacy,
     model_parts,
     open_ranks,
     some,
+    with_weights_of_masters,
 )
 from megatron_flashckpt.convert.legacy_optimizer import GroupClass, class_of, group_classes
 from megatron_flashckpt.convert.options import Options
@@ -70,6 +72,7 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
     if options.weights_only:
         return contents_of(directory, iteration, ranks, parts, None)
     args = ranks[0].state["args"]
+    accept = accepts(ranks[0], options)
     shards = _load_shards(directory, args)
     if buckets.has_experts([rank.model for rank in ranks]):
         raise UnsupportedError(
@@ -77,11 +80,12 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
             "convert the weights alone with --weights-only"
         )
     for rank in ranks:
-        parts += _optimizer_parts(rank, shards)
+        parts += _optimizer_parts(rank, shards, accept=accept)
     if "optimizer" in ranks[0].state:
         saved = [rank.state["optimizer"] for rank in ranks]
         groups = hyper_parameters.merge([legacy_optimizer.hyper_parameters(it) for it in saved])
-        return contents_of(directory, iteration, ranks, parts, groups)
+        contents = contents_of(directory, iteration, ranks, parts, groups)
+        return with_weights_of_masters(contents) if accept else contents
     if getattr(args, "decoupled_lr", None) is not None or getattr(args, "use_mup", False):
         raise UnsupportedError(
             f"{directory}: this DLRover did not save the optimizer's param groups, and with "
@@ -91,6 +95,8 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
     steps = _steps(shards)
     groups = [_hyper_parameters(args, max(steps, default=float(iteration)))]
     contents = contents_of(directory, iteration, ranks, parts, groups)
+    if accept:
+        contents = with_weights_of_masters(contents)
     if steps:
         return contents
     warning = (
@@ -98,7 +104,7 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
         "taken for it. That is wrong by the iterations that were skipped, and if the run began "
         "with --finetune"
     )
-    return dataclasses.replace(contents, warnings=(warning,))
+    return dataclasses.replace(contents, warnings=(*contents.warnings, warning))
 
 
 def _load_shards(directory: Path, args: Any) -> list[_Shards]:
@@ -135,8 +141,12 @@ def _of_file(file: Path) -> _Shards:
     return states[0] if states else {}
 
 
-def _optimizer_parts(rank: RankFiles, shards: list[_Shards]) -> list[Part]:
-    """Return the optimizer state of one place in the model-parallel layout."""
+def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) -> list[Part]:
+    """Return the optimizer state of one place in the model-parallel layout.
+
+    Args:
+        accept: take shards that have the right sizes, whatever the weights are.
+    """
     args = rank.state["args"]
     model = rank.model
     where = f"{rank.directory.parent}: optimizer of (tp {model.tp}, pp {model.pp})"
@@ -160,9 +170,9 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards]) -> list[Part]:
             held = _held(owned, replicas, order, args)
             if held is None:
                 continue
-            strange = _strange(held, rank)
+            strange = [] if accept else _strange(held, rank)
             if not strange:
-                return _parts(layout, held, rank, where)
+                return _parts(layout, held, rank, where, None if accept else buckets.REMEDY)
             fitting.append(strange)
     if not fitting:
         raise CorruptCheckpointError(
@@ -173,7 +183,7 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards]) -> list[Part]:
     files = some([f"rank_{numbers[replica]:05d}" for replica in strange])
     raise CorruptCheckpointError(
         f"{where}: the shards in {files} are not what the weights in {rank.directory.name} were "
-        f"rounded from: {MIXED}; {buckets.REMEDY}"
+        f"rounded from: {MIXED}; {buckets.remedy(args)}"
     )
 
 
@@ -252,7 +262,9 @@ def _strange(held: _Held, rank: RankFiles) -> list[int]:
     return sorted(strange)
 
 
-def _parts(layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: str) -> list[Part]:
+def _parts(
+    layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: str, remedy: str | None
+) -> list[Part]:
     def weight(at: buckets.Place) -> torch.Tensor:
         return rank.weights[at.chunk, at.parameter.name]
 
@@ -261,7 +273,7 @@ def _parts(layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: st
         _, _, tensors = held[buffer.places[0]][0]
         states = {name: value.dtype for name, value in tensors.items() if name != "step"}
         read = functools.partial(_read, held)
-        parts += buckets.buffer_parts(buffer, states, weight, read, where)
+        parts += buckets.buffer_parts(buffer, states, weight, read, where, remedy)
     return parts
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_flashckpt import inspection
+from megatron_flashckpt import foreign, inspection
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.destination import RELEASE
 from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
@@ -34,6 +34,7 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir, parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.megatron_lm.legacy_gpt import is_legacy_gpt
 from megatron_flashckpt.storage.posix import PosixStorage
 
 
@@ -141,9 +142,15 @@ def convert(
     Raises:
         ConfigError: the result would replace something, or overlap the source.
         CorruptCheckpointError: the source's optimizer state does not fit its weights.
+        UnsupportedError: no job of the model could load the result.
     """
     refuse_overlap(opened.root, opened.directory, destination)
     contents = opened.contents
+    if to == "torch_dist" and is_legacy_gpt(contents.args):
+        raise UnsupportedError(
+            f"{contents.place}: is of Megatron's legacy GPT, whose jobs cannot load torch_dist; "
+            "convert it --to torch"
+        )
     if contents.suspicion is not None and contents.optimizer and not options.accept_damage:
         refuse_damage(contents)
     counted = [_counted(tensor, on_read) for tensor in contents.tensors]
@@ -173,6 +180,8 @@ def _named_arguments(place: str) -> Iterator[None]:
 
 def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
     if iteration is not None:
+        if empty := foreign.dlrover_empty(PosixStorage(root), iteration):
+            raise NotCommittedError(empty)
         directory = root / iteration_dir(iteration)
         if not directory.is_dir():
             raise NotCommittedError(

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
-from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.contents import Contents, rounded
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import Part, global_tensors, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
 from megatron_flashckpt.layout.names import parse_iteration_dir
-from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm import hyper_parameters, legacy_gpt
 from megatron_flashckpt.megatron_lm.local_model import RankModel
-from megatron_flashckpt.megatron_lm.rebuild import rank_models
+from megatron_flashckpt.megatron_lm.rank_models import rank_models
 
 #: Problems of one kind that a message names.
 _SHOWN = 4
@@ -105,11 +105,31 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
         experts = buckets.has_experts([rank.model for rank in ranks])
         saved = []
         for rank in ranks:
-            found = _optimizer(rank, experts=experts)
+            found = _optimizer(rank, experts=experts, accept=accepts(rank, options))
             parts += found.parts
             saved.append(found.hyper_parameters)
         optimizer = hyper_parameters.merge(saved)
-    return contents_of(directory, iteration, ranks, parts, optimizer)
+    contents = contents_of(directory, iteration, ranks, parts, optimizer)
+    return with_weights_of_masters(contents) if accepts(ranks[0], options) else contents
+
+
+def accepts(rank: RankFiles, options: Options) -> bool:
+    """Return whether weights that contradict their masters are accepted as those of before."""
+    return options.accept_damage and buckets.gathers_late(rank.state["args"])
+
+
+def with_weights_of_masters(contents: Contents) -> Contents:
+    """Return `contents` with the weights that their masters round to."""
+    masters = {it.key: it for it in contents.tensors if it.kind == MASTER}
+    tensors = [
+        rounded(masters[it.key], it.dtype) if it.kind == WEIGHT and it.key in masters else it
+        for it in contents.tensors
+    ]
+    warning = (
+        "the weights are what the optimizer's masters round to, because of the job's "
+        "--overlap-param-gather and --accept-damage"
+    )
+    return dataclasses.replace(contents, tensors=tensors, warnings=(*contents.warnings, warning))
 
 
 def contents_of(
@@ -133,6 +153,39 @@ def contents_of(
         optimizer=optimizer,
         rng=_random_states(ranks),
         objects=_objects(ranks),
+        warnings=(
+            *_differing_embeddings(ranks),
+            *(() if optimizer is not None else _doubt(first["args"])),
+        ),
+    )
+
+
+def _differing_embeddings(ranks: list[RankFiles]) -> tuple[str, ...]:
+    """Return whether the copies of tied embeddings are no copies, of which one is converted."""
+    stages = {(rank.model.tp, rank.model.pp): rank.weights for rank in ranks}
+    last = max(pp for _, pp in stages)
+    names = (legacy_gpt.WORDS, legacy_gpt.TIED)
+    for tp in {tp for tp, _ in stages}:
+        held = [
+            [weight for (_, name), weight in stages[tp, pp].items() if name == wanted]
+            for pp, wanted in zip((0, last), names, strict=True)
+        ]
+        if all(held) and not torch.equal(held[0][0], held[1][0]):
+            return (
+                "the tied embeddings of the first and the last pipeline stage differ (a defect of "
+                "Megatron before February 2024 under the distributed optimizer); the first "
+                "stage's are taken, so losses will not be those of the job that saved",
+            )
+    return ()
+
+
+def _doubt(args: Any) -> tuple[str, ...]:
+    """Return what weights without masters cannot prove."""
+    if not (buckets.is_early(args) and buckets.gathers_late(args)):
+        return ()
+    return (
+        "under the job's --overlap-param-gather its Megatron may have saved weights of before the "
+        "last step; nothing is compared when weights are converted alone",
     )
 
 
@@ -240,7 +293,7 @@ def _has_optimizer(rank: RankFiles) -> bool:
     return "optimizer" in rank.state or not (released or getattr(args, "no_save_optim", None))
 
 
-def _optimizer(rank: RankFiles, *, experts: bool) -> legacy_optimizer.Found:
+def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimizer.Found:
     args = rank.state["args"]
     distributed = getattr(args, "use_distributed_optimizer", False)
     file = rank.directory / (OPTIMIZER_FILE if distributed else MODEL_FILE)
@@ -253,7 +306,7 @@ def _optimizer(rank: RankFiles, *, experts: bool) -> legacy_optimizer.Found:
     if not distributed:
         return legacy_optimizer.plain(*held, str(file), experts=experts)
     stored = pickles.load(file, str(file), mmap=True)
-    return legacy_optimizer.distributed(*held, stored, str(file), experts=experts)
+    return legacy_optimizer.distributed(*held, stored, str(file), experts=experts, accept=accept)
 
 
 def _random_states(ranks: list[RankFiles]) -> dict[tuple[int, int], list[dict[str, Any]]]:

@@ -37,6 +37,7 @@ def distributed(
     place: str,
     *,
     experts: bool,
+    accept: bool = False,
 ) -> Found:
     """Return the state of the distributed optimizer.
 
@@ -44,6 +45,7 @@ def distributed(
         saved: `optimizer` of the rank's state dict.
         stored: contents of `distrib_optim.pt`.
         place: of that file, for messages.
+        accept: do not compare 16-bit weights with their masters.
 
     Raises:
         UnsupportedError: written before 2024, without the sizes of buckets.
@@ -65,9 +67,18 @@ def distributed(
         tensors = [next(iter(held[number].values())) for number in sorted(held)]
         dtypes = {name: weight.dtype for name, weight in weights.items()}
         stored_numels = _stored_numels(state, tensors, place)
-        layout = buckets.layout(model, args, chunks, dtypes, stored_numels, place)
+        layout = buckets.layout(
+            model,
+            args,
+            chunks,
+            dtypes,
+            stored_numels,
+            place,
+            by_bucket=not state.get("buckets_coalesced"),
+        )
         for buffer, of_buffer in zip(layout, tensors, strict=True):
-            parts += _buffer_parts(buffer, of_buffer, weights, place)
+            remedy = None if accept else buckets.remedy(args)
+            parts += _buffer_parts(buffer, of_buffer, weights, place, remedy)
     return Found(parts, hyper_parameters(saved))
 
 
@@ -87,7 +98,11 @@ def _stored_numels(
 
 
 def _buffer_parts(
-    buffer: buckets.Buffer, tensors: dict[str, Any], weights: Weights, place: str
+    buffer: buckets.Buffer,
+    tensors: dict[str, Any],
+    weights: Weights,
+    place: str,
+    remedy: str | None,
 ) -> list[Part]:
     def read(kind: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
         stored = tensors[kind]
@@ -105,7 +120,7 @@ def _buffer_parts(
     states = {
         kind: tensor.dtype for kind, tensor in samples.items() if isinstance(tensor, torch.Tensor)
     }
-    return buckets.buffer_parts(buffer, states, weight, read, place)
+    return buckets.buffer_parts(buffer, states, weight, read, place, remedy)
 
 
 def plain(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region, rounded
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.names import common_name
@@ -182,18 +182,11 @@ def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
             continue
         weight = weights.get(master.key)
         if weight is None:
-            derived[master.key] = _rounded(master, dtype)
+            derived[master.key] = rounded(master, dtype)
         elif not set(master.boxes) & set(weight.boxes) and weight.dtypes.isdisjoint(SIXTEEN_BIT):
-            derived[master.key] = _joined(weight, _rounded(master, dtype))
+            derived[master.key] = _joined(weight, rounded(master, dtype))
     kept = [it for it in tensors if it.kind != WEIGHT or it.key not in derived]
     return kept + list(derived.values())
-
-
-def _rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
-    def read(region: Box) -> torch.Tensor:
-        return master.read(region).to(dtype)
-
-    return dataclasses.replace(master, kind=WEIGHT, dtype=dtype, read=read)
 
 
 def _joined(one: GlobalTensor, other: GlobalTensor) -> GlobalTensor:

@@ -26,7 +26,7 @@ from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.megatron_lm import legacy_gpt
 from megatron_flashckpt.megatron_lm.local_model import Chunk, RankModel
-from megatron_flashckpt.megatron_lm.rebuild import rank_models
+from megatron_flashckpt.megatron_lm.rank_models import rank_models
 
 
 def write_legacy(contents: Contents, root: Path, options: Options) -> Path:

@@ -46,6 +46,8 @@ def of_rank(
             for chunks, each in zip(subs, saved, strict=True)
         ]
         return Written(_listed(states), None)
+    if not buckets.is_early(contents.args):
+        saved = [_as_met(each, chunks) for each, chunks in zip(saved, subs, strict=True)]
     _refuse_incomplete(contents, subs, tensors, ("exp_avg", "exp_avg_sq"))
     held = [
         # As Megatron does: dense state is in the files of the first replica's ranks only.
@@ -80,6 +82,26 @@ def _saved(contents: Contents, count: int, *, experts: bool) -> list[dict[str, A
         groups = [group for entry in entries for group in entry["param_groups"]]
         found.append({**entries[0], "param_groups": groups})
     return found
+
+
+def _as_met(saved: dict[str, Any], chunks: _Chunks) -> dict[str, Any]:
+    """Return `saved` with its groups in the order in which this rank's parameters meet them.
+
+    Until core 0.13 Megatron makes the groups of a rank in that order, and its distributed optimizer
+    loads them by number: on a stage without embedding those without weight decay come first. Later
+    ones load them by their settings.
+    """
+    first = next((parameters[0] for _, parameters in chunks if parameters), None)
+    if first is None:
+        return saved
+    without = len(first.shape) == 1 or first.name.endswith(".bias")
+    groups = sorted(saved["param_groups"], key=lambda it: (_multiplier(it) == 0.0) != without)
+    return {**saved, "param_groups": groups}
+
+
+def _multiplier(group: dict[str, Any]) -> float | None:
+    """Return what multiplies the weight decay of a group, under either of Megatron's names."""
+    return group.get("wd_mult", group.get("pre_wd_mult"))
 
 
 def _is_expert(group: dict[str, Any]) -> bool:

@@ -18,12 +18,13 @@ from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.runs import Geometry, Run
 
-_WORDS = "language_model.embedding.word_embeddings.weight"
+#: The word embeddings, on the first pipeline stage.
+WORDS = "language_model.embedding.word_embeddings.weight"
 _OUTPUT = "language_model.output_layer.weight"
 #: The copy of the word embeddings that the last pipeline stage has if they are tied.
 TIED = "word_embeddings.weight"
 #: Their first axis is padded for the tensor parallel size.
-_RESIZABLE = (_WORDS, TIED, _OUTPUT)
+_RESIZABLE = (WORDS, TIED, _OUTPUT)
 #: With SwiGLU the gate and the other half lie one after the other in the local tensor.
 _FUSED = (".dense_h_to_4h.weight", ".dense_h_to_4h.bias")
 _LAYERS = "language_model.encoder.layers"
@@ -82,7 +83,7 @@ def geometry(
     Raises:
         UnsupportedError: sharded in strides along another axis than the first.
     """
-    key = _WORDS if name == TIED else name
+    key = WORDS if name == TIED else name
     if layer is not None:
         _, _, rest = name.removeprefix(f"{_LAYERS}.").partition(".")
         key = f"{_LAYERS}.{rest}"
@@ -194,7 +195,7 @@ def _chunk(args: Any, tp: int, pp: int, number: int) -> Chunk:
         state_names.append(name)
 
     if first:
-        add(_WORDS, (padded, hidden), 0)
+        add(WORDS, (padded, hidden), 0)
         if args.position_embedding_type == "learned_absolute":
             positions = "language_model.embedding.position_embeddings.weight"
             add(positions, (args.max_position_embeddings, hidden), None)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm import gpt, legacy_gpt, parallel, te_names
+from megatron_flashckpt.megatron_lm import gpt, parallel, te_names
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry
 from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
@@ -68,10 +68,9 @@ def rank_models(args: Any) -> list[RankModel]:
     afterwards. `args` are not changed.
 
     Raises:
-        UnsupportedError: not a GPT that can be rebuilt, or this process is itself a rank of a job.
+        UnsupportedError: not a GPT of megatron.core that can be rebuilt, or this process is itself
+            a rank of a job.
     """
-    if legacy_gpt.is_legacy_gpt(args):
-        return legacy_gpt.rank_models(args)
     if dist.is_initialized():
         raise UnsupportedError(
             "this process is a rank of a torch.distributed job; convert checkpoints in a process "
