@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_flashckpt.convert import buckets
 from megatron_flashckpt.convert.formats import Opened, convert, open_source
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.to_legacy import write_legacy
@@ -20,6 +22,7 @@ from megatron_flashckpt.errors import (
     MissingStateError,
     UnsupportedError,
 )
+from megatron_flashckpt.megatron_lm.rank_models import rank_models
 from tests.convert.rebuilt import ITERATION, arguments, contents
 from tests.convert.tensors import assert_equal, wholes
 
@@ -61,6 +64,12 @@ LAYOUTS = {
     },
     "pp2-vpp2-plain": PP2_VPP2,
     "legacy-gpt-pp2-vpp2-tied-buckets": {**LEGACY_GPT, **PP2_VPP2, **DISTRIBUTED, **BUCKETS},
+    "early-mcore-pp2-tied": {
+        "use_mcore_models": True,
+        "pipeline_model_parallel_size": 2,
+        **DISTRIBUTED,
+        **BUCKETS,
+    },
     "legacy-gpt-tp2-plain": {**LEGACY_GPT, "tensor_model_parallel_size": 2},
     "decoupled-lr": {"decoupled_lr": 0.5, "untie_embeddings_and_output_weights": True},
     "decoupled-lr-mup": {
@@ -138,6 +147,19 @@ def test_a_cut_vocabulary_is_padded_for_the_layout_that_args_name(tmp_path: Path
     assert torch.equal(found[:90], wholes(small)[key])
     assert found.shape[0] == 96
     assert not found[90:].any()
+
+
+def test_buckets_of_early_2024_have_two_parameters_at_least() -> None:
+    """As its `GradBuffer` has it: `len(bucket_params) > 1`."""
+    args = arguments(**LEGACY_GPT, **DISTRIBUTED, **BUCKETS)
+    args.ddp_bucket_size = 1  # less than any parameter
+    (model,) = rank_models(args)
+    (chunks,) = buckets.sub_optimizers(model, args, experts=False)
+    dtypes = {(0, it.name): torch.bfloat16 for it in model.chunks[0].parameters}
+    (buffer,) = buckets.buffers(model, args, chunks, dtypes, buckets.EARLY)
+    counts = Counter(place.bucket for place in buffer.places)
+    assert set(list(counts.values())[:-1]) == {2}
+    assert len(counts) == len(buffer.bucket_numels) > 10
 
 
 # ---------------------------------------------------------------------- damage
