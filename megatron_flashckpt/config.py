@@ -208,6 +208,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stock Megatron does when a save fails. Another status that the script exits with, and an
     exception, stay as they are. False: the exit status says nothing of saves."""
 
+    probe_wait_s: float | None = 60.0
+    """Before the first step every node writes, renames and reads a small file in the save
+    directory, and rank 0 waits so many seconds until it sees those of all nodes. None: no probe."""
+
     drain_timeout_s: float = 1800.0
     """Longest wait, at exit and with `wait: durable`, for a save to be committed."""
 
@@ -279,6 +283,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("agent.commit_timeout_s", self.agent.commit_timeout_s, 1),
             ("agent.slow_save_s", self.agent.slow_save_s, 0),
             ("agent.sigterm_timeout_s", self.agent.sigterm_timeout_s, 0),
+            ("probe_wait_s", self.probe_wait_s, 0),
             ("drain_timeout_s", self.drain_timeout_s, 0),
         )
 

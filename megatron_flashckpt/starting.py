@@ -9,6 +9,7 @@ releases before core 0.7, which have no such call, of what Megatron calls in its
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import time
 from typing import Any
@@ -19,7 +20,7 @@ import xxhash
 from megatron.core import package_info
 
 import megatron_flashckpt
-from megatron_flashckpt import node_memory
+from megatron_flashckpt import node_memory, probe
 from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
@@ -36,6 +37,7 @@ from megatron_flashckpt.node_link import slab_nbytes
 from megatron_flashckpt.node_memory import Need, shown
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
 from megatron_flashckpt.session import session
+from megatron_flashckpt.storage.posix import PosixStorage
 
 #: Sums of as many remainders as there can be ranks stay below 2**63.
 _PRIME = 2**45 - 55
@@ -90,7 +92,8 @@ def begin(model: list[Any], optimizer: Any) -> None:
 
     Raises:
         UnsupportedError: as `check`; or some element would be saved not at all, or twice.
-        StorageError: the slabs of a node's ranks do not fit into its memory together.
+        StorageError: the slabs of a node's ranks do not fit into its memory together, or the save
+            directory cannot hold checkpoints.
     """
     margs = stock.checkpointing().get_args()
     if not margs.save or _is_checked(margs, model, optimizer):
@@ -106,6 +109,7 @@ def begin(model: list[Any], optimizer: Any) -> None:
     _add_up(tally(pieces, state.stands_for(chunks)))
     needs = _needs(checkpointer, expected)
     node_memory.check(needs, checkpointer.config.slots)
+    _probe(margs, checkpointer)
     _announce(margs, checkpointer, expected, needs, started)
     checkpointer.prepare(expected)
     checkpointer.start_run()
@@ -282,6 +286,16 @@ def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * _held_for_others(config))
     return node_memory.gather_needs(slab, held, is_there=checkpointer.link.has_slab)
+
+
+def _probe(margs: Any, checkpointer: Checkpointer) -> None:
+    """Raise on all ranks if the save directory cannot hold checkpoints. Collective."""
+    wait_s = checkpointer.config.probe_wait_s
+    if wait_s is None or getattr(margs, "skip_train", False):  # such a job may only read there
+        return
+    is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    storage = PosixStorage(checkpointer.root)
+    probe.check(storage, checkpointer.rank, is_first_of_node=is_first_of_node, wait_s=wait_s)
 
 
 def _announce(

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest, names
-from megatron_flashckpt.storage.base import Storage, parse_temporary_name
+from megatron_flashckpt.storage.base import Storage, is_probe, parse_temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,8 @@ class Sweeper:
         try:
             for name in self._storage.list(""):
                 iteration = names.parse_iteration_dir(name)
-                if parse_temporary_name(name) in (names.TRACKER, names.HISTORY):
+                former = parse_temporary_name(name)
+                if former in (names.TRACKER, names.HISTORY) or (until is None and is_probe(name)):
                     found.files.append(name)
                 elif (
                     iteration is not None

@@ -21,6 +21,7 @@ Kind = Literal["file", "directory", "other"]
 #: same directory. `nothing`: whoever looks finds all of it, but power that is lost may take it.
 Durable = Literal["name", "contents", "nothing"]
 
+_PROBE = "flashckpt-probe-"
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 
@@ -33,6 +34,16 @@ def parse_temporary_name(name: str) -> str | None:
     """Return what a file would have been called, had a crash not cut it short; None: not one."""
     match = _TEMPORARY.fullmatch(name)
     return match and match[1]
+
+
+def probe_name(rank: int) -> str:
+    """Return the name of a file with which the node of `rank` tries out the save directory."""
+    return temporary_name(f"{_PROBE}{rank:05d}")
+
+
+def is_probe(name: str) -> bool:
+    """Return whether a file is one that `probe_name` named."""
+    return (parse_temporary_name(name) or "").startswith(_PROBE)
 
 
 class Writer(Protocol):

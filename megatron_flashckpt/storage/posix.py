@@ -262,8 +262,8 @@ class PosixStorage:
                 return []
 
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        path = self._path(directory)
-        names = [self._path(f"{directory}/{name}").name for name in names]
+        path = self._path(directory) if directory else self._root
+        names = [self._path(f"{directory}/{name}" if directory else name).name for name in names]
         with _explained(path, "look at"):
             try:
                 # Opening it has NFS ask its server whether the directory has changed; what was not
