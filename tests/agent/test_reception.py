@@ -130,12 +130,14 @@ def test_silent_connections_are_a_limited_number_and_keep_nobody_waiting(
 ) -> None:
     agent = trainer.client.agent_pid
     assert trainer.save(1).error is None
-    threads, files = thread_count(agent), len(open_files(agent))
+    threads, connections = thread_count(agent), agent_connections(agent)
     crowd.come(MOST_SILENT + 100)
     for number in range(100):
         assert crowd.is_hung_up(number), "the oldest go first"
+    log = (node.directory(root) / "agent.log").read_text()
+    assert f"more than {MOST_SILENT} connections say nothing" in log
     eventually("few threads", lambda: thread_count(agent) <= threads + MOST_SILENT)
-    assert len(open_files(agent)) <= files + MOST_SILENT
+    eventually("few sockets", lambda: agent_connections(agent) <= connections + MOST_SILENT)
     other = node.trainer(root, 1, 2)
     assert other.client.agent_pid == agent
     assert trainer.save(2).error is None
