@@ -36,17 +36,18 @@ _NEEDS = (
 )
 
 
-def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float) -> None:
+def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float | None) -> None:
     """Raise on all ranks unless all nodes can save to `storage`. Collective: two small messages.
 
     Args:
         is_first_of_node: this rank probes for its node.
-        wait_s: longest wait of rank 0 for the files of the other nodes.
+        wait_s: longest wait of rank 0 for the files of the other nodes. None: this node tries
+            nothing out; where that is rank 0's, nobody waits. Nodes may differ in that.
 
     Raises:
         StorageError: names the operation that failed, or the ranks whose nodes are not seen.
     """
-    name = probe_name(rank) if is_first_of_node else None
+    name = probe_name(rank) if is_first_of_node and wait_s is not None else None
 
     def try_out() -> tuple[None, str | None]:
         if name is not None:
@@ -55,7 +56,7 @@ def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float)
 
     try:
         _, of_ranks = gathered(try_out)
-        seen_s = from_first(lambda: _await(storage, of_ranks, wait_s))
+        seen_s = from_first(lambda: 0.0 if wait_s is None else _await(storage, of_ranks, wait_s))
     finally:
         if name is not None:
             # In the background: storage that hangs must not keep training.

@@ -291,7 +291,7 @@ def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
 def _probe(margs: Any, checkpointer: Checkpointer) -> None:
     """Raise on all ranks if the save directory cannot hold checkpoints. Collective."""
     wait_s = checkpointer.config.probe_wait_s
-    if wait_s is None or getattr(margs, "skip_train", False):  # such a job may only read there
+    if getattr(margs, "skip_train", False):  # such a job may only read there
         return
     is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
     storage = PosixStorage(checkpointer.root)

@@ -147,6 +147,14 @@ def rank_main(rank: int, directory: str) -> None:
         results["one node"] = None
     except StorageError as error:
         results["one node"] = str(error)
+    for off in (0, 1):
+        wait_s = None if rank == off else 0.3
+        storage = PosixStorage(own) if rank == off else _Refusing(shared, "rename")
+        try:
+            probe.check(storage, rank, is_first_of_node=True, wait_s=wait_s)
+            results[f"off on {off}"] = None
+        except StorageError as error:
+            results[f"off on {off}"] = str(error)
     Path(directory, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
@@ -178,3 +186,14 @@ def test_a_fault_of_one_node_is_raised_on_all(results: list[dict[str, str | None
     for each in results:
         assert each["one fails"] is not None
         assert "cannot rename a file" in each["one fails"]
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_a_node_without_a_probe_makes_no_other_one_wait(
+    results: list[dict[str, str | None]], off: int
+) -> None:
+    """Settings are read on every node: those that differ must not part the collectives."""
+    for each in results:
+        message = each[f"off on {off}"]
+        assert message is not None
+        assert "cannot rename a file" in message
