@@ -193,7 +193,7 @@ import torch
 
 assert "tests" not in sys.modules  # Megatron has a package of that name
 assert not [name for name in sys.modules if name.startswith("megatron_flashckpt")]
-assert REPO not in sys.path
+assert sys.path[: len(PLAIN)] == PLAIN
 assert torch.cuda.device_count() == 2
 torch.cuda.set_device(1)
 stream = torch.cuda.Stream()
@@ -218,5 +218,14 @@ def test_a_cpu_rank_has_this_node_wherever_it_is_started(tmp_path: Path) -> None
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
     }
-    script = f"REPO = {str(REPO)!r}\n{_RANK}"
+    # An editable install of the package names the repository too.
+    plain = subprocess.run(
+        [sys.executable, "-c", "import sys; print(sys.path)"],
+        check=True,
+        cwd=tmp_path,
+        env={**environment, "CPU_CUDA_SHIM": "0"},
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    script = f"PLAIN = {plain}{_RANK}"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env=environment)
