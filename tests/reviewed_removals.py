@@ -359,6 +359,33 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
+        "probe",
+        (
+            "_write",
+            "storage.create(draft, 2 * _HALF)",
+            RANDOM,
+            "test_probe.py::test_a_directory_that_can_hold_checkpoints_passes_and_nothing_stays",
+        ),
+        (
+            "_write",
+            "storage.move(draft, name)",
+            RANDOM,
+            "test_probe.py::test_a_directory_that_can_hold_checkpoints_passes_and_nothing_stays",
+        ),
+        (
+            "_write",
+            "storage.delete(draft)",
+            RANDOM,
+            "test_probe.py::test_a_file_system_that_lacks_something_is_refused_by_name",
+        ),
+        (
+            "_remove",
+            "storage.delete(name)",
+            RANDOM,
+            "test_probe.py::test_a_directory_that_can_hold_checkpoints_passes_and_nothing_stays",
+        ),
+    ),
+    **review(
         "report",
         (
             "draw",

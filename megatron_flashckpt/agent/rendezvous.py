@@ -105,7 +105,9 @@ def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> 
         if found is not None:
             return found
         if preferred is None:
-            return private_directory(entry)
+            if (made := _made(entry)) is not None:
+                return made
+            continue
         place = private_directory(private_directory(preferred) / key)
         with contextlib.suppress(FileExistsError):
             entry.symlink_to(place)
@@ -213,4 +215,20 @@ def _entered(entry: Path) -> Path | None:
                 return place
             entry.unlink()  # its session is over, or its agent has left
         return None
-    return private_directory(entry) if os.path.lexists(entry) else None
+    return _made(entry) if os.path.lexists(entry) else None
+
+
+def _made(entry: Path) -> Path | None:
+    """Return the directory at an entry of the shared base, made if need be.
+
+    Returns None if another process has just made a link of it, to a directory of its session.
+
+    Raises:
+        AgentError: it is not private.
+    """
+    try:
+        return private_directory(entry)
+    except AgentError:
+        if entry.is_symlink():
+            return None
+        raise

@@ -101,7 +101,7 @@ class Storage(Protocol):
         """Return the names directly in `directory`; empty if it does not exist."""
 
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        """Return which of `names` are in `directory` now, as other nodes have left it.
+        """Return which of `names` are in `directory` ("": the root) now, as other nodes left it.
 
         Without a look at what else is there: of thousands of files, by thousands of nodes.
         """

@@ -197,6 +197,21 @@ def test_processes_that_look_at_once_agree_though_the_name_is_taken(
     assert places == {str(found())}, "and so does who comes later"
 
 
+def test_a_link_that_another_process_makes_at_that_moment_is_followed(
+    machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, looks = rendezvous._entered, []
+
+    def look(entry: Path) -> Path | None:
+        looks.append(entry)
+        return None if len(looks) == 1 else entered(entry)  # it was not there yet
+
+    place = found(session)
+    monkeypatch.setattr(rendezvous, "_entered", look)
+    assert found() == place
+    assert len(looks) == 2
+
+
 def test_an_agent_moves_when_its_session_is_over_and_takes_its_memory_along(
     machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,14 +183,14 @@ def test_blocked_time_is_the_wait_of_the_training_loop_if_it_was_measured() -> N
     recorder.seconds[SAVE] = 4.0
     recorder.seen_by_loop(-1.0, 8.0)
     assert recorder.blocked_s == 8.5
-    cost = recorder.staged_cost(20.0, blocking=False)
+    cost = recorder.staged_cost(20.0, "computed", blocking=False)
     assert (cost.blocked_s, cost.staged_s) == (8.0, 20.0)
 
 
 def test_a_save_whose_training_loop_never_continues_is_handed_over() -> None:
     recorder = Recorder(in_loop=True)
     recorder.await_loop(0.01)
-    assert recorder.staged_cost(3.0, blocking=True).blocked_s == 3.0
+    assert recorder.staged_cost(3.0, "computed", blocking=True).blocked_s == 3.0
 
 
 def test_phases_go_to_the_recorder_of_their_thread_only() -> None:

@@ -281,7 +281,8 @@ def test_writing_refuses_contents_of_another_model(tmp_path: Path) -> None:
 
 def test_args_that_lack_attributes_are_named_with_a_remedy(tmp_path: Path) -> None:
     made = contents(arguments(**DISTRIBUTED, overlap_grad_reduce=True))
-    whole, opened = dict(vars(made.args)), Opened("nowhere", made)
+    source = tmp_path / "source"
+    whole, opened = dict(vars(made.args)), Opened("flashckpt", source, source / "iter_1", made)
     lacking = ("virtual_pipeline_model_parallel_size", "pipeline_model_parallel_size", "num_layers")
     for name in lacking:
         delattr(made.args, name)
