@@ -246,11 +246,14 @@ def _may_remove(save: PendingSave) -> bool:
     """Return whether nobody can commit `save` any more."""
     if 0 in save.metas or save.called_off or save.outlived:
         return True  # this agent decides, or the agent or the ranks of the job have decided
-    if save.superseded_by == save.iteration or save.failed or save.past is not None:
+    if save.superseded_by == save.iteration or save.past is not None:
         return True
-    return names.failure_name(0, save.save_id) in save.storage.present(
-        save.directory, [names.failure_name(0, save.save_id)]
-    )
+    note = names.failure_name(0, save.save_id)
+    # A rank may have failed after its record was published: storage did the put and reported an
+    # error, or an agent that is gone had published the record.
+    records = {names.record_name(rank, save.save_id) for rank in save.failed}
+    present = save.storage.present(save.directory, {note, *records})
+    return note in present or not records <= present
 
 
 def is_persisted(save: PendingSave, rank: int) -> bool:

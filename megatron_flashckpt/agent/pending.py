@@ -33,7 +33,7 @@ class PendingSave:
     """What its manifest says of copies, once it is committed."""
     error: str | None = None
     failed: set[int] = dataclasses.field(default_factory=set)
-    """Ranks of this node that have no commit record and get none: nobody can commit the save."""
+    """Ranks of this node whose part has failed. A rank may have published its record before."""
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
     outlived: bool = False

@@ -113,10 +113,23 @@ def test_a_node_removes_its_files_once_the_committing_node_has_given_up(root: Pa
 
 def test_a_node_whose_own_rank_has_no_record_removes_its_files(root: Path) -> None:
     save = persisted(PosixStorage(root), SAVE_ID, 1, 2)
+    (root / DIRECTORY / names.record_name(1, SAVE_ID)).unlink()
     save.error, save.failed = "no space", {1}
     assert outcome_of(save, 60.0) == (True, "no space")
     forget(save)
     assert names.shard_name(1, SAVE_ID) not in os.listdir(root / DIRECTORY)
+
+
+def test_a_node_whose_failed_rank_has_a_record_leaves_its_files_to_the_committing_node(
+    root: Path,
+) -> None:
+    """Storage has put the record and reported an error; the committing node saw the record."""
+    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
+    failed = persisted(PosixStorage(root), SAVE_ID, 1, 2)
+    failed.error, failed.failed = "timed out", {1}
+    forget(failed)
+    assert outcome_of(committing, 60.0) == (True, None)
+    assert names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
 
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
