@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import time
@@ -87,8 +86,9 @@ class Checkpointer:
         self.model_state = ModelState(config.replicated, config.weights)
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
-        self._run_id: str | None = None
-        self._saves = itertools.count()
+        self.run = run_id.Run()
+        #: Whether `start_run` was called.
+        self._has_begun = False
         self._templates = SharedTemplates(self.link)
         self._plans = PlanCache(self._templates.fetch, self._templates.publish)
         self._outstanding = Outstanding(self.root, self.rank, self.link)
@@ -123,12 +123,14 @@ class Checkpointer:
         agents of all nodes get to know each other, too. A load and the first iteration are the
         occasions, so that no save has to talk.
         """
-        if self._run_id is None:
-            self._run_id = run_id.agreed()
-            if self.config.redundancy == "none":
-                self.link.prepare(None)
-            else:
-                introduce(self.link, self.rank, self.config)
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self.run.begin(run_id.agreed())
+        if self.config.redundancy == "none":
+            self.link.prepare(None)
+        else:
+            introduce(self.link, self.rank, self.config)
 
     def prepare(self, expected: Expected) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
@@ -151,7 +153,7 @@ class Checkpointer:
         if self.link.is_preparing:
             return False
         ordered = self._ordered(chunks, optimizer, rank_state)
-        over_nodes = self._templates.over_nodes(self._run_id)
+        over_nodes = self._templates.over_nodes(self.run.id)
         # If the agent is gone, the save finds another one.
         with contextlib.suppress(AgentError), held_off(), over_nodes:
             layout = self._plans.layout([local.piece for local in ordered])
@@ -181,9 +183,9 @@ class Checkpointer:
         self.link.stager.wait()
         self._outstanding.settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
-        if self._run_id is None:
-            self._run_id = run_id.from_store(self.root)
-        save_id = f"{self._run_id}{next(self._saves):04x}"
+        if self.run.id is None:
+            self.run.begin(run_id.from_store(self.root))
+        save_id = self.run.new_save_id()
         self._outstanding.expect(save_id, memory_only=request.memory_only)
         self._unwritten = (request, self.hook.steps) if request.memory_only else None
         slot: Slot | None = None

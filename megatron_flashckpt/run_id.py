@@ -5,11 +5,29 @@ It tells this run's commit records from those of an earlier one.
 
 from __future__ import annotations
 
+import itertools
 import uuid
 
 import torch.distributed as dist
 
 from megatron_flashckpt.restore.collectives import broadcast_object
+
+
+class Run:
+    """Names the saves of this process to one directory. Outlives checkpointers."""
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        """None: the ranks have not agreed yet."""
+        self._saves = itertools.count()
+
+    def begin(self, agreed_id: str) -> None:
+        """Count the saves from 0 under an id that all ranks have agreed on."""
+        self.id, self._saves = agreed_id, itertools.count()
+
+    def new_save_id(self) -> str:
+        """Return the id of the next save: equal on all ranks, and never used before."""
+        return f"{self.id}{next(self._saves):04x}"
 
 
 def agreed() -> str:

@@ -26,6 +26,7 @@ from megatron_flashckpt.loop_timer import LoopTimer
 from megatron_flashckpt.megatron_lm import around
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.megatron_lm.writers import write_scalars
+from megatron_flashckpt.run_id import Run
 from megatron_flashckpt.save_reports import SaveReports
 from megatron_flashckpt.save_request import SaveReport
 from megatron_flashckpt.scalars import save_scalars
@@ -71,6 +72,7 @@ class Session:
         self._known_copies: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
         #: By directory; Megatron may open a checkpointer again after it has ended training.
         self._reports: dict[str, SaveReports] = {}
+        self._runs: dict[str, Run] = {}
         self._nodes: Sequence[Hashable] | None = None
         self._fork_depth = forks.depth()
 
@@ -84,6 +86,8 @@ class Session:
                 # Megatron ends asynchronous saves before it saves for the last time.
                 state = made.model_state
                 state.copied_keys, state.differing_keys = self._known_copies.pop(root)
+            # Or the last save would ask the job's store for an id, which may be gone by then.
+            made.run = self._runs.setdefault(root, made.run)
             self._open[root] = _Open(made, self._reports_of(root, made.rank))
             exit_status.watch()
             if self._nodes is not None:

@@ -7,6 +7,7 @@ Run by tests/megatron, never imported. Environment:
     OLD_LOOP    with SWAP: leave `maybe_finalize_async_save` as it is, as in a release without it
     END         what the script does after `pretrain`: `exit N`, `raise N` (SystemExit), `fail` (an
                 exception), or `fork` (a child that exits first, as Python processes exit)
+    STORE_GONE  when the training loop has ended, the job's rendezvous store answers nobody any more
     WAITS       one wait per save, or `-`: the call is made inside `megatron_flashckpt.waiting`
 
 Traced: per save, whether it was copied and committed when the call returned; per iteration, which
@@ -59,6 +60,24 @@ def swap() -> None:
         starting.watch()
     else:
         training.maybe_finalize_async_save = async_utils.maybe_finalize_async_save
+
+
+def lose_store_after_training() -> None:
+    """As if torchrun, which has the store, had been killed."""
+    import torch.distributed as dist
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise dist.DistNetworkError("connection closed")
+
+    train = training.train
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = train(*args, **kwargs)
+        dist.distributed_c10d._get_default_store = Gone
+        return result
+
+    training.train = wrapper
 
 
 def hold_copies() -> None:
@@ -149,6 +168,8 @@ def end() -> None:
 if __name__ == "__main__":
     if "SWAP" in os.environ:
         swap()
+    if "STORE_GONE" in os.environ:
+        lose_store_after_training()
     step = tiny.forward_step
     if WAITS:
         hold_copies()

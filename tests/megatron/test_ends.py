@@ -71,8 +71,11 @@ def test_the_status_of_a_script_stays_and_only_success_becomes_a_failure(
 
 
 def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
-    result = job(tmp_path, in_the_way=(2,), FLASHCKPT_EXIT_NONZERO_UNLESS_DURABLE="false", SWAP="1")
+    """Megatron makes the last save after its loop has ended asynchronous saves for good."""
+    env = {"FLASHCKPT_EXIT_NONZERO_UNLESS_DURABLE": "false", "SWAP": "1", "STORE_GONE": "1"}
+    result = job(tmp_path, train_iters=3, save_interval=2, in_the_way=(3,), **env)
     assert result.returncode == 0
+    assert verdict(result).startswith("the last save, iteration 3, is not durable: [Errno ")
     assert "the exit status does not tell ('exit_nonzero_unless_durable' is false)" in (
         verdict(result)
     )
