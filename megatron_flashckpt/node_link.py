@@ -173,7 +173,7 @@ class NodeLink:
     @property
     def has_slab(self) -> bool:
         """Whether memory is reserved already: that of an earlier incarnation, after a restart."""
-        return self._slab is not None
+        return self._slab is not None and not self._slab.read_only
 
     def client(self) -> AgentClient:
         """Return the connection to the node's agent, made (and the agent started) if need be."""
@@ -239,6 +239,7 @@ class NodeLink:
 
     def _ensure(self, data_nbytes: int, meta_nbytes: int) -> Slab:
         self._connected()
+        self.reclaim()
         slab = self._slab
         fits = slab is not None and slab.fits(meta_nbytes, data_nbytes, self._config.slots)
         if slab is None or slab.read_only or not fits:
@@ -291,6 +292,22 @@ class NodeLink:
             self._unmapped = not slab.read_only
             self._attached = True
         return slab, offers
+
+    def reclaim(self) -> None:
+        """Save into the slab of an earlier process after all, if that has ended since the load.
+
+        Raises:
+            AgentError: the agent is gone.
+            SaveFailedError: CUDA makes no stream to copy on.
+        """
+        if self._slab is None or not self._slab.read_only or not self._attached:
+            return
+        slab, _ = self._connected().take()
+        if slab is not None and slab.read_only:
+            slab.close()
+        elif slab is not None:
+            self._use(slab)
+            self._unmapped = True
 
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Tell the agent which save training goes on from; another one, if it is gone.

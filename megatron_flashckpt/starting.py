@@ -8,6 +8,7 @@ releases before core 0.7, which have no such call, of what Megatron calls in its
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -24,6 +25,7 @@ from megatron_flashckpt import node_memory, probe
 from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
+from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.layout.completeness import Tally, tally
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
@@ -283,6 +285,8 @@ def _copied(mine: frozenset[str]) -> frozenset[str]:
 def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
     """Return the need of each rank, in rank order. Collective."""
     config = checkpointer.config
+    with contextlib.suppress(FlashCkptError):  # the first save will meet the same trouble
+        checkpointer.link.reclaim()
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * _held_for_others(config))
     return node_memory.gather_needs(slab, held, is_there=checkpointer.link.has_slab)

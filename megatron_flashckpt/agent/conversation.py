@@ -120,28 +120,30 @@ class Conversations:
                 logger.warning("rank %d: refused process %d", hello.rank, p.peer(connection).pid)
                 answer: p.Reply = p.Refused(str(error))
             else:
+                self._begin_incarnation(hello.rank, connection, former)
                 former_pid = 0 if former is None else former.pid
-                self._begin_incarnation(hello.rank, connection, former_pid)
                 answer = p.Welcome(os.getpid(), self._node.options.root, former_pid)
         p.send(connection, answer)
         return hello.rank if isinstance(answer, p.Welcome) else None
 
-    def _begin_incarnation(self, number: int, connection: socket.socket, former_pid: int) -> None:
+    def _begin_incarnation(
+        self, number: int, connection: socket.socket, former: RankProcess | None
+    ) -> None:
         """Serve the rank on `connection` only. The lock is held."""
         rank = self._node.ranks[number]
-        if former_pid:
+        if former is not None:
             logger.warning(
                 "rank %d: process %d takes the place of process %d, which still runs",
                 number,
                 p.peer(connection).pid,
-                former_pid,
+                former.pid,
             )
             if rank.connection is not None:
                 # Ends the wait of its thread for a request; the process is told when it reconnects.
                 with contextlib.suppress(OSError):
                     rank.connection.shutdown(socket.SHUT_RDWR)
             if rank.slots is not None:
-                rank.slots.former_pid = former_pid
+                rank.slots.note_former(former)
         rank.left = False
         rank.connection = connection
         self._node.traces.first_rank = min(self._node.ranks)
@@ -196,9 +198,9 @@ class Conversations:
                 case p.TakeSlab():
                     if rank.slots is None:
                         return (p.SlabOffer(False, ()),)
+                    read_only = rank.slots.former_pid() > 0
                     self._saves.digest_unread(rank)
                     offers = tuple(rank.slots.offers(self._node.committed))
-                    read_only = rank.slots.former_pid > 0
                     reply = p.SlabOffer(True, offers, read_only, rank.slots.is_digesting)
                     return reply, rank.slots.slab.fd
                 case p.Adopt():
@@ -329,9 +331,9 @@ class Conversations:
         rank = self._served(number, process)
         if rank.slots is None:
             raise AgentError("a slot was asked for before a slab was attached")
-        if rank.slots.former_pid:
+        if former_pid := rank.slots.former_pid():
             raise AgentError(
-                f"process {rank.slots.former_pid}, an earlier one of rank {number}, may still "
+                f"process {former_pid}, an earlier one of rank {number}, may still "
                 "write to this slab; attach another one"
             )
         deadline = time.monotonic() + wait_s

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotState
@@ -42,14 +43,34 @@ class RankSlots:
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
-        self.former_pid = 0
-        """Earlier process of the rank that may still write to slots which it had acquired."""
+        self._former: RankProcess | None = None
         self.infos = [SlotInfo() for _ in slab.slots]
         # A slab that outlived its first agent is not empty: its newest checkpoint goes last.
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
             info = self.infos[slot.index]
             info.sequence = next(self._sequence)
             info.inherited = slot.header.state in (SlotState.STAGED, SlotState.KEPT)
+
+    def note_former(self, process: RankProcess) -> None:
+        """Note an earlier process of the rank, which may still write to slots that it acquired."""
+        self._former = process
+
+    def former_pid(self) -> int:
+        """Return the pid of an earlier process that may still write to this slab; 0: there is none.
+
+        What it had begun and not handed over is emptied when it has ended.
+        """
+        if self._former is None:
+            return 0
+        if self._former.is_alive:
+            return self._former.pid
+        self._former = None
+        for slot, info in zip(self.slab.slots, self.infos, strict=True):
+            state = slot.header.state
+            in_hand = state in (SlotState.STAGED, SlotState.KEPT) and not info.claimed
+            if state == SlotState.STAGING or in_hand:
+                slot.set_header(EMPTY_HEADER)
+        return 0
 
     @property
     def busy(self) -> bool:

@@ -89,6 +89,33 @@ def _save_beside(root: Path, config: Config, former: int) -> None:
     link.close(leave=False)
 
 
+def test_a_link_saves_into_the_slab_of_a_former_process_that_has_ended_since(
+    node: Node, root: Path
+) -> None:
+    """Else the node would need the memory of two slabs for as long as the job runs."""
+    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
+    first.stopped()
+    in_later_process(_save_after, root, node.config(), first.process.pid)
+
+
+def _save_after(root: Path, config: Config, former: int) -> None:
+    link = NodeLink(str(root), 0, config)
+    taken, offers = link.take_slab()
+    assert taken is not None
+    assert taken.read_only
+    assert not link.has_slab, "it needs memory of its own"
+    geometry = taken.geometry
+    os.kill(former, signal.SIGKILL)
+    eventually("the end of the former process", lambda: not is_alive(former))
+    link.reclaim()
+    assert link.has_slab
+    made = link.ensure_slab(geometry.data_capacity, geometry.meta_capacity)
+    held = [slot.index for slot in made.slots if slot.header.state in COMPLETE]
+    assert held == [offer.slot for offer in offers], "what the load used is still there"
+    assert link.client().acquire(3, new_save_id(), 0.0) not in (-1, *held)
+    link.close(leave=False)
+
+
 def test_the_start_names_the_former_process(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
     first.stopped()
