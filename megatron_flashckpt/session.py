@@ -262,7 +262,12 @@ class Session:
         """End the session, and the process with status 1 if the last save is not durable."""
         if forks.depth() != self._fork_depth:  # a child of a data loader, whose parent still trains
             return
-        if not self.end() and exit_status.is_success():
+        try:
+            ended_well = self.end()
+        except BaseException:  # Ctrl-C among others; Python ignores what a handler at exit raises
+            logger.exception("nothing tells whether the last save is durable")
+            ended_well = not self.config.exit_nonzero_unless_durable
+        if not ended_well and exit_status.is_success():
             exit_status.fail()
 
     def abandon(self) -> None:

@@ -213,3 +213,24 @@ def test_a_child_that_ends_asks_the_agent_for_nothing(monkeypatch: pytest.Monkey
 
     assert in_child(end) == []
     assert end() == ["finalized", "closed"]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_end_that_is_interrupted_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    """Python ignores exceptions of handlers at exit, and exits with 0."""
+    config = Config(exit_nonzero_unless_durable=tells)
+
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    child = os.fork()
+    if child == 0:
+        try:
+            session = Session(config)
+            monkeypatch.setattr(session, "finalize", interrupted)
+            session.at_exit()
+        finally:
+            os._exit(0)  # as Python does after its handlers
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == int(tells)
