@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
@@ -74,3 +75,26 @@ def test_a_store_that_fails_costs_only_the_sharing(
     rank = nodes.rank(0)
     assert rank.fetch("a") is None
     rank.publish("a", b"template")
+
+
+def test_a_store_that_hangs_costs_one_wait(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch's client waits without end for a store whose machine is gone or suspended."""
+    monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
+    monkeypatch.setattr(shared_templates, "_ANSWER_S", 0.01)
+    answers = threading.Event()
+    asked: list[str] = []
+
+    class Hung:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            asked.append(name)
+            return lambda *_: answers.wait(60.0) and None
+
+    nodes.store = Hung()  # type: ignore[assignment]
+    rank = nodes.rank(0)
+    assert rank.fetch("a") is None
+    rank.publish("a", b"template")
+    answers.set()
+    assert asked == ["compare_set"]
+    assert "the job's store did not answer within" in caplog.text
