@@ -52,7 +52,8 @@ class Saves:
     def close(self) -> None:
         """End the threads, unless storage keeps them."""
         self._digest_pool.shutdown()
-        self._unread_pool.shutdown()
+        # Nobody comes back for what dead trainers left: that memory is about to be freed.
+        self._unread_pool.shutdown(wait=False, cancel_futures=True)
         if not self._committer.pending and not self._node.is_stuck():
             self._pool.shutdown()
             self._note_pool.shutdown()

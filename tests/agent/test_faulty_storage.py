@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent import commit
+from megatron_flashckpt.agent import commit, saves
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.layout import names
-from megatron_flashckpt.memory.slot import Slot
+from megatron_flashckpt.memory.slot import Slot, SlotHeader
 from megatron_flashckpt.storage import posix
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
@@ -84,7 +84,7 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     """Serve trainers of `root` from a thread of this process."""
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
-    values |= {"sigterm_timeout_s": 0.0, "persist_on_leave": True}
+    values = {"sigterm_timeout_s": 0.0, "persist_on_leave": True, **values}
     values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
     upkeep = Upkeep(node.directory(root), str(node.runtime_dir))
     agent = Agent(upkeep, AgentOptions(root=str(root), persist_threads=2, **values))
@@ -191,3 +191,29 @@ def test_a_rank_that_waits_for_a_hanging_write_does_not_keep_the_others_waiting(
         assert slot is not None, "staging the next one needs no storage"
         faults.heal()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
+
+
+def test_an_agent_that_is_told_to_end_digests_nothing_more(
+    node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests of what dead trainers left serve a restart; the agent is about to free that memory."""
+    digested = threading.Event()
+    began: list[int] = []
+
+    def slow_digest(slot: Slot, header: SlotHeader) -> tuple[str, ...]:
+        began.append(slot.index)
+        digested.wait(PATIENCE_S)
+        return ()
+
+    monkeypatch.setattr(saves, "digest_slot", slow_digest)
+    faults.fail("open")
+    try:
+        with agent_here(node, root, persist_on_leave=False):
+            ranks = [node.trainer(root, rank, 6) for rank in range(6)]
+            save_all(ranks, 1)
+            for rank in ranks:
+                rank.hang_up()
+            eventually("a digest", lambda: began)
+    finally:
+        digested.set()
+    assert len(began) < len(ranks)
