@@ -253,7 +253,7 @@ class Session:
             status = "the exit status is the one that the script has chosen"
         retry = ""
         if self.config.agent.persist_on_leave:
-            retry = "; what is staged of it is written once more after this exit"
+            retry = "; if all ranks have staged it, the agents try to write it after this exit"
         for said in verdicts:
             logger.error("%s%s; %s", said, retry, status)
         return not (verdicts and fails)

@@ -196,7 +196,7 @@ def test_a_rank_that_waits_for_a_hanging_write_does_not_keep_the_others_waiting(
 def test_an_agent_that_is_told_to_end_digests_nothing_more(
     node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Digests of what dead trainers left serve a restart; the agent is about to free that memory."""
+    """Digests of what dead trainers left serve a restart, and that memory is about to go."""
     digested = threading.Event()
     began: list[int] = []
 
