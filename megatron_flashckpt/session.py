@@ -262,12 +262,14 @@ class Session:
         """End the session, and the process with status 1 if the last save is not durable."""
         if forks.depth() != self._fork_depth:  # a child of a data loader, whose parent still trains
             return
+        # Before the end: a handler of SIGTERM that calls `sys.exit` cannot set the status any more.
+        succeeds = exit_status.is_success()
         try:
             ended_well = self.end()
         except BaseException:  # Ctrl-C among others; Python ignores what a handler at exit raises
             logger.exception("nothing tells whether the last save is durable")
             ended_well = not self.config.exit_nonzero_unless_durable
-        if not ended_well and exit_status.is_success():
+        if succeeds and not ended_well:
             exit_status.fail()
 
     def abandon(self) -> None:

@@ -12,6 +12,7 @@ import gc
 import json
 import mmap
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_flashckpt import forks
+from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.memory import slab as slab_module
@@ -216,18 +217,22 @@ def test_a_child_that_ends_asks_the_agent_for_nothing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("how", ["Ctrl-C", "a handler of SIGTERM"])
 def test_an_end_that_is_interrupted_is_no_success(
-    monkeypatch: pytest.MonkeyPatch, tells: bool
+    monkeypatch: pytest.MonkeyPatch, tells: bool, how: str
 ) -> None:
     """Python ignores exceptions of handlers at exit, and exits with 0."""
     config = Config(exit_nonzero_unless_durable=tells)
 
     def interrupted(**_: object) -> None:
-        raise KeyboardInterrupt
+        if how == "Ctrl-C":
+            raise KeyboardInterrupt
+        sys.exit(143)
 
     child = os.fork()
     if child == 0:
         try:
+            exit_status.watch()
             session = Session(config)
             monkeypatch.setattr(session, "finalize", interrupted)
             session.at_exit()
