@@ -43,7 +43,7 @@ class RankSlots:
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
-        self._former: RankProcess | None = None
+        self._former: set[RankProcess] = set()
         self.infos = [SlotInfo() for _ in slab.slots]
         # A slab that outlived its first agent is not empty: its newest checkpoint goes last.
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
@@ -53,18 +53,18 @@ class RankSlots:
 
     def note_former(self, process: RankProcess) -> None:
         """Note an earlier process of the rank, which may still write to slots that it acquired."""
-        self._former = process
+        self._former.add(process)
 
     def former_pid(self) -> int:
         """Return the pid of an earlier process that may still write to this slab; 0: there is none.
 
         What it had begun and not handed over is emptied when it has ended.
         """
-        if self._former is None:
+        if not self._former:
             return 0
-        if self._former.is_alive:
-            return self._former.pid
-        self._former = None
+        self._former = {process for process in self._former if process.is_alive}
+        if self._former:
+            return max(self._former).pid
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
             state = slot.header.state
             in_hand = state in (SlotState.STAGED, SlotState.KEPT) and not info.claimed

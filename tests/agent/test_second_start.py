@@ -17,10 +17,12 @@ from megatron_flashckpt.agent.incarnations import (
     ReplacedError,
     process_of,
 )
+from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout import names
-from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
@@ -189,6 +191,27 @@ def test_a_replaced_process_is_refused_though_its_successor_has_ended(
     with pytest.raises(ReplacedError):
         incarnations.greet(OLDER, left=False)
     assert incarnations.greet(RankProcess(3, 33), left=False) is None
+
+
+def test_a_slab_is_free_when_the_last_of_its_former_processes_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive = {OLDER, NEWER}
+    monkeypatch.setattr(RankProcess, "is_alive", property(lambda process: process in alive))
+    slots = RankSlots(Slab.create(2, 0, 100, "0"))
+    slots.note_former(OLDER)
+    slots.note_former(NEWER)
+    copying, held = slots.slab.slots
+    copying.set_header(SlotHeader(SlotState.STAGING, 2, "b" * 12, 0, 100))
+    held.set_header(SlotHeader(SlotState.DURABLE, 1, "a" * 12, 0, 100))
+    alive.remove(NEWER)
+    assert slots.former_pid() == OLDER.pid
+    assert copying.header.state == SlotState.STAGING
+    alive.remove(OLDER)
+    assert slots.former_pid() == 0
+    assert copying.header.state == SlotState.EMPTY
+    assert held.header.state == SlotState.DURABLE
+    slots.slab.close()
 
 
 @pytest.mark.usefixtures("all_alive")
