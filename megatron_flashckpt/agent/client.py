@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -139,12 +140,21 @@ class AgentClient:
         """Return the slab that an earlier incarnation of this rank left, and what is in it.
 
         Waits until the agent has digested all of that.
+
+        Raises:
+            AgentError: this process has no descriptor left for the slab, or the agent is gone.
         """
         deadline = time.monotonic() + _DIGESTED_S
         while True:
             reply, fd = self._ask(p.TakeSlab(), p.SlabOffer)
-            if fd is None:
+            if not reply.present:
                 return None, ()
+            if fd is None:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise AgentError(
+                    f"the slab's descriptor did not arrive: this process may open {limit} files; "
+                    "raise its limit ('ulimit -n')"
+                )
             if not reply.is_digesting or time.monotonic() > deadline:
                 slab = Slab.attach(fd)
                 slab.read_only = reply.read_only

@@ -115,6 +115,22 @@ def test_a_lack_of_descriptors_is_told_to_the_rank_whose_slab_does_not_arrive(
     slab.close()
 
 
+def test_a_lack_of_descriptors_does_not_hide_what_a_restarted_rank_has_in_memory(
+    node: Node, root: Path
+) -> None:
+    """The slab is handed over as a descriptor; without it the job would go back to storage."""
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(AgentError, match=r"this process may open 3 files.*'ulimit -n'"):
+            trainer.client.take()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [offer.iteration for offer in trainer.take()] == [1]
+
+
 def test_an_agent_may_open_as_many_files_as_its_hard_limit_allows(node: Node, root: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
