@@ -52,6 +52,8 @@ class NodeLink:
         self._client: AgentClient | None = None
         self._slab: Slab | None = None
         self._attached = False
+        #: The agent that has the slab from before a restart.
+        self._offered_by: AgentClient | None = None
         #: Whether the pages of a slab from before a restart are to be mapped once the load is over.
         self._unmapped = False
         self._opened: PeersOpened | None = None
@@ -284,8 +286,10 @@ class NodeLink:
 
         The slab stays in use for the saves to come.
         """
-        slab, offers = self.client().take()
+        client = self.client()
+        slab, offers = client.take()
         if slab is not None:
+            self._offered_by = client
             self._note_device()
             self._use(slab)
             # The load reads one slot, once; all pages are mapped when it is over (`prepare`).
@@ -300,9 +304,12 @@ class NodeLink:
             AgentError: the agent is gone.
             SaveFailedError: CUDA makes no stream to copy on.
         """
-        if self._slab is None or not self._slab.read_only or not self._attached:
+        if self._slab is None or not self._slab.read_only:
             return
-        slab, _ = self._connected().take()
+        client = self._connected()
+        if client is not self._offered_by:
+            return  # an agent that came later has not met the earlier process
+        slab, _ = client.take()
         if slab is not None and slab.read_only:
             slab.close()
         elif slab is not None:

@@ -118,6 +118,28 @@ def _save_after(root: Path, config: Config, former: int) -> None:
     link.close(leave=False)
 
 
+def test_an_agent_that_has_not_met_the_former_process_gives_nobody_its_slab(
+    node: Node, root: Path
+) -> None:
+    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
+    first.stopped()
+    in_later_process(_save_after_the_agent, root, node.config())
+    assert first.process.poll() is None, "it lives"
+
+
+def _save_after_the_agent(root: Path, config: Config) -> None:
+    link = NodeLink(str(root), 0, config)
+    taken, _ = link.take_slab()
+    assert taken is not None
+    lost = link.client()
+    os.kill(lost.agent_pid, signal.SIGKILL)
+    assert link.replace_agent(lost)
+    made = link.ensure_slab(10, 10)
+    assert not made.read_only
+    assert not any(slot.header.state in COMPLETE for slot in made.slots), "a slab of its own"
+    link.close(leave=False)
+
+
 def test_the_start_names_the_former_process(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
     first.stopped()
