@@ -34,6 +34,9 @@ from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
+_Agreed = tuple[frozenset[str], frozenset[str], frozenset[str]]
+"""Keys of quantized tensors, of tensors with copies, and of those that differ (`ModelState`)."""
+
 
 @dataclasses.dataclass
 class _Open:
@@ -68,8 +71,8 @@ class Session:
         self.has_stepped = False
         self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
-        #: Keys of tensors with copies, and of those that differ, by save directory that was closed.
-        self._known_copies: dict[str, tuple[frozenset[str], frozenset[str]]] = {}
+        #: What the ranks had told each other of the model, by save directory that was closed.
+        self._agreed: dict[str, _Agreed] = {}
         #: By directory; Megatron may open a checkpointer again after it has ended training.
         self._reports: dict[str, SaveReports] = {}
         self._runs: dict[str, Run] = {}
@@ -82,10 +85,11 @@ class Session:
         if root not in self._open:
             around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
             made = Checkpointer(given, self.config)
-            if root in self._known_copies:
+            if root in self._agreed:
                 # Megatron ends asynchronous saves before it saves for the last time.
                 state = made.model_state
-                state.copied_keys, state.differing_keys = self._known_copies.pop(root)
+                agreed = self._agreed.pop(root)
+                state.quantized_keys, state.copied_keys, state.differing_keys = agreed
             # Or the last save would ask the job's store for an id, which may be gone by then.
             made.run = self._runs.setdefault(root, made.run)
             self._open[root] = _Open(made, self._reports_of(root, made.rank))
@@ -210,7 +214,8 @@ class Session:
         """Hang up; with `leave`, give the host memory back (no restart is expected)."""
         for root, each in self._open.items():
             state = each.checkpointer.model_state
-            self._known_copies[root] = (state.copied_keys, state.differing_keys)
+            agreed = (state.quantized_keys, state.copied_keys, state.differing_keys)
+            self._agreed[root] = agreed
             each.checkpointer.close(leave=leave)
         self._open.clear()
 

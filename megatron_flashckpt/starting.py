@@ -77,7 +77,9 @@ def check_alone(model: list[Any], optimizer: Any) -> None:
     margs = stock.checkpointing().get_args()
     if _is_checked(margs, model, optimizer):
         return
-    if _check_own(margs, model, optimizer) and parallel.model_cut()[1] > 1:
+    keys = _check_own(margs, model, optimizer)
+    agreed = session.checkpointer(margs.save).model_state.quantized_keys
+    if not keys <= agreed and parallel.model_cut()[1] > 1:
         raise self_check.refusal(
             [
                 "the stages of a pipeline have not agreed on their FP8 or FP4 weights: call "

@@ -81,7 +81,8 @@ class ModelState:
         self.derives_all = weights == "derive"
         """True if masters are saved in place of all 16-bit weights."""
         self._nodes: Sequence[Hashable] | None = None
-        self._quantized_keys: frozenset[str] = frozenset()
+        self.quantized_keys: frozenset[str] = frozenset()
+        """What `note_quantized` was told."""
         self.copied_keys: frozenset[str] = frozenset()
         """Keys of the tensors of which other ranks may have copies."""
         self.differing_keys: frozenset[str] = frozenset()
@@ -106,7 +107,7 @@ class ModelState:
         Args:
             keys: of all ranks.
         """
-        self._quantized_keys = frozenset(keys)
+        self.quantized_keys = frozenset(keys)
 
     @property
     def lacks_nodes(self) -> bool:
@@ -137,7 +138,7 @@ class ModelState:
 
     def derives_key(self, geometry: ModelGeometry, key: str) -> bool:
         """Return whether masters are saved in place of the 16-bit weights under `key`."""
-        keys = (self._quantized_keys, geometry.quantized_keys)
+        keys = (self.quantized_keys, geometry.quantized_keys)
         return self.derives_all or any(key in of for of in keys)
 
     @torch.no_grad()
@@ -265,7 +266,7 @@ class ModelState:
         With `weights: derive` these are all 16-bit parameters, else the FP8 and FP4 ones and those
         that share a key with them.
         """
-        if not (self.derives_all or self._quantized_keys or geometry.quantized):
+        if not (self.derives_all or self.quantized_keys or geometry.quantized):
             return set()
         return {
             id(parameter)
