@@ -46,7 +46,9 @@ class _Open:
     unwritten: around.AnnouncedSave | None = None
     """The last save, if it was skipped or is for memory only."""
     checked: tuple[Any, ...] = ()
-    """Model chunks and optimizer that passed the self-check last."""
+    """Model chunks and optimizer that passed the self-check of all ranks last."""
+    checked_alone: tuple[Any, ...] = ()
+    """Those of which this rank has checked its own part last."""
     failures_in_a_row: int = 0
 
     def why_stop(self, failed: Outcome, config: Config) -> str | None:
@@ -113,13 +115,28 @@ class Session:
                     self._reports[root].found(tracked_iteration(PosixStorage(root)))
         return self._reports[root]
 
-    def is_checked(self, root: str, chunks: list[Any], optimizer: Any) -> bool:
-        """Return whether these passed the self-check, as `note_checked` was told."""
-        checked, asked = self._open[os.path.abspath(root)].checked, (*chunks, optimizer)
-        return len(checked) == len(asked) and all(map(operator.is_, checked, asked))
+    def is_checked(
+        self, root: str, chunks: list[Any], optimizer: Any, *, alone: bool = False
+    ) -> bool:
+        """Return whether these passed the self-check, as `note_checked` was told.
 
-    def note_checked(self, root: str, chunks: list[Any], optimizer: Any) -> None:
-        self._open[os.path.abspath(root)].checked = (*chunks, optimizer)
+        Args:
+            alone: it is enough if this rank has checked its own part.
+        """
+        opened, asked = self._open[os.path.abspath(root)], (*chunks, optimizer)
+        return any(
+            len(checked) == len(asked) and all(map(operator.is_, checked, asked))
+            for checked in (opened.checked, *([opened.checked_alone] if alone else []))
+        )
+
+    def note_checked(
+        self, root: str, chunks: list[Any], optimizer: Any, *, alone: bool = False
+    ) -> None:
+        opened, checked = self._open[os.path.abspath(root)], (*chunks, optimizer)
+        if alone:
+            opened.checked_alone = checked
+        else:
+            opened.checked = checked
 
     def resumed(self, root: str, iteration: int) -> None:
         """Note that training continues from a checkpoint in storage, perhaps an older one."""

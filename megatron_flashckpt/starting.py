@@ -73,9 +73,12 @@ def check(model: list[Any], optimizer: Any) -> None:
 
 
 def check_alone(model: list[Any], optimizer: Any) -> None:
-    """Do the checks of `check` on this rank alone, for saves before any load or training step."""
+    """Do the checks of `check` on this rank alone, for saves before any load or training step.
+
+    All that `begin` does is left to the first of these.
+    """
     margs = stock.checkpointing().get_args()
-    if _is_checked(margs, model, optimizer):
+    if _is_checked(margs, model, optimizer, alone=True):
         return
     keys = _check_own(margs, model, optimizer)
     agreed = session.checkpointer(margs.save).model_state.quantized_keys
@@ -86,7 +89,7 @@ def check_alone(model: list[Any], optimizer: Any) -> None:
                 "load_checkpoint or Megatron's train_step before the first save"
             ]
         )
-    _note_checked(margs, model, optimizer)
+    _note_checked(margs, model, optimizer, alone=True)
 
 
 def begin(model: list[Any], optimizer: Any) -> None:
@@ -206,13 +209,13 @@ def _saved(margs: Any, model: list[Any], optimizer: Any) -> tuple[list[Any], Any
     return stock.unwrap(model), None if getattr(margs, "no_save_optim", False) else optimizer
 
 
-def _is_checked(margs: Any, model: list[Any], optimizer: Any) -> bool:
+def _is_checked(margs: Any, model: list[Any], optimizer: Any, *, alone: bool = False) -> bool:
     session.checkpointer(margs.save)
-    return session.is_checked(margs.save, *_saved(margs, model, optimizer))
+    return session.is_checked(margs.save, *_saved(margs, model, optimizer), alone=alone)
 
 
-def _note_checked(margs: Any, model: list[Any], optimizer: Any) -> None:
-    session.note_checked(margs.save, *_saved(margs, model, optimizer))
+def _note_checked(margs: Any, model: list[Any], optimizer: Any, *, alone: bool = False) -> None:
+    session.note_checked(margs.save, *_saved(margs, model, optimizer), alone=alone)
 
 
 def _of_the_model(state: ModelState, geometry: ModelGeometry, pieces: list[Piece]) -> list[Piece]:

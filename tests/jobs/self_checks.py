@@ -247,6 +247,12 @@ def caught(name: str, call: Callable[[], None]) -> None:
     torch.distributed.barrier()
 
 
+def save_first(job: Job) -> None:
+    """Save before anything else, as a job may that makes its first checkpoint by itself."""
+    save_checkpoint(5, *job, None, 0)
+    starting.begin(*job)
+
+
 def first_step(job: Job) -> None:
     """Let Megatron's loop make a step which makes state that cannot be saved."""
 
@@ -305,6 +311,7 @@ def main() -> None:
         caught(name, functools.partial(save_checkpoint, 5, *job, None, 0, **keywords))
     with renamed(job[1], "chained_optimizers"):
         caught("save without a start", lambda: save_checkpoint(6, *job, None, 0))
+    caught("start after a save", lambda: save_first(job))
     caught("first step", lambda: first_step(job))
 
 

@@ -116,8 +116,9 @@ def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
 def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
     said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
-    # Enough memory, large files, the first step.
-    assert sum("self-check of" in line for line in said) == len(accepted) + 3
+    # Enough memory, large files, a start after a save, the first step.
+    assert errors(ran, "start after a save") == [None] * RANKS
+    assert sum("self-check of" in line for line in said) == len(accepted) + 4
     start = "\n".join(said[:4])
     for pattern in (
         r"called by the training script itself; megatron-core 0\.\d+\.\d+, torch",

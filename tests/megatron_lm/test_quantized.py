@@ -187,9 +187,9 @@ def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
     args = SimpleNamespace(get_args=lambda: SimpleNamespace(save="save"))
     monkeypatch.setattr(starting, "session", opened)
     monkeypatch.setattr(starting.stock, "checkpointing", lambda: args)
-    monkeypatch.setattr(starting, "_is_checked", lambda *_: False)
+    monkeypatch.setattr(starting, "_is_checked", lambda *_, alone: False)
     monkeypatch.setattr(starting, "_check_own", lambda *_: frozenset(keys))
-    monkeypatch.setattr(starting, "_note_checked", lambda *_: None)
+    monkeypatch.setattr(starting, "_note_checked", lambda *_, alone: None)
     monkeypatch.setattr(parallel, "model_cut", lambda: (1, stages, 1))
     if not keys or stages == 1 or agreed:
         starting.check_alone([], None)
