@@ -311,7 +311,7 @@ class Checkpointer:
                 retain_interval=request.retain_interval,
                 retention=self.config.retention,
                 metrics=reported.current(),
-                differing=tuple(sorted(self.model_state.differing_keys)),
+                differing=self.model_state.differing_here(request.chunks),
                 sums=None if comparison is None else comparison.room,
             )
         )

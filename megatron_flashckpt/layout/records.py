@@ -47,7 +47,7 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     cost: RankCost | None = None
     """None: its trainer did not live to say."""
     differing: tuple[str, ...] = ()
-    """Keys of tensors whose copies were known to differ."""
+    """Keys of which the rank has a copy that was known to differ."""
     sums: tuple[CopySum, ...] | None = None
     """Of what the rank has of tensors with copies. None: copies are not compared in this save."""
 

@@ -185,6 +185,15 @@ class ModelState:
 
         return self._written(geometry, chunks, optimizer, tensors_of, is_one)
 
+    def differing_here(self, chunks: list[Any]) -> tuple[str, ...]:
+        """Return the keys of which this rank has a copy that is known to differ.
+
+        Under another tensor parallel size there may be none, though the job began with such copies.
+        """
+        if not self.differing_keys:
+            return ()
+        return tuple(sorted(self.differing_keys & self.geometry(chunks).copied_keys))
+
     def _written(
         self,
         geometry: ModelGeometry,

@@ -123,6 +123,14 @@ def test_another_tensor_parallel_size_gets_the_main_copies_and_one_warning(jobs:
         assert torch.equal(found[kind, key], expected[kind.partition("@")[0], key])
 
 
+def test_a_job_that_has_no_copies_does_not_say_that_they_differ(jobs: Jobs) -> None:
+    one = jobs.tmp_path / "one"
+    job(jobs.tmp_path, "one", jobs.whole, "--save", str(one), "--save-interval", "4", ranks=1)
+    storage = PosixStorage(one)
+    manifest = StoredCheckpoint(storage, 6, read_manifest(storage, 6)).manifest
+    assert (manifest.world_size, manifest.differing) == (1, ())
+
+
 def test_tools_know_of_copies(jobs: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--all", str(jobs.whole)]) == 0
     assert main(["inspect", str(jobs.whole), "--json"]) == 0
