@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
-from megatron_flashckpt.convert.contents import Contents, rounded
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import Part, global_tensors, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
 from megatron_flashckpt.layout.names import parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
+from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm import hyper_parameters, legacy_gpt
 from megatron_flashckpt.megatron_lm.local_model import RankModel
 from megatron_flashckpt.megatron_lm.rank_models import rank_models
@@ -122,7 +123,7 @@ def with_weights_of_masters(contents: Contents) -> Contents:
     """Return `contents` with the weights that their masters round to."""
     masters = {it.key: it for it in contents.tensors if it.kind == MASTER}
     tensors = [
-        rounded(masters[it.key], it.dtype) if it.kind == WEIGHT and it.key in masters else it
+        _of_master(it, masters[it.key]) if it.kind == WEIGHT and it.key in masters else it
         for it in contents.tensors
     ]
     warning = (
@@ -130,6 +131,22 @@ def with_weights_of_masters(contents: Contents) -> Contents:
         "--overlap-param-gather and --accept-damage"
     )
     return dataclasses.replace(contents, tensors=tensors, warnings=(*contents.warnings, warning))
+
+
+def _of_master(weight: GlobalTensor, master: GlobalTensor) -> GlobalTensor:
+    """Return `weight` as `master` says it; layers of it in fp32 have no master."""
+
+    def read_box(box: Box) -> torch.Tensor:
+        if box not in master.boxes:
+            return weight.read(box)
+        return master.read(box).to(weight.dtype_of(box))
+
+    def read(region: Box) -> torch.Tensor:
+        if region in weight.boxes:
+            return read_box(region)
+        return read_region(region, weight.boxes, read_box, weight.dtype, weight.name)
+
+    return dataclasses.replace(weight, read=read)
 
 
 def contents_of(

@@ -130,6 +130,14 @@ def test_each_layer_keeps_its_type_in_the_legacy_format(tmp_path: Path, layout: 
     assert_same(open_source(tmp_path, None, Options()).contents, made)
 
 
+def test_layers_without_masters_keep_their_weights_where_masters_are_believed(
+    tmp_path: Path,
+) -> None:
+    made = with_fp32_norms(contents(arguments(**DISTRIBUTED, overlap_param_gather=True)))
+    write_legacy(made, tmp_path, Options())
+    assert_same(open_source(tmp_path, None, Options(accept_damage=True)).contents, made)
+
+
 def test_each_layer_is_exported_in_its_type(tmp_path: Path) -> None:
     made = with_fp32_norms(contents(arguments()))
     save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
