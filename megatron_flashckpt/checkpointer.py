@@ -87,8 +87,8 @@ class Checkpointer:
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
         self.run = run_id.Run()
-        #: Whether `start_run` was called.
-        self._has_begun = False
+        #: Whether `agree`, and `start_run`, were called.
+        self._has_agreed = self._has_begun = False
         self._templates = SharedTemplates(self.link)
         self._plans = PlanCache(self._templates.fetch, self._templates.publish)
         self._outstanding = Outstanding(self.root, self.rank, self.link)
@@ -116,17 +116,27 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ before the first save
 
-    def start_run(self) -> None:
-        """Agree with all ranks on the id of this run, unless that was done. Collective.
+    def agree(self) -> str:
+        """Return the id of this run, on which all ranks agree in the first call. Collective.
 
-        The id tells this run's commit records from those of an earlier one. With `redundancy` the
-        agents of all nodes get to know each other, too. A load and the first iteration are the
-        occasions, so that no save has to talk.
+        The id tells this run's commit records from those of an earlier one.
+        """
+        if not self._has_agreed:
+            self._has_agreed = True
+            self.run.begin(run_id.agreed())
+        assert self.run.id is not None
+        return self.run.id
+
+    def start_run(self) -> None:
+        """Start the agent, and agree on the id of this run, unless that was done. Collective.
+
+        With `redundancy` the agents of all nodes get to know each other, too. A load and the first
+        iteration are the occasions, so that no save has to talk.
         """
         if self._has_begun:
             return
         self._has_begun = True
-        self.run.begin(run_id.agreed())
+        self.agree()
         if self.config.redundancy == "none":
             self.link.prepare(None)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -9,9 +10,10 @@ from collections.abc import Callable, Mapping
 
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outcome, PeersOpened
-from megatron_flashckpt.agent.rendezvous import agent_directory
+from megatron_flashckpt.agent.rendezvous import agent_directory, holder
+from megatron_flashckpt.agent.run_messages import BeginRun, whose
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
+from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError, StorageError
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.slab import Slab
@@ -39,6 +41,14 @@ def _holds_checkpoint(slab: Slab) -> bool:
     return any(slot.header.state in COMPLETE for slot in slab.slots)
 
 
+def _holder(client: AgentClient, wait_s: float) -> str:
+    try:
+        slabs = client.held(wait_s)
+    except AgentError:  # its memory is gone with it
+        return ""
+    return f"agent {client.agent_pid} holds {whose(slabs)}" if slabs else ""
+
+
 class NodeLink:
     """Connects when first needed, and again after the agent was lost.
 
@@ -60,6 +70,7 @@ class NodeLink:
         self._joined: JoinPeers | None = None
         self._preparing: threading.Thread | None = None
         self._lost_one = False
+        self._run: BeginRun | None = None
         #: Saves that were staged in the slab when an agent got it, which tells their outcome.
         self._taken: tuple[str, ...] = ()
         #: CUDA device of the training thread; every other thread must set it.
@@ -193,7 +204,30 @@ class NodeLink:
                 self._client.end_peers()
             else:
                 self._join_again(self._client)
+            if self._run is not None:
+                self._client.begin_run(self._run)
         return self._client
+
+    def begin_run(self, run: BeginRun) -> None:
+        """Tell the agent which ranks the run has on this node; one that starts later, too."""
+        self._prepared()
+        self._run = run
+        if self._client is not None:
+            with contextlib.suppress(AgentError):  # it is gone: the next one is told
+                self._client.begin_run(run)
+
+    def holder(self, wait_s: float) -> str:
+        """Return how much memory the agent of this node holds, and for whom; empty: none.
+
+        Waits until the agent has freed the memory of ranks that the run does not have.
+        """
+        try:
+            directory = agent_directory(self._root, self._config.runtime_dir)
+            if self._client is None and holder(directory) is None:
+                return ""
+            return _holder(self.client(), wait_s)
+        except AgentError:
+            return ""
 
     def open_peers(self, host: str) -> PeersOpened:
         """Have the agent listen for those of other nodes on `host`.
@@ -247,14 +281,7 @@ class NodeLink:
         if slab is None or slab.read_only or not fits:
             self.stager.wait()
             self._make_way()
-            slab = Slab.create(
-                self._config.slots,
-                meta_nbytes + _META_RESERVE,
-                data_nbytes,
-                str(self._rank),
-                huge_pages=self._config.huge_pages,
-                numa_node=None if self._device is None else node_of_gpu(self._device),
-            )
+            slab = self._new_slab(data_nbytes, meta_nbytes)
             slab.populate()
             self._use(slab)
             self._attached = False
@@ -264,6 +291,22 @@ class NodeLink:
             self._attach(slab)
         self._pin()
         return slab
+
+    def _new_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
+        try:
+            return Slab.create(
+                self._config.slots,
+                meta_nbytes + _META_RESERVE,
+                data_nbytes,
+                str(self._rank),
+                huge_pages=self._config.huge_pages,
+                numa_node=None if self._device is None else node_of_gpu(self._device),
+            )
+        except StorageError as error:
+            held = _holder(self._connected(), 0.0)
+            raise StorageError(
+                error.errno, "; ".join(filter(None, (error.strerror, held)))
+            ) from error
 
     def _make_way(self) -> None:
         """Free a slab without a checkpoint: the node may lack the memory for two slabs."""

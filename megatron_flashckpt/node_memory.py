@@ -32,6 +32,10 @@ class Need:
     """True after a restart: all of that memory is allocated already."""
     limits: tuple[Limit, ...]
     process_limits: tuple[ProcessLimit, ...] = ()
+    agent: str = ""
+    """Directory of the agent of this rank; ranks of one host may have several."""
+    holder: str = ""
+    """Which memory the agent holds already, and for whom, if that was asked."""
 
     @property
     def nbytes(self) -> int:
@@ -49,6 +53,7 @@ class Shared:
     held_nbytes: int
     left_nbytes: int
     """Bytes that the limit leaves; the smallest number that any of the ranks has read."""
+    holders: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -60,20 +65,31 @@ class Shared:
         return self.nbytes - self.left_nbytes
 
 
-def gather_needs(slab_nbytes: int, held_nbytes: int, *, is_there: bool) -> list[Need]:
+def gather_needs(
+    slab_nbytes: int, held_nbytes: int, *, is_there: bool, agent: str = "", holder: str = ""
+) -> list[Need]:
     """Return the needs of all ranks, in rank order. Collective.
 
     Args:
         slab_nbytes: size of this rank's slab.
         held_nbytes: bytes that this rank's node holds for a rank of another node (`redundancy`).
         is_there: True if that memory is allocated already, since before a restart.
+        agent: directory of this rank's agent.
+        holder: which memory that agent holds, and for whom.
     """
 
     def measure() -> tuple[None, Need]:
         bounds = tuple(limits()), tuple(process_limits())
-        return None, Need(platform.node(), slab_nbytes, held_nbytes, is_there, *bounds)
+        sizes = (slab_nbytes, held_nbytes, is_there)
+        return None, Need(platform.node(), *sizes, *bounds, agent, holder)
 
     return gathered(measure)[1]
+
+
+def neighbours(needs: Sequence[Need], rank: int) -> tuple[int, ...]:
+    """Return the ranks that have the same agent as `rank`."""
+    place = (needs[rank].host, needs[rank].agent)
+    return tuple(other for other, need in enumerate(needs) if (need.host, need.agent) == place)
 
 
 def check(needs: Sequence[Need], slots: int) -> None:
@@ -139,6 +155,7 @@ def by_limit(needs: Sequence[Need]) -> list[Shared]:
             slab_nbytes=sum(needs[rank].slab_nbytes for rank, _ in group if new[rank]),
             held_nbytes=sum(needs[rank].held_nbytes for rank, _ in group if new[rank]),
             left_nbytes=max(0, min(limit.left_nbytes for _, limit in group)),
+            holders=tuple(sorted({needs[rank].holder for rank, _ in group} - {""})),
         )
         for group in bounded.values()
     ]
@@ -164,7 +181,9 @@ def _refusal(shared: Shared) -> str:
     if first == last:
         needing = f"rank {first} needs"
     held = f", {shown(shared.held_nbytes)} of it for other nodes" if shared.held_nbytes else ""
-    return (
+    lines = [
         f"{shared.host}: {needing} {shown(shared.nbytes)}{held}; {shared.place} has "
-        f"{shown(shared.left_nbytes)} left"
-    )
+        f"{shown(shared.left_nbytes)} left",
+        *shared.holders,
+    ]
+    return "; ".join(lines)

@@ -23,9 +23,10 @@ from megatron.core import package_info
 import megatron_flashckpt
 from megatron_flashckpt import node_memory, probe
 from megatron_flashckpt.agent.rendezvous import agent_directory
+from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.layout.completeness import Tally, tally
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
@@ -43,6 +44,8 @@ from megatron_flashckpt.storage.posix import PosixStorage
 
 #: Sums of as many remainders as there can be ranks stay below 2**63.
 _PRIME = 2**45 - 55
+#: Seconds that agents have to write and free memory of an earlier run, if the node lacks it.
+_RELEASE_S = 60.0
 #: What Megatron's `train` calls before every step, in every release.
 _BEFORE_STEP = "update_num_microbatches"
 
@@ -114,8 +117,7 @@ def begin(model: list[Any], optimizer: Any) -> None:
     geometry = state.geometry(chunks)
     pieces = _of_the_model(state, geometry, expected.pieces)
     _add_up(tally(pieces, state.stands_for(chunks)))
-    needs = _needs(checkpointer, expected)
-    node_memory.check(needs, checkpointer.config.slots)
+    needs = _fitting(checkpointer, expected)
     _probe(margs, checkpointer)
     _announce(margs, checkpointer, expected, needs, started)
     checkpointer.prepare(expected)
@@ -287,14 +289,37 @@ def _copied(mine: frozenset[str]) -> frozenset[str]:
     return mine.union(*gather_objects(mine, parallel.model_parallel_group()))
 
 
-def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
+def _fitting(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
+    """Return the need of each rank, in rank order, if all nodes have the memory. Collective.
+
+    Ranks of an earlier run that this one does not have may still hold some: the agents, which learn
+    of the run here, get time to free it.
+
+    Raises:
+        StorageError: on all ranks alike, as `node_memory.check`.
+    """
+    run_id, slots = checkpointer.agree(), checkpointer.config.slots
+    needs = _needs(checkpointer, expected)
+    ranks = node_memory.neighbours(needs, checkpointer.rank)
+    checkpointer.link.begin_run(BeginRun(run_id, ranks))
+    try:
+        node_memory.check(needs, slots)
+    except StorageError:
+        needs = _needs(checkpointer, expected, checkpointer.link.holder(_RELEASE_S))
+        node_memory.check(needs, slots)
+    return needs
+
+
+def _needs(checkpointer: Checkpointer, expected: Expected, holder: str = "") -> list[Need]:
     """Return the need of each rank, in rank order. Collective."""
     config = checkpointer.config
     with contextlib.suppress(FlashCkptError):  # the first save will meet the same trouble
         checkpointer.link.reclaim()
+    agent = str(agent_directory(checkpointer.root, config.runtime_dir))
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * _held_for_others(config))
-    return node_memory.gather_needs(slab, held, is_there=checkpointer.link.has_slab)
+    is_there = checkpointer.link.has_slab
+    return node_memory.gather_needs(slab, held, is_there=is_there, agent=agent, holder=holder)
 
 
 def _probe(margs: Any, checkpointer: Checkpointer) -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron_flashckpt import node_memory
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.available import Limit, ProcessLimit, limits, process_limits
-from megatron_flashckpt.node_memory import Need, around, check, gather_needs
+from megatron_flashckpt.node_memory import Need, around, check, gather_needs, neighbours
 
 GIB = 2**30
 BEGIN = (
@@ -142,3 +142,18 @@ def test_the_limits_of_a_process_are_those_that_the_kernel_holds() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, former)
     assert 0 < found["address space limit (ulimit -v)"] < limit
+
+
+def test_a_refusal_names_who_holds_memory() -> None:
+    held = "agent 77 holds 30.00 GiB: 30.00 GiB of rank 2 (iteration 5, being written)"
+    needs = [dataclasses.replace(need("n0", 60, 50), holder=held) for _ in range(2)]
+    assert refusal([*needs, need("n1", 60, 50)]) == (
+        f"n0: 2 ranks (0 to 1) need 120.0 GiB; the machine has 50.0 GiB left; {held}\n"
+        "  n1: rank 2 needs 60.0 GiB; the machine has 50.0 GiB left"
+    )
+
+
+def test_ranks_of_one_host_are_neighbours_if_they_have_one_agent() -> None:
+    places = [("n0", "/run/a"), ("n0", "/run/b"), ("n1", "/run/a"), ("n0", "/run/a")]
+    needs = [dataclasses.replace(need(host, 1, 2), agent=agent) for host, agent in places]
+    assert [neighbours(needs, rank) for rank in range(4)] == [(0, 3), (1,), (2,), (0, 3)]

@@ -21,6 +21,15 @@ import megatron_flashckpt
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, agent_directory, holder
+from megatron_flashckpt.agent.run_messages import (
+    AskHeld,
+    BeginRun,
+    Configure,
+    Configured,
+    Held,
+    HeldSlab,
+)
+from megatron_flashckpt.agent.settings import AgentSettings, flags, settings_of
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, SaveFailedError
 from megatron_flashckpt.layout.cost import RankCost
@@ -228,6 +237,24 @@ class AgentClient:
         while not self._ask(request, p.Recovered, None, _SLICE_S)[0].ended:
             pass
 
+    def configure(self, settings: AgentSettings) -> None:
+        """Give the agent the settings of this run; one that an earlier run started has others."""
+        changed = self._ask(Configure(settings), Configured)[0].changed
+        if changed:
+            logger.info(
+                "agent %d, which an earlier run started, changed its settings to this run's: %s",
+                self.agent_pid,
+                ", ".join(changed),
+            )
+
+    def begin_run(self, run: BeginRun) -> None:
+        """Say which ranks of this node the run has; the agent frees the memory of others."""
+        self._ask(run, p.Done)
+
+    def held(self, wait_s: float = 0.0) -> tuple[HeldSlab, ...]:
+        """Return whose memory the agent holds; wait until that of departed ranks is freed."""
+        return self._ask(AskHeld(wait_s), Held, None, wait_s)[0].slabs
+
     def leave(self) -> None:
         """Say that this rank ends as planned."""
         self._ask(p.Leave(), p.Done)
@@ -257,7 +284,9 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
                     f"{directory / SOCKET}: belongs to user {p.peer(sock).uid}; "
                     "remove it or set 'runtime_dir'"
                 )
-            return AgentClient(sock, rank, directory, config.agent.answer_timeout_s)
+            client = AgentClient(sock, rank, directory, config.agent.answer_timeout_s)
+            client.configure(settings_of(config))
+            return client
         except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _HungUpError):
             # Also where an agent has just left, directory and all: start over. But a refusal (an
             # agent of another release or user) is final.
@@ -356,23 +385,7 @@ def _start(directory: Path, root: str, config: Config) -> None:
         *(sys.executable, "-m", "megatron_flashckpt.agent"),
         *("--directory", str(directory), "--root", root),
         *(("--runtime-dir", os.path.abspath(config.runtime_dir)) if config.runtime_dir else ()),
-        *("--grace-s", str(config.agent.grace_s)),
-        *("--persist-threads", str(config.agent.persist_threads)),
-        *("--write-threads", str(config.agent.write_threads)),
-        *(
-            ()
-            if config.agent.write_mib_per_s is None
-            else ("--write-mib-per-s", str(config.agent.write_mib_per_s))
-        ),
-        *("--writer-nice", str(config.agent.writer_nice)),
-        *("--direct-io", config.agent.direct_io),
-        *("--commit-timeout-s", str(config.agent.commit_timeout_s)),
-        *("--slow-save-s", str(config.agent.slow_save_s)),
-        *("--sigterm-timeout-s", str(config.agent.sigterm_timeout_s)),
-        "--persist-on-leave" if config.agent.persist_on_leave else "--no-persist-on-leave",
-        *("--history", str(config.history)),
-        *("--trace-directory", config.trace.directory or ""),
-        *("--trace-keep", str(config.trace.keep)),
+        *flags(settings_of(config)),
     ]
     try:
         fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

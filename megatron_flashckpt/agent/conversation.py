@@ -14,9 +14,11 @@ import msgspec
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.departed import Departed
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError, process_of
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.reception import GREETING_NBYTES, Strangers
+from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.templates import TemplateStore
@@ -42,6 +44,7 @@ class Conversations:
         self._saves = saves
         self._committer = committer
         self._templates = TemplateStore(node.changed)
+        self.departed = Departed(node, committer)
         self.connections = 0
         self.last_seen = time.monotonic()
         self.parting = False
@@ -231,6 +234,13 @@ class Conversations:
                 case p.EndPeers():
                     self._end_peers()
                     return (p.Done(),)
+                case Configure():
+                    return (Configured(self._saves.configure(number, request.settings)),)
+                case BeginRun():
+                    self.departed.begin_run(number, request)
+                    return (p.Done(),)
+                case AskHeld():
+                    return (Held(self.departed.held(request.wait_s)),)
                 case p.Leave():
                     rank.left = True
                     self._node.changed.notify_all()

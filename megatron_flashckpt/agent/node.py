@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import threading
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
+from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.traces import Traces
-from megatron_flashckpt.storage.direct_io import DirectIo, DirectMode
+from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from megatron_flashckpt.agent.peers.redundancy import Redundancy
 
 
-@dataclasses.dataclass
-class AgentOptions:
+class AgentOptions(AgentSettings, frozen=True, kw_only=True):
     """What the agent is started with."""
 
     root: str
-    grace_s: float
-    persist_threads: int
-    write_threads: int
-    write_mib_per_s: float | None
-    writer_nice: int
-    direct_io: DirectMode
-    commit_timeout_s: float
-    slow_save_s: float
-    sigterm_timeout_s: float
-    persist_on_leave: bool
-    history: int = 0
-    """Saves that the history in the save directory tells of."""
-    trace_directory: str = ""
-    """Empty: no traces."""
-    trace_keep: int = 1
 
 
 class Trainer:
@@ -80,6 +66,20 @@ class Node:
         self.peers: Redundancy | None = None
         self.committed = -1
         """Iteration of the newest checkpoint that is known to be in storage."""
+
+    def configure(self, settings: AgentSettings) -> tuple[str, ...]:
+        """Take other settings; return what they change. The caller holds the lock.
+
+        What is being written goes on as it began, but for the rate limit, which all writes share.
+        """
+        former = self.options
+        if settings.direct_io != former.direct_io:  # or what was learnt would be lost
+            self.direct_io = DirectIo(settings.direct_io)
+        self.options = AgentOptions(root=former.root, **msgspec.structs.asdict(settings))
+        self.flow.pace.limit(settings.write_mib_per_s)
+        self.flow = Flow(settings.write_threads, self.flow.pace)
+        self.traces.configure(settings.trace_directory, settings.trace_keep)
+        return differences(former, settings)
 
     def own_slots(self) -> dict[int, RankSlots]:
         with self.changed:

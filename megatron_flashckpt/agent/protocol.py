@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME_NBYTES = 256 * 1024 * 1024
 
 _LENGTH = struct.Struct("<I")
@@ -217,6 +218,7 @@ class PeersOpened(msgspec.Struct, frozen=True, tag=True):
     identity: Identity
     host: str
     port: int
+    threads: int
 
 
 class PeerNode(msgspec.Struct, frozen=True):
@@ -292,6 +294,9 @@ Request = (
     | JoinPeers
     | EndPeers
     | Recover
+    | Configure
+    | BeginRun
+    | AskHeld
     | Leave
 )
 Reply = (
@@ -303,6 +308,8 @@ Reply = (
     | Outcomes
     | PeersOpened
     | Recovered
+    | Configured
+    | Held
     | Done
     | Refused
 )

@@ -16,6 +16,7 @@ from megatron_flashckpt.agent.history import told_of
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
+from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.faults import reach
@@ -35,19 +36,40 @@ class Saves:
     def __init__(self, node: Node, committer: Committer) -> None:
         self._node = node
         self._committer = committer
+        self._make_pools()
+        #: Ids of the saves whose writing began after the last trainer had left.
+        self._written_last: set[str] = set()
+
+    def _make_pools(self) -> None:
+        options = self._node.options
+        self._pools_of = (options.persist_threads, options.writer_nice)
 
         def pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
-            nice = node.options.writer_nice
+            nice = options.writer_nice
             return concurrent.futures.ThreadPoolExecutor(threads, name, give_way, (nice,))
 
-        self._pool = pool(node.options.persist_threads, "persist")
+        self._pool = pool(options.persist_threads, "persist")
         # Digests and notes take a second and must not wait for shards, which take minutes.
         self._digest_pool = pool(1, "digest")
         self._note_pool = pool(1, "note")
         # Trainers that need a core are gone by then, and their successors wait for it.
         self._unread_pool = pool(_UNREAD_THREADS, "digest")
-        #: Ids of the saves whose writing began after the last trainer had left.
-        self._written_last: set[str] = set()
+
+    def configure(self, number: int, settings: AgentSettings) -> tuple[str, ...]:
+        """Take the settings of the run of a rank; return what they change. The lock is held.
+
+        If they ask for other threads, the former ones end after what they have been given.
+        """
+        changed = self._node.configure(settings)
+        if changed:
+            logger.info("rank %d: settings changed: %s", number, ", ".join(changed))
+            self._node.changed.notify_all()
+        if self._pools_of != (self._node.options.persist_threads, self._node.options.writer_nice):
+            former = (self._pool, self._digest_pool, self._note_pool, self._unread_pool)
+            self._make_pools()
+            for pool in former:
+                pool.shutdown(wait=False)
+        return changed
 
     def close(self) -> None:
         """End the threads, unless storage keeps them."""
@@ -102,7 +124,8 @@ class Saves:
         """Take the digests of a slot that is meant for memory only; then it counts as kept."""
         info = slots.infos[slot.index]
         with self._node.changed:
-            still_there = self._node.ranks[number].slots is slots and slot.header == header
+            rank = self._node.ranks.get(number)  # None: its memory is not wanted any more
+            still_there = rank is not None and rank.slots is slots and slot.header == header
             info.persisting = info.persisting or still_there
         with self._node.traces.recording(header.iteration, header.save_id, number):
             digests = digest_slot(slot, header) if still_there else None
@@ -111,8 +134,9 @@ class Saves:
                 info.persisting, info.digests = False, digests
             seconds = time.monotonic() - started
             outcome = p.Outcome(header.iteration, header.save_id, None, seconds, kept=True)
-            self._committer.tell(self._node.ranks[number], outcome)
-            self._node.drop_retired(self._node.ranks[number])
+            if rank is not None:
+                self._committer.tell(rank, outcome)
+                self._node.drop_retired(rank)
             self._node.changed.notify_all()
 
     def digest_unread(self, rank: Trainer) -> None:

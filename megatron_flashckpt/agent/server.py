@@ -42,6 +42,7 @@ class Agent:
         self._committer.start()
         while not self._may_leave():
             self._committer.watch()
+            self._talks.departed.release()
             listener = self._upkeep.look()
             if listener is not None:
                 self._reception.listen_on(listener)

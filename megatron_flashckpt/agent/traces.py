@@ -52,11 +52,9 @@ class Traces:
     """The phases of the node's saves. Does nothing at all unless a directory is given."""
 
     def __init__(self, root: str, directory: str, keep: int) -> None:
-        self._directory = Path(root, directory) if directory else None
-        self._keep = keep
         self._root = root
-        #: By name, whether a file in the directory is a trace of this save directory.
-        self._known: dict[str, bool] = {}
+        #: Whether a file in the directory is a trace of this save directory.
+        self._known: dict[Path, bool] = {}
         self.first_rank = 0
         """The lowest one of this node, which tells its files from those of others."""
         self._lock = threading.Lock()
@@ -65,6 +63,12 @@ class Traces:
         self._saves: dict[str, _Save] = {}
         #: Saves of which something was told since they were written.
         self._unwritten: set[str] = set()
+        self.configure(directory, keep)
+
+    def configure(self, directory: str, keep: int) -> None:
+        """Put traces elsewhere, or keep others, from now on."""
+        self._directory = Path(self._root, directory) if directory else None
+        self._keep = keep
 
     def add(self, iteration: int, save_id: str, rank: int | None, spans: Iterable[Span]) -> None:
         """Remember phases of a save."""
@@ -116,9 +120,10 @@ class Traces:
             self._write(save_id)
 
     def _write(self, save_id: str) -> None:
+        directory = self._directory  # of now: a later run may put its traces elsewhere
         with self._lock:
             save = self._saves.get(save_id)
-            if self._directory is None or save is None:
+            if directory is None or save is None:
                 return
             spans = list(save.spans)
         suffix = f"-rank_{self.first_rank:05d}.trace.json"
@@ -126,26 +131,25 @@ class Traces:
         encoded = msgspec.json.encode(
             chrome_trace(save.iteration, save_id, self.first_rank, spans, self._root)
         )
-        temporary = self._directory / temporary_name(name)
+        temporary = directory / temporary_name(name)
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(encoded)
                 # What a save's outcome adds to its trace makes it no newer than the next one's.
                 os.utime(temporary, (save.began, save.began))
-                os.replace(temporary, self._directory / name)
+                os.replace(temporary, directory / name)
             finally:
                 temporary.unlink(missing_ok=True)
-            self._prune(suffix)
+            self._prune(directory, suffix)
         except OSError as error:
             logger.warning("no trace of iteration %d: %s", save.iteration, error)
 
-    def _prune(self, suffix: str) -> None:
+    def _prune(self, directory: Path, suffix: str) -> None:
         """Delete this node's traces of this save directory but for the newest ones."""
-        assert self._directory is not None
         mine = [
             path
-            for path in self._directory.iterdir()
+            for path in directory.iterdir()
             if path.name.endswith(suffix) and _NAME.fullmatch(path.name) and self._is_mine(path)
         ]
         mine.sort(key=lambda path: path.stat().st_mtime_ns)
@@ -154,14 +158,14 @@ class Traces:
 
     def _is_mine(self, path: Path) -> bool:
         """Return whether a file is a trace of this save directory: several jobs may share one."""
-        if path.name not in self._known:
-            self._known[path.name] = False
+        if path not in self._known:
+            self._known[path] = False
             if stat.S_ISREG(path.lstat().st_mode):
                 with open(path, "rb") as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_NBYTES))
                     said = b'"root":' + msgspec.json.encode(self._root)
-                    self._known[path.name] = said in file.read()
-        return self._known[path.name]
+                    self._known[path] = said in file.read()
+        return self._known[path]
 
 
 def chrome_trace(
