@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
@@ -303,7 +304,7 @@ class NodeLink:
                 numa_node=None if self._device is None else node_of_gpu(self._device),
             )
         except StorageError as error:
-            held = _holder(self._connected(), 0.0)
+            held = _holder(self._connected(), 0.0) if error.errno == errno.ENOMEM else ""
             raise StorageError(
                 error.errno, "; ".join(filter(None, (error.strerror, held)))
             ) from error

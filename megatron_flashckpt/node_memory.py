@@ -13,7 +13,7 @@ import platform
 from collections.abc import Sequence
 
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.memory.available import Limit, ProcessLimit, limits, process_limits
+from megatron_flashckpt.memory.available import Limit, ProcessLimit, limits, process_limits, shown
 from megatron_flashckpt.restore.collectives import gathered
 
 #: Upper bound of the nodes that a refusal lists.
@@ -167,12 +167,6 @@ def around(needs: Sequence[Need], rank: int) -> Shared:
         (shared for shared in by_limit(needs) if rank in shared.ranks),
         key=lambda shared: shared.missing_nbytes,
     )
-
-
-def shown(nbytes: int) -> str:
-    """Return a number of bytes as text, in MiB or GiB."""
-    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
-    return f"{nbytes / unit:.1f} {name}"
 
 
 def _refusal(shared: Shared) -> str:

@@ -36,8 +36,9 @@ from megatron_flashckpt.megatron_lm.features import exists, has_async_utils
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.memory.available import shown
 from megatron_flashckpt.node_link import slab_nbytes
-from megatron_flashckpt.node_memory import Need, shown
+from megatron_flashckpt.node_memory import Need
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
 from megatron_flashckpt.session import session
 from megatron_flashckpt.storage.posix import PosixStorage

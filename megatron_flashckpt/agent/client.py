@@ -20,6 +20,7 @@ from typing import TypeVar
 import megatron_flashckpt
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.endings import KILLED, why_not_started
 from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, agent_directory, holder
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
@@ -72,6 +73,7 @@ class AgentClient:
         #: Why nothing more can be asked: after an answer that did not come, the next one would be
         #: taken for it.
         self._ended: str | None = None
+        self._was_killed = False
         welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION), p.Welcome)[0]
         self.agent_pid = welcome.pid
         if welcome.former_pid:
@@ -95,10 +97,12 @@ class AgentClient:
                 body, received = p.receive(self._sock)
             except (OSError, EOFError) as error:
                 if isinstance(error, TimeoutError):
+                    self._was_killed = True
                     self._end_agent()
                 self._ended = self._ended or str(error) or "connection closed"
                 raise _HungUpError(
                     f"the agent of this node is gone ({self._ended}); log of it: {self._log}"
+                    + ("" if self._was_killed else f"; if that has no reason, {KILLED}")
                 ) from error
         reply = p.decode_reply(body)
         if isinstance(reply, expected):
@@ -392,6 +396,7 @@ def _start(directory: Path, root: str, config: Config) -> None:
     except FileNotFoundError:
         return  # an agent has just left, directory and all: the caller tries again
     with open(fd, "ab") as log:
+        begun = log.tell()
         status = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -403,8 +408,4 @@ def _start(directory: Path, root: str, config: Config) -> None:
             check=False,
         ).returncode
     if status:
-        lines = (directory / LOG).read_text(errors="replace").splitlines()
-        raise AgentError(
-            f"the agent ended with status {status}: {lines[-1] if lines else 'no output'}; "
-            f"its log: {directory / LOG}"
-        )
+        raise AgentError(why_not_started(status, directory / LOG, begun))

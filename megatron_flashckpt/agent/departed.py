@@ -14,6 +14,7 @@ from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab
 from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.memory.available import shown
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)
@@ -92,8 +93,8 @@ class Departed:
             self._node.traces.first_rank = min(self._node.ranks)
         if freed:
             logger.info(
-                "freed %.2f GiB of host memory of ranks that are not of the run on this node: %s",
-                sum(slab.geometry.nbytes for slab in freed) / 2**30,
+                "freed %s of host memory of ranks that are not of the run on this node: %s",
+                shown(sum(slab.geometry.nbytes for slab in freed)),
                 ", ".join(lines),
             )
             self._closing += 1

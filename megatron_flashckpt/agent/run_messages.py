@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from megatron_flashckpt.agent.settings import AgentSettings
+from megatron_flashckpt.memory.available import shown
 
 #: Ranks that a message lists at most.
 _SHOWN = 8
@@ -66,14 +67,14 @@ class Held(msgspec.Struct, frozen=True, tag=True):
 
 def whose(slabs: Sequence[HeldSlab]) -> str:
     """Return how much memory slabs take, and for which rank and save each."""
-    total = sum(slab.nbytes for slab in slabs) / 2**30
-    shown = [_shown(slab) for slab in slabs[:_SHOWN]]
+    total = sum(slab.nbytes for slab in slabs)
+    listed = [_described(slab) for slab in slabs[:_SHOWN]]
     if len(slabs) > _SHOWN:
-        shown.append(f"{len(slabs) - _SHOWN} more")
-    return f"{total:.2f} GiB: {', '.join(shown)}"
+        listed.append(f"{len(slabs) - _SHOWN} more")
+    return f"{shown(total)}: {', '.join(listed)}"
 
 
-def _shown(slab: HeldSlab) -> str:
+def _described(slab: HeldSlab) -> str:
     facts = [f"iteration {slab.iteration}" if slab.iteration >= 0 else "no checkpoint"]
     if slab.in_use:
         facts.append("being written")
@@ -81,4 +82,4 @@ def _shown(slab: HeldSlab) -> str:
         facts.append("in storage" if slab.durable else "not in storage")
     if slab.departed:
         facts.append("of an earlier run")
-    return f"{slab.nbytes / 2**30:.2f} GiB of rank {slab.rank} ({', '.join(facts)})"
+    return f"{shown(slab.nbytes)} of rank {slab.rank} ({', '.join(facts)})"

@@ -38,6 +38,12 @@ class ProcessLimit(NamedTuple):
     """Size of the largest slab that the bound allows."""
 
 
+def shown(nbytes: int) -> str:
+    """Return a number of bytes as text, in MiB or GiB."""
+    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+    return f"{nbytes / unit:.1f} {name}"
+
+
 def process_limits(proc: Path = _PROC) -> list[ProcessLimit]:
     """Return the bounds of this process on the size of a slab, which is a file and is mapped.
 

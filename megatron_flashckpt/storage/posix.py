@@ -33,7 +33,20 @@ _REMEDY = {
     errno.ENXIO: "a socket or device stands where a file should be: move it away",
     errno.ESPIPE: "a pipe or device stands where a file should be: move it away",
     errno.ELOOP: "a symbolic link stands where a file should be: remove it",
+    errno.EFBIG: "raise the file size limit (ulimit -f) of whoever starts the job, or save where "
+    "files may be as large",
+    errno.EMFILE: "raise the limit on open files (ulimit -n) of whoever starts the job",
+    errno.ENFILE: "the machine has too many open files: end what holds them (lsof shows)",
+    errno.ENOMEM: "free memory on this node",
+    errno.ENAMETOOLONG: "save to a directory with a shorter path",
+    errno.ESTALE: "the server lost track of the directory: mount it again",
+    errno.ETIMEDOUT: "look at the file system's servers and at this node's mount",
 }
+#: The remedy where something that was just made is gone.
+_REMOVED = (
+    "another process removed the directory meanwhile: find out which, and let nobody clean up a "
+    "save directory while its job runs; the next save makes it anew"
+)
 
 
 #: What file systems answer that cannot synchronize directories (PostgreSQL ignores the first two).
@@ -45,12 +58,20 @@ _CACHED_NBYTES = 64 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def _explained(path: Path, action: str) -> Iterator[None]:
-    """Turn an OSError into one with fact, place and remedy; FileNotFoundError passes."""
+def _explained(path: Path, action: str, *, makes: bool = False) -> Iterator[None]:
+    """Turn an OSError into one with fact, place and remedy.
+
+    Args:
+        makes: what is missing was there a moment before. Else FileNotFoundError passes.
+    """
     try:
         yield
-    except FileNotFoundError:
-        raise
+    except FileNotFoundError as error:
+        if not makes:
+            raise
+        raise StorageError(
+            error.errno, f"{path}: cannot {action} ({error.strerror}); {_REMOVED}"
+        ) from error
     except OSError as error:
         remedy = _REMEDY.get(error.errno or 0, "check the storage")
         raise StorageError(
@@ -71,7 +92,7 @@ class PosixWriter:
         self._direct_fd = -1
         self._lock = threading.Lock()
         self._cached_nbytes = 0
-        with _explained(path, "create"):
+        with _explained(path, "create", makes=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISFIFO(os.lstat(path).st_mode):
@@ -83,7 +104,7 @@ class PosixWriter:
         try:
             with _explained(path, f"reserve {nbytes} bytes for"):
                 self._reserve(nbytes)
-            with _explained(path, "open"):
+            with _explained(path, "open", makes=True):
                 self._file_system = direct_io.of(self._fd, path)
                 self._direct_fd = self._file_system.open(path)
         except OSError:
@@ -141,7 +162,7 @@ class PosixWriter:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
-        with _explained(self._path, "make durable"):
+        with _explained(self._path, "make durable", makes=True):
             os.fdatasync(self._fd)
             self._drop_cached()
             self._close()
@@ -207,7 +228,7 @@ class PosixStorage:
     def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
         path = self._own(name)
         temporary = path.with_name(temporary_name(path.name))
-        with _explained(path, "write"):
+        with _explained(path, "write", makes=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(temporary, "xb")  # noqa: SIM115, what is not made here is not removed here
             try:

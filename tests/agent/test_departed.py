@@ -86,7 +86,7 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
     assert slabs(agent) == [0, 1]
     assert shared_nbytes(agent) < 0.6 * before
     said = next(line for line in log(node, root).splitlines() if "freed" in line)
-    assert "GiB of host memory of ranks that are not of the run" in said
+    assert "MiB of host memory of ranks that are not of the run" in said
     assert "rank 2 (iteration 1, in storage), rank 3 (iteration 1, in storage)" in said
 
 
@@ -181,9 +181,9 @@ def test_who_holds_memory_is_named_by_rank_size_and_save() -> None:
         HeldSlab(3, gib, 6, False, True, False),
     ]
     assert whose(held) == (
-        "5.00 GiB: 1.00 GiB of rank 0 (no checkpoint), 1.00 GiB of rank 1 (iteration 5, in "
-        "storage), 2.00 GiB of rank 2 (iteration 6, being written, of an earlier run), "
-        "1.00 GiB of rank 3 (iteration 6, not in storage, of an earlier run)"
+        "5.0 GiB: 1.0 GiB of rank 0 (no checkpoint), 1.0 GiB of rank 1 (iteration 5, in "
+        "storage), 2.0 GiB of rank 2 (iteration 6, being written, of an earlier run), "
+        "1.0 GiB of rank 3 (iteration 6, not in storage, of an earlier run)"
     )
     assert whose([held[0]] * 20).endswith("(no checkpoint), 12 more")
 
@@ -199,8 +199,8 @@ def test_a_refused_slab_names_who_holds_memory(
     with pytest.raises(StorageError) as raised:
         link.ensure_slab(2 * MIB, 0)
     assert "cannot reserve" in str(raised.value)
-    assert "0.00 GiB available" in str(raised.value)
+    assert "1.0 MiB available" in str(raised.value)
     assert re.search(
-        r"; agent \d+ holds 0\.00 GiB: .* of rank 1 \(iteration 4, in storage\)", str(raised.value)
+        r"; agent \d+ holds \d\.\d MiB: .* of rank 1 \(iteration 4, in storage\)", str(raised.value)
     )
     link.close(leave=False)

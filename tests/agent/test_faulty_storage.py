@@ -13,11 +13,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_flashckpt.agent import commit, saves
 from megatron_flashckpt.agent.node import AgentOptions
+from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.errors import SaveFailedError
@@ -82,7 +84,7 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 @contextlib.contextmanager
 def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
-    """Serve trainers of `root` from a thread of this process."""
+    """Serve trainers of `root` from a thread of this process, whatever settings they have."""
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
     values = {"sigterm_timeout_s": 0.0, "persist_on_leave": True, **values}
     values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
@@ -91,7 +93,8 @@ def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
     server = threading.Thread(target=agent.serve)
     server.start()
     try:
-        yield agent
+        with mock.patch.object(Saves, "configure", return_value=()):
+            yield agent
     finally:
         agent.end_soon()
         server.join(PATIENCE_S)
