@@ -301,7 +301,8 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         if time.monotonic() > deadline:
             raise AgentError(
                 f"no agent answered at {directory / SOCKET} within "
-                f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}"
+                f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}; if that has "
+                "no reason, the node is slow: raise 'agent.start_timeout_s'"
             )
         if local_rank == 0:
             directory = agent_directory(root, config.runtime_dir)

@@ -12,6 +12,7 @@ import time
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversation import Conversations
 from megatron_flashckpt.agent.node import AgentOptions, Node
+from megatron_flashckpt.agent.pending import awaited_by
 from megatron_flashckpt.agent.reception import Reception, Strangers
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.upkeep import Upkeep
@@ -70,7 +71,11 @@ class Agent:
         with self._node.changed:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 for save in self._committer.pending.values():
-                    logger.error("told to end: iteration %d is not durable", save.iteration)
+                    logger.error(
+                        "told to end: iteration %d is not durable: %s; it had at most %g s "
+                        "('agent.sigterm_timeout_s')",
+                        *(save.iteration, awaited_by(save), self._node.options.sigterm_timeout_s),
+                    )
                 return True
             if self._talks.connections or (self._committer.pending and not self._talks.parting):
                 self._talks.last_seen = time.monotonic()

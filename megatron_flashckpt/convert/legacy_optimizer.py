@@ -300,7 +300,10 @@ def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str,
         if isinstance(state.get("step"), torch.Tensor)
     }
     if len(steps) > 1:
-        raise UnsupportedError(f"parameters of one optimizer have different steps {sorted(steps)}")
+        raise UnsupportedError(
+            f"parameters of one optimizer have different steps {sorted(steps)}, but a checkpoint "
+            "has one for all of them; convert the weights alone with --weights-only"
+        )
     return {
         "param_groups": [
             {key: value for key, value in group.items() if key != "params"}

@@ -89,7 +89,9 @@ def _step_below(inner: torch.optim.Optimizer) -> Any:
         steps |= {float(group["step"]) for group in groups if "step" in group}
     if len(steps) > 1:
         raise UnsupportedError(
-            f"parameters of one {type(inner).__name__} have different steps {sorted(steps)}"
+            f"parameters of one {type(inner).__name__} have different steps {sorted(steps)}, but a "
+            "checkpoint has one for all of them; give each group of parameters that starts later "
+            "an optimizer of its own, or keep Megatron's own checkpointing for this job"
         )
     return steps.pop() if steps else None
 

@@ -213,7 +213,9 @@ class ModelState:
             if geo is None:
                 raise UnsupportedError(
                     "the optimizer steps a parameter of shape "
-                    f"{tuple(entry.parameter.shape)} that is in no model chunk"
+                    f"{tuple(entry.parameter.shape)} that is in no model chunk; give "
+                    "save_checkpoint and load_checkpoint the whole model, or keep Megatron's own "
+                    "checkpointing for this job"
                 )
             tensors = tensors_of(entry)
             if not is_written(geo):
@@ -382,7 +384,8 @@ class ModelState:
         for number, name, geo in geometry.buffers:
             if name not in named[number]:
                 raise UnsupportedError(
-                    f"{name} is in the sharded state dict but is neither a parameter nor a buffer"
+                    f"{name} is in the sharded state dict but is neither a parameter nor a buffer; "
+                    "register it as one, or keep Megatron's own checkpointing for this job"
                 )
             found.append((geo, named[number][name]))
         return found
