@@ -150,8 +150,8 @@ class Reader:
         if getattr(info, "transform_descriptors", None):
             raise UnsupportedError(
                 f"{self.directory}: {name} was written with extensions "
-                f"{info.transform_descriptors}, which this release does not know; let Megatron load "
-                "it and save it without them"
+                f"{info.transform_descriptors}, which this release does not know; let Megatron "
+                "load it and save it without them"
             )
         file = self.directory / info.relative_path
         if file.parent != self.directory:
