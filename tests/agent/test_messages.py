@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,40 @@ def test_an_agent_whose_child_is_killed_while_it_starts(
         connect(str(root), 0, 0, node.config())
     assert "unrelated" not in str(raised.value)
     assert MEMORY in str(raised.value)
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group that is allowed 4 MiB of memory. Ask for it before `node`, which uses it."""
+    path = Path(f"/sys/fs/cgroup/memory/flashckpt-{new_save_id()}")
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        (path / "memory.limit_in_bytes").write_text(str(4 * 2**20))
+    except OSError as error:
+        path.rmdir()
+        pytest.skip(f"no limit can be set here: {error}")
+    yield path
+    eventually("no process in the group", lambda: not (path / "cgroup.procs").read_text())
+    path.rmdir()
+
+
+def test_an_agent_that_its_control_group_kills_for_memory(
+    small_group: Path, node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    agent, save_id = trainer.client.agent_pid, new_save_id()
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+        trainer.stage(1, save_id)
+        try:
+            (small_group / "cgroup.procs").write_text(str(agent))
+        except OSError as error:
+            pytest.skip(f"no process can join a control group here: {error}")
+        with pytest.raises(AgentError, match=MEMORY):
+            trainer.client.publish_template("0" * 16, bytes(64 * 2**20))
+        eventually("its end", lambda: not is_alive(agent))
+    assert trainer.reconnect() == (save_id,), "the next agent has what was staged"
+    assert trainer.outcome().error is None
+    assert trainer.client.agent_pid != agent
