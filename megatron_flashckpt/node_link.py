@@ -227,7 +227,7 @@ class NodeLink:
             if self._client is None and holder(directory) is None:
                 return ""
             return _holder(self.client(), wait_s)
-        except AgentError:
+        except OSError:  # an AgentError is one; the refusal must reach all ranks alike
             return ""
 
     def open_peers(self, host: str) -> PeersOpened:

@@ -27,7 +27,7 @@ class Departed:
         self._node = node
         self._committer = committer
         self._run_id = ""
-        self._ranks: frozenset[int] = frozenset()
+        self._ranks: set[int] = set()
         #: Ranks of the run that have said so. The run has started when all of them have.
         self._here: set[int] = set()
         #: Slabs that are being unmapped.
@@ -36,8 +36,9 @@ class Departed:
     def begin_run(self, number: int, request: BeginRun) -> None:
         """Note that a rank has loaded and belongs to a run. The caller holds the node's lock."""
         if request.run_id != self._run_id:
-            self._run_id, self._ranks = request.run_id, frozenset(request.ranks)
-            self._here = set()
+            self._run_id, self._ranks, self._here = request.run_id, set(), set()
+        # Containers of one machine that share an agent know of their own ranks only.
+        self._ranks.update(request.ranks)
         self._here.add(number)
         self._release()
 

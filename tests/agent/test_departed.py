@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_flashckpt import node_memory, starting
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, whose
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory import slab
-from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.memory.available import Limit
+from megatron_flashckpt.node_link import NodeLink, slab_nbytes
+from megatron_flashckpt.node_memory import Need
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.test_resources import open_files
@@ -172,6 +178,23 @@ def test_a_run_that_grows_frees_nothing(node: Node, root: Path) -> None:
     assert slabs(agent) == [0]
 
 
+def test_ranks_of_one_run_may_come_in_groups_that_do_not_know_of_each_other(
+    node: Node, root: Path
+) -> None:
+    """As from two containers of one machine."""
+    first = started(node, root, range(3))
+    agent = first[0].client.agent_pid
+    committed(first, 1)
+    crash(first)
+    second = started(node, root, range(2))
+    for trainer in second:
+        trainer.client.begin_run(BeginRun("second", (trainer.rank,)))
+    eventually("rank 2 has departed", lambda: slabs(agent) == [0, 1])
+    crash(second)
+    third = started(node, root, range(2))
+    assert [len(trainer.take()) for trainer in third] == [1, 1], "its memory was not freed"
+
+
 def test_who_holds_memory_is_named_by_rank_size_and_save() -> None:
     gib = 2**30
     held = [
@@ -203,4 +226,47 @@ def test_a_refused_slab_names_who_holds_memory(
     assert re.search(
         r"; agent \d+ holds \d\.\d MiB: .* of rank 1 \(iteration 4, in storage\)", str(raised.value)
     )
+    link.close(leave=False)
+
+
+def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
+    """Do what a start with one rank does before it reserves memory."""
+    checkpointer: Any = SimpleNamespace(
+        root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
+    )
+    expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0)
+    return starting._fitting(checkpointer, expected)
+
+
+@pytest.mark.parametrize("missing_nbytes", [0, 1])
+def test_a_start_waits_for_the_memory_of_departed_ranks_before_it_is_refused(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, missing_nbytes: int
+) -> None:
+    first = started(node, root, range(2))
+    agent, save_id = first[0].client.agent_pid, new_save_id()
+    needed = slab_nbytes(2, MIB, 0)
+    link = NodeLink(str(root), 0, node.config())
+
+    def limits() -> list[Limit]:
+        """Leave enough memory, but for some bytes, beside the slab of one rank."""
+        left = needed - missing_nbytes if slabs(agent) == [0] else 0
+        return [Limit("machine", "the machine", left)]
+
+    monkeypatch.setattr(node_memory, "limits", limits)
+    shard = root / names.iteration_dir(1) / names.shard_name(1, save_id)
+    with held_back(shard) as let_go:
+        for trainer in first:
+            trainer.stage(1, save_id)
+        crash(first)
+        threading.Timer(0.5, let_go).start()
+        if missing_nbytes:
+            with pytest.raises(StorageError) as raised:
+                fitting(node, root, link)
+            assert re.search(
+                rf"left; agent {agent} holds .*: .* of rank 0 \(iteration 1, in storage\)\n",
+                str(raised.value),
+            )
+        else:
+            assert [need.slab_nbytes for need in fitting(node, root, link)] == [needed]
+    assert slabs(agent) == [0]
     link.close(leave=False)
