@@ -242,7 +242,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "Traces._write",
-            "os.replace(temporary, self._directory / name)",
+            "os.replace(temporary, directory / name)",
             ID,
             "agent/test_traces.py::test_jobs_that_share_a_directory_for_traces_keep_their_own",
         ),
