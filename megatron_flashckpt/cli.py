@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt import __version__, inspection, report
+from megatron_flashckpt.agent import foreground
 from megatron_flashckpt.agent.retention import retire, superfluous
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import (
@@ -94,6 +95,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     prune.add_argument("--dry-run", action="store_true", help="say which, and remove nothing")
     prune.set_defaults(run=_prune)
+
+    agent = commands.add_parser(
+        "agent",
+        help="run the agent of this node for a save directory: as a Slurm step, a systemd unit or "
+        "a sidecar container; settings come from the configuration, as those of trainers do",
+    )
+    agent.add_argument(
+        "--save", required=True, metavar="DIR", help="save directory (Megatron's --save)"
+    )
+    how = agent.add_mutually_exclusive_group(required=True)
+    how.add_argument(
+        "--foreground",
+        action="store_true",
+        help="serve trainers until SIGTERM (what is staged is finished first) or until none has "
+        "come for 'agent.grace_s' seconds",
+    )
+    how.add_argument(
+        "--wait",
+        action="store_true",
+        help="return when an agent of this node answers, at most 'agent.start_timeout_s' seconds",
+    )
+    agent.set_defaults(run=_agent)
 
     convert.add_parser(commands, _iteration)
     plan.add_parser(commands)
@@ -249,6 +272,13 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
     if not doomed:
         say(out, f"{args.directory}: every checkpoint is kept by a rule")
     return 1 if stay else 0
+
+
+def _agent(args: argparse.Namespace, out: Console) -> int:
+    if args.foreground:
+        foreground.become(args.save, load_config())
+    say(out, f"agent {foreground.wait_for_agent(args.save, load_config())} serves {args.save}")
+    return 0
 
 
 def _config_check(args: argparse.Namespace, out: Console) -> int:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 
+from megatron_flashckpt import joining
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outcome, PeersOpened
 from megatron_flashckpt.agent.rendezvous import agent_directory, holder
@@ -201,6 +202,8 @@ class NodeLink:
             local_rank = 0 if self._lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
             self._attached = False
+            if self._rank == 0:
+                joining.announce(self._client.agent_pid, self._client.facts, self._root)
             if self._config.redundancy == "none":
                 self._client.end_peers()
             else:

@@ -32,6 +32,7 @@ LAYERS = (
     {"tracing"},
     {"memory"},
     {"agent", "restore", "megatron_lm"},
+    {"joining"},
     {"node_link", "node_memory", "probe", "scalars", "loop_timer", "foreign"},
     {"peering", "outstanding", "run_id", "save_reports", "save_request", "shared_templates"},
     {"checkpointer", "inspection", "verification"},

@@ -1,4 +1,4 @@
-"""`python -m megatron_flashckpt.agent`: started by the first rank of a node, never by hand."""
+"""`python -m megatron_flashckpt.agent`: started by a node's first rank or by `flashckpt agent`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_flashckpt import faults
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.server import Agent
-from megatron_flashckpt.agent.upkeep import Upkeep
+from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 from megatron_flashckpt.storage.direct_io import DirectMode
 
 
@@ -45,7 +45,14 @@ def main() -> int:
     parser.add_argument("--history", type=int, required=True)
     parser.add_argument("--trace-directory", required=True)
     parser.add_argument("--trace-keep", type=int, required=True)
+    parser.add_argument("--foreground", action="store_true")
     arguments = parser.parse_args()
+    options = _options(arguments)
+    if arguments.foreground:
+        # Others start faster without what it needs.
+        from megatron_flashckpt.agent import foreground
+
+        return foreground.serve(arguments.runtime_dir, options)
 
     try:
         upkeep = Upkeep(arguments.directory, arguments.runtime_dir)
@@ -57,7 +64,7 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=LOG_FORMAT,
     )
     errors = _ErrorSeen(logging.ERROR)
     logging.getLogger().addHandler(errors)
@@ -74,22 +81,6 @@ def main() -> int:
         os.close(tell)
         os._exit(0 if os.read(ready, 1) else 1)
     os.close(ready)
-    options = AgentOptions(
-        root=arguments.root,
-        grace_s=arguments.grace_s,
-        persist_threads=arguments.persist_threads,
-        write_threads=arguments.write_threads,
-        write_mib_per_s=arguments.write_mib_per_s,
-        writer_nice=arguments.writer_nice,
-        direct_io=arguments.direct_io,
-        commit_timeout_s=arguments.commit_timeout_s,
-        slow_save_s=arguments.slow_save_s,
-        sigterm_timeout_s=arguments.sigterm_timeout_s,
-        persist_on_leave=arguments.persist_on_leave,
-        history=arguments.history,
-        trace_directory=arguments.trace_directory,
-        trace_keep=arguments.trace_keep,
-    )
     # Not before the fork: whoever connects is told by the kernel who called `listen`, and must be
     # told who serves (`protocol.peer`), to end it when it hangs.
     agent = Agent(upkeep, options)
@@ -104,6 +95,26 @@ def main() -> int:
     # Without the threads, which the interpreter would wait for: one may be writing to a storage
     # that hangs.
     os._exit(0)
+
+
+def _options(arguments: argparse.Namespace) -> AgentOptions:
+    return AgentOptions(
+        root=arguments.root,
+        grace_s=arguments.grace_s,
+        persist_threads=arguments.persist_threads,
+        write_threads=arguments.write_threads,
+        write_mib_per_s=arguments.write_mib_per_s,
+        writer_nice=arguments.writer_nice,
+        direct_io=arguments.direct_io,
+        commit_timeout_s=arguments.commit_timeout_s,
+        slow_save_s=arguments.slow_save_s,
+        sigterm_timeout_s=arguments.sigterm_timeout_s,
+        persist_on_leave=arguments.persist_on_leave,
+        history=arguments.history,
+        trace_directory=arguments.trace_directory,
+        trace_keep=arguments.trace_keep,
+        foreground=arguments.foreground,
+    )
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ class AgentClient:
         self._was_killed = False
         welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION), p.Welcome)[0]
         self.agent_pid = welcome.pid
+        self.facts = welcome.facts
         if welcome.former_pid:
             logger.warning(
                 "rank %d: process %d, an earlier one of this rank, still runs on this node; it "
@@ -367,14 +368,8 @@ def _close(sock: socket.socket) -> None:
         sock.close()
 
 
-def _start(directory: Path, root: str, config: Config) -> None:
-    """Return when an agent listens in `directory` (or another is about to, or leaving).
-
-    It has a session of its own and no parent, so it survives whatever ends the trainers.
-
-    Raises:
-        AgentError: it could not be started; the message holds the last line it said.
-    """
+def agent_environment() -> dict[str, str]:
+    """Return the environment for a new agent."""
     # The variables of a torchrun worker must not make the agent look like one (and tools that
     # hook workers must not load torch into it).
     environment = {
@@ -386,12 +381,28 @@ def _start(directory: Path, root: str, config: Config) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (package_parent, os.environ.get("PYTHONPATH")))
     )
-    command = [
+    return environment
+
+
+def agent_command(directory: Path, root: str, config: Config) -> list[str]:
+    """Return the command that starts an agent with the settings of `config`."""
+    return [
         *(sys.executable, "-m", "megatron_flashckpt.agent"),
         *("--directory", str(directory), "--root", root),
         *(("--runtime-dir", os.path.abspath(config.runtime_dir)) if config.runtime_dir else ()),
         *flags(settings_of(config)),
     ]
+
+
+def _start(directory: Path, root: str, config: Config) -> None:
+    """Return when an agent listens in `directory` (or another is about to, or leaving).
+
+    It has a session of its own and no parent, so it survives the trainers. Who ends their Slurm
+    step, container or systemd unit ends it as well: `agent/life.py`.
+
+    Raises:
+        AgentError: it could not be started; the message holds the last line it said.
+    """
     try:
         fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
@@ -399,11 +410,11 @@ def _start(directory: Path, root: str, config: Config) -> None:
     with open(fd, "ab") as log:
         begun = log.tell()
         status = subprocess.run(
-            command,
+            agent_command(directory, root, config),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env=agent_environment(),
             start_new_session=True,
             cwd="/",
             check=False,

@@ -125,7 +125,8 @@ class Conversations:
             else:
                 self._begin_incarnation(hello.rank, connection, former)
                 former_pid = 0 if former is None else former.pid
-                answer = p.Welcome(os.getpid(), self._node.options.root, former_pid)
+                facts = self._node.facts()
+                answer = p.Welcome(os.getpid(), self._node.options.root, former_pid, facts)
         p.send(connection, answer)
         return hello.rank if isinstance(answer, p.Welcome) else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,6 +13,7 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
+from megatron_flashckpt.agent.life import AgentFacts, own_life
 from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.traces import Traces
@@ -26,6 +28,8 @@ class AgentOptions(AgentSettings, frozen=True, kw_only=True):
     """What the agent is started with."""
 
     root: str
+    foreground: bool = False
+    """`flashckpt agent --foreground`: not started by a trainer, and outlives all of them."""
 
 
 class Trainer:
@@ -66,6 +70,13 @@ class Node:
         self.peers: Redundancy | None = None
         self.committed = -1
         """Iteration of the newest checkpoint that is known to be in storage."""
+        self._facts = AgentFacts(time.time(), options.foreground, own_life())
+
+    def facts(self) -> AgentFacts:
+        """Return what a trainer that joins is told of this agent. The caller holds the lock."""
+        held = [rank.slots.offers() for rank in self.ranks.values() if rank.slots is not None]
+        iterations = sorted({offer.iteration for offers in held for offer in offers})
+        return msgspec.structs.replace(self._facts, iterations=tuple(iterations))
 
     def configure(self, settings: AgentSettings) -> tuple[str, ...]:
         """Take other settings; return what they change. The caller holds the lock.
@@ -75,7 +86,9 @@ class Node:
         former = self.options
         if settings.direct_io != former.direct_io:  # or what was learnt would be lost
             self.direct_io = DirectIo(settings.direct_io)
-        self.options = AgentOptions(root=former.root, **msgspec.structs.asdict(settings))
+        self.options = AgentOptions(
+            root=former.root, foreground=former.foreground, **msgspec.structs.asdict(settings)
+        )
         self.flow.pace.limit(settings.write_mib_per_s)
         self.flow = Flow(settings.write_threads, self.flow.pace)
         self.traces.configure(settings.trace_directory, settings.trace_keep)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_flashckpt.agent.life import AgentFacts
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
@@ -74,6 +75,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     root: str
     former_pid: int = 0
     """Earlier process of this rank that still runs, and that is served no more; 0: none."""
+    facts: AgentFacts | None = None
 
 
 class AttachSlab(msgspec.Struct, frozen=True, tag=True):

@@ -27,7 +27,14 @@ _UNCLAIMED_S = 60.0
 class Agent:
     """One per node and save directory. `serve` runs until the agent is not needed any more."""
 
-    def __init__(self, upkeep: Upkeep, options: AgentOptions) -> None:
+    def __init__(
+        self, upkeep: Upkeep, options: AgentOptions, *, unclaimed_s: float = _UNCLAIMED_S
+    ) -> None:
+        """Listen.
+
+        Args:
+            unclaimed_s: seconds that it waits for its first trainer.
+        """
         self._upkeep = upkeep
         self._node = Node(options)
         self._committer = Committer(self._node)
@@ -35,8 +42,13 @@ class Agent:
         strangers = Strangers()
         self._talks = Conversations(self._node, self._saves, self._committer, strangers)
         self._reception = Reception(upkeep.listen(), strangers)
+        self._unclaimed_s = unclaimed_s
         #: When to end, at the latest; set by a signal.
         self._deadline: float | None = None
+        self.unfinished = False
+        """True: when it was told to end, a save was not durable in time."""
+        self.all_left = False
+        """True: all trainers have ended as planned, and nothing is being written any more."""
 
     def serve(self) -> None:
         """Accept trainers until all have left, or none has come back for the grace time."""
@@ -50,6 +62,10 @@ class Agent:
             connection = self._reception.accept(_TICK_S)
             if connection is not None:
                 self._talks.begin(connection)
+        with self._node.changed:
+            ranks = self._node.ranks.values()
+            self.all_left = bool(ranks) and all(rank.left for rank in ranks)
+            self.all_left = self.all_left and not self._node.is_stuck()
         self._saves.close()
         self._committer.close()
         if self._node.peers is not None:
@@ -76,12 +92,13 @@ class Agent:
                         "('agent.sigterm_timeout_s')",
                         *(save.iteration, awaited_by(save), self._node.options.sigterm_timeout_s),
                     )
+                    self.unfinished = True
                 return True
             if self._talks.connections or (self._committer.pending and not self._talks.parting):
                 self._talks.last_seen = time.monotonic()
             if self._talks.connections or self._committer.pending:
                 return False
-            patience = self._node.options.grace_s if self._node.ranks else _UNCLAIMED_S
+            patience = self._node.options.grace_s if self._node.ranks else self._unclaimed_s
             if (
                 self._talks.parting
                 or self._deadline is not None

@@ -20,6 +20,8 @@ from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
 
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 _BACKLOG = 128
 #: Seconds between two looks at the own files, and at whether others still find them.
 _LOOK_S = 1.0
@@ -31,8 +33,15 @@ _FRESH_S = 3600.0
 class Upkeep:
     """The lock, the socket and the log of an agent. Used by one thread."""
 
-    def __init__(self, directory: Path, runtime_dir: str | None) -> None:
+    def __init__(
+        self, directory: Path, runtime_dir: str | None, log_fds: tuple[int, ...] = (1, 2)
+    ) -> None:
         """Take the lock.
+
+        Args:
+            directory: where agents of this save directory live.
+            runtime_dir: the setting.
+            log_fds: the descriptors by which this process writes to the log.
 
         Raises:
             BlockingIOError: another agent has it.
@@ -40,6 +49,7 @@ class Upkeep:
         """
         self.directory = directory
         self._runtime_dir = runtime_dir
+        self._log_fds = log_fds
         self._lock = _locked(directory)
         self._logs = self.writes_log
         self._socket: os.stat_result | None = None
@@ -50,7 +60,7 @@ class Upkeep:
     def writes_log(self) -> bool:
         """Whether what this process says goes to the log that others see."""
         try:
-            return os.path.samestat(os.fstat(2), os.stat(self.directory / LOG))
+            return os.path.samestat(os.fstat(self._log_fds[-1]), os.stat(self.directory / LOG))
         except FileNotFoundError:
             return False
 
@@ -127,8 +137,8 @@ class Upkeep:
         if self._logs and not (self.directory / LOG).exists():
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             fd = os.open(self.directory / LOG, flags, 0o600)
-            os.dup2(fd, 1)
-            os.dup2(fd, 2)
+            for log_fd in self._log_fds:
+                os.dup2(fd, log_fd)
             os.close(fd)
 
     def leave(self, *, keep_log: bool) -> None:
