@@ -61,7 +61,7 @@ def become(root: str, config: Config) -> NoReturn:
             "agent as the user of the job"
         )
     directory = agent_directory(root, config.runtime_dir)
-    if (pid := holder(directory)) is not None:
+    if pid := holder(directory):
         raise AgentError(_refusal(pid, root))
     command = [*agent_command(directory, root, config), "--foreground"]
     # No working directory that would keep a file system from being unmounted.
@@ -127,8 +127,8 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
 
 def _refusal(pid: int, root: str) -> str:
     return (
-        f"agent {pid or '(pid unknown)'} serves {root} on this node already; trainers join that "
-        f"one. To replace it, end it first ('kill {pid or 'PID'}'): it finishes what is staged"
+        f"agent {pid} serves {root} on this node already; trainers join that one. To replace it, "
+        f"end it first ('kill {pid}'): it finishes what is staged"
     )
 
 
@@ -154,13 +154,14 @@ def _enter(root: str, runtime_dir: str | None) -> tuple[Upkeep, _Log]:
                 return upkeep, _Log(fd)
             upkeep.leave(keep_log=True)
         except BlockingIOError as error:
-            os.close(fd)
-            raise AgentError(_refusal(holder(directory) or 0, root)) from error
+            if pid := holder(directory):  # or it is about to enter its pid
+                os.close(fd)
+                raise AgentError(_refusal(pid, root)) from error
         except FileNotFoundError:
             pass  # an agent has just left, directory and all
         os.close(fd)
         time.sleep(_RETRY_S)
-    raise AgentError(f"{directory}: changes all the time; look for agents that come and go")
+    raise AgentError(f"{directory}: other agents come and go there; end them")
 
 
 class _Log:
