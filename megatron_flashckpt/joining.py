@@ -7,6 +7,9 @@ import time
 
 from megatron_flashckpt.agent.life import AgentFacts, Life, own_life
 
+#: Pid and start of the agents that were announced. Megatron closes and joins again before its last
+#: save.
+_announced: set[tuple[int, float]] = set()
 _COMMAND = "flashckpt agent --save {} --foreground"
 _REMEDIES = {
     "Slurm step": "a later step finds the memory if 'srun --overlap " + _COMMAND + "' runs in a "
@@ -19,9 +22,10 @@ _REMEDIES = {
 
 
 def announce(pid: int, facts: AgentFacts | None, root: str) -> None:
-    """Print what is to be known of the agent that this rank has joined."""
-    if facts is None:
+    """Print what is to be known of the agent that this rank has joined, once."""
+    if facts is None or (pid, facts.started_at) in _announced:
         return
+    _announced.add((pid, facts.started_at))
     for line in lines(pid, facts, own_life(), root):
         # One write: other threads print as well.
         sys.stdout.write(f"  flashckpt: {line}\n")

@@ -94,8 +94,8 @@ class Cluster:
         self.runtime_dir = directory / "run"
         self._proctrack = proctrack
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        # Of this process, so that two runs of the suite do not meet.
-        self._prefix = f"fc{os.getpid() % 100000:05d}"
+        # Two runs of the suite do not meet, nor two clusters of one.
+        self._prefix = f"flashckpt-{os.getpid()}-{proctrack}"
 
     def start(self) -> None:
         """Return when both nodes are idle."""
