@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.agent.trainer import eventually
 from tests.megatron.jobs import CPU_MEGATRON, REPO
 from tests.megatron.test_launch_scripts import ON_CPU, SCRIPTS, SIZES
 from tests.slurm.cluster import Cluster, running, why_no_cgroups, why_not
@@ -77,10 +77,20 @@ class Job:
         return facts if facts["JobState"] in ENDED else None
 
     def until(self, what: str, probe: Any) -> Any:
-        try:
-            return eventually(what, probe, PATIENCE_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self.log[-8000:]}\n{self._cluster.log()}") from None
+        """Return the first true value of `probe`; look seldom, for each look starts processes."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (result := probe()):
+            said = f"{self.log[-8000:]}\n{self._cluster.log()}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}\n{said}"
+            time.sleep(0.5)
+        return result
+
+    def runs_again(self) -> bool:
+        """Return whether the job has been requeued and runs; do not let it wait to be eligible."""
+        facts = self.facts()
+        if facts["JobState"] == "PENDING":
+            self._cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        return facts["JobState"] == "RUNNING" and facts["Restarts"] == "1"
 
     @property
     def tracker(self) -> str:
@@ -175,10 +185,10 @@ def test_a_job_that_lost_a_node_is_requeued_and_resumes_from_storage(
     job = Job(cgroup, tmp_path / "job", TRAIN_ITERS="100000", SAVE_INTERVAL="20")
     job.until("a checkpoint in storage", lambda: job.tracker)
     cgroup.lose_node("node2")
-    job.until("the requeue", lambda: job.facts()["Restarts"] == "1")
     resumable = int(job.tracker)
+    job.until("the end of the first run", lambda: job.facts()["JobState"] != "RUNNING")
     cgroup.start_node("node2")
-    cgroup.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+    job.until("the second run", job.runs_again)
     found = job.until(
         "a restart from storage",
         lambda: re.search(r"iteration (\d+) was restored from storage", job.log),
