@@ -277,7 +277,9 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
 def _agent(args: argparse.Namespace, out: Console) -> int:
     if args.foreground:
         foreground.become(args.save, load_config())
-    say(out, f"agent {foreground.wait_for_agent(args.save, load_config())} serves {args.save}")
+    pid = foreground.wait_for_agent(args.save, load_config())
+    # Not seen from here in another container.
+    say(out, f"{f'agent {pid}' if pid else 'an agent'} serves {args.save}")
     return 0
 
 

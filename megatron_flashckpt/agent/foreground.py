@@ -70,7 +70,7 @@ def become(root: str, config: Config) -> NoReturn:
 
 
 def wait_for_agent(root: str, config: Config) -> int:
-    """Return the pid of the agent of this node for `root`, as soon as it answers.
+    """Return the pid of the agent of this node for `root`, as soon as it answers; 0 if unseen.
 
     Raises:
         AgentError: no agent answered within `agent.start_timeout_s`.

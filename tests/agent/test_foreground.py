@@ -37,13 +37,21 @@ class Foreground:
         self._started: list[subprocess.Popen[str]] = []
 
     def command(
-        self, how: str = "--foreground", *, stderr: int | None = None, **settings: str
+        self,
+        how: str = "--foreground",
+        *,
+        stderr: int | None = None,
+        container: tuple[str, ...] = (),
+        **settings: str,
     ) -> subprocess.Popen[str]:
-        """Start `flashckpt agent`."""
+        """Start `flashckpt agent`, by the command `container` if given."""
         settings = {"runtime_dir": str(self._node.runtime_dir), **settings}
         variables = {f"FLASHCKPT_{name.upper()}": value for name, value in settings.items()}
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_flashckpt.cli", "agent", "--save", self._root, how],
+            [
+                *(*container, sys.executable, "-m", "megatron_flashckpt.cli"),
+                *("agent", "--save", str(self._root), how),
+            ],
             env={**os.environ, **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if stderr is None else stderr,
@@ -149,7 +157,8 @@ def test_what_it_could_not_finish_is_said_by_its_exit_status(
             agent.terminate()
         status, lines = ended(agent)
     assert status == 1
-    assert lines[-2].endswith("told to end: iteration 1 is not durable")
+    assert any(line.endswith("told to end: iteration 1 is not durable") for line in lines)
+    assert lines[-1].endswith(f"agent {agent.pid} ends: a save is not in storage")
     assert "iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
 
 
@@ -206,12 +215,50 @@ def test_it_waits_for_its_first_trainers_for_the_grace_time_and_for_others_as_lo
 ) -> None:
     assert ended(foreground.command(agent__grace_s="0.5"))[0] == 0
     assert list(node.runtime_dir.iterdir()) == []
-    agent = foreground.agent(agent__grace_s="2")
+    # Without `flashckpt agent --wait`, which may take longer than that on a busy machine.
+    agent = foreground.command(agent__grace_s="5")
+    socket = node.directory(root) / SOCKET
+    eventually("a socket", socket.exists, PATIENCE_S)
     trainer = node.trainer(root)
+    assert trainer.client.agent_pid == agent.pid
     assert trainer.keep(3).error is None
     trainer.hang_up()
     assert ended(agent)[0] == 0
     assert_intact(root, 3, [trainer]), "written before it left, for want of trainers"
+
+
+def test_a_container_of_its_own_serves_trainers_of_another_container(
+    node: Node, root: Path, foreground: Foreground
+) -> None:
+    """Neither of them sees the other's processes."""
+    container = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine makes no pid namespaces")
+    agent = foreground.command(container=container)
+    out, _ = foreground.command(
+        "--wait", agent__start_timeout_s=str(PATIENCE_S), container=container
+    ).communicate(timeout=PATIENCE_S)
+    assert out == f"an agent serves {root}\n"
+    trained = subprocess.run(
+        [
+            *(*container, sys.executable, "-m", "tests.agent.trainer", "--stop", "committed"),
+            *("--root", str(root), "--runtime-dir", str(node.runtime_dir), "--iterations", "1"),
+            *("--rank", "0", "--world-size", "1", "--save-id", new_save_id()),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert trained.returncode == 0, trained.stderr
+    trainer = node.trainer(root)
+    assert [offer.iteration for offer in trainer.take()] == [1], "of a trainer that was killed"
+    assert trainer.client.facts is not None
+    assert trainer.client.facts.life.kind == "container"
+    trainer.hang_up(leave=True)
+    (pid,) = node.agents()
+    os.kill(pid, signal.SIGTERM)
+    assert ended(agent)[0] == 0
 
 
 def test_nobody_reads_its_stderr_and_it_serves_all_the_same(
