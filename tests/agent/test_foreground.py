@@ -146,9 +146,10 @@ def test_told_to_end_it_finishes_what_is_staged(
 def test_what_it_could_not_finish_is_said_by_its_exit_status(
     node: Node, root: Path, foreground: Foreground, how: str
 ) -> None:
-    timeout_s = "0.3" if how == "out of time" else "120"
-    agent = foreground.agent(agent__sigterm_timeout_s=timeout_s)
-    trainer, save_id = node.trainer(root), new_save_id()
+    timeout_s = 0.3 if how == "out of time" else 120.0
+    agent = foreground.agent(agent__sigterm_timeout_s=str(timeout_s))
+    config, save_id = node.config(sigterm_timeout_s=timeout_s), new_save_id()
+    trainer = node.trainer(root, config=config)
     with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         agent.terminate()
@@ -157,7 +158,7 @@ def test_what_it_could_not_finish_is_said_by_its_exit_status(
             agent.terminate()
         status, lines = ended(agent)
     assert status == 1
-    assert any(line.endswith("told to end: iteration 1 is not durable") for line in lines)
+    assert any("told to end: iteration 1 is not durable: " in line for line in lines)
     assert lines[-1].endswith(f"agent {agent.pid} ends: a save is not in storage")
     assert "iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
 
@@ -219,7 +220,7 @@ def test_it_waits_for_its_first_trainers_for_the_grace_time_and_for_others_as_lo
     agent = foreground.command(agent__grace_s="5")
     socket = node.directory(root) / SOCKET
     eventually("a socket", socket.exists, PATIENCE_S)
-    trainer = node.trainer(root)
+    trainer = node.trainer(root, config=node.config(grace_s=5.0))
     assert trainer.client.agent_pid == agent.pid
     assert trainer.keep(3).error is None
     trainer.hang_up()
