@@ -387,6 +387,7 @@ class Checkpointer:
                 cost = trace.staged_cost(staged_s, plan, blocking=blocking)
                 with phase("doorbell"):
                     client.staged(slot.index, cost, trace.first_sent())
+                self._outstanding.handed_over(save_id)
                 reach("stage.rung")
                 logger.log(
                     level_on(self.rank, logging.INFO),
@@ -399,6 +400,7 @@ class Checkpointer:
             except AgentError as failure:
                 # Staged all the same: the next agent takes it over.
                 self._outstanding.found_silent(client, failure)
+                self._outstanding.handed_over(save_id)
             except FlashCkptError as failure:
                 self._outstanding.broke(save_id, failure)
             except Exception as failure:

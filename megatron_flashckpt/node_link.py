@@ -11,7 +11,13 @@ from collections.abc import Callable, Mapping
 
 from megatron_flashckpt import joining
 from megatron_flashckpt.agent.client import AgentClient, connect
-from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outcome, PeersOpened
+from megatron_flashckpt.agent.protocol import (
+    JoinPeers,
+    Offer,
+    OpenPeers,
+    Outcomes,
+    PeersOpened,
+)
 from megatron_flashckpt.agent.rendezvous import agent_directory, holder
 from megatron_flashckpt.agent.run_messages import BeginRun, whose
 from megatron_flashckpt.config import Config
@@ -73,6 +79,8 @@ class NodeLink:
         self._preparing: threading.Thread | None = None
         self._lost_one = False
         self._run: BeginRun | None = None
+        #: Why no agent took the place of the last one that was lost; empty if one did.
+        self.refusal = ""
         #: Saves that were staged in the slab when an agent got it, which tells their outcome.
         self._taken: tuple[str, ...] = ()
         #: CUDA device of the training thread; every other thread must set it.
@@ -401,8 +409,10 @@ class NodeLink:
         """Put a template into the agent's store."""
         self.client().publish_template(fingerprint, encoded)
 
-    def poll(self, wait_s: float, spans: Mapping[str, tuple[Span, ...]]) -> tuple[Outcome, ...]:
-        """Return outcomes not told yet; nothing if no agent was ever needed.
+    def poll(self, wait_s: float, spans: Mapping[str, tuple[Span, ...]]) -> Outcomes | None:
+        """Return what the agent reports; None while an agent is being looked for.
+
+        Without an agent, because none was needed or none can be had, nothing is pending.
 
         Args:
             spans: by save, what it has done since its doorbell was rung.
@@ -413,13 +423,13 @@ class NodeLink:
         if self._preparing is not None:
             self._preparing.join(wait_s)
             if self._preparing.is_alive():
-                return ()
+                return None
         if self._client is None:
-            return ()
+            return Outcomes((), 0)
         outcomes = self._client.poll(wait_s, spans)
         for notice in outcomes.notices:
             logger.warning("rank %d: iteration %d: %s", self._rank, notice.iteration, notice.text)
-        return outcomes.finished
+        return outcomes
 
     @property
     def current(self) -> AgentClient | None:
@@ -444,6 +454,7 @@ class NodeLink:
         return True
 
     def _replace(self) -> None:
+        self.refusal = ""
         # A copy that is under way ends with a doorbell: it must find its slot with one agent.
         self.stager.wait()
         try:
@@ -452,6 +463,7 @@ class NodeLink:
                 self._attach(self._slab)
         except FlashCkptError as error:
             logger.error("rank %d: no other agent: %s", self._rank, error)
+            self.refusal = str(error)
             self._drop()
 
     def settled(self) -> tuple[str, ...] | None:

@@ -84,6 +84,7 @@ class Session:
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`, made on first use."""
         given, root = root, os.path.abspath(root)
+        self._forget_inherited()
         if root not in self._open:
             around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
             made = Checkpointer(given, self.config)
@@ -99,6 +100,13 @@ class Session:
             if self._nodes is not None:
                 made.model_state.note_nodes(self._nodes)
         return self._open[root].checkpointer
+
+    def _forget_inherited(self) -> None:
+        """In a forked child, forget the checkpointers of the parent, which still trains."""
+        if forks.depth() != self._fork_depth:
+            self._fork_depth = forks.depth()
+            self._open.clear()
+            self._reports.clear()
 
     def note_nodes(self, nodes: Sequence[Hashable]) -> None:
         """Note the node of every rank, for the checkpointers of this process, later ones too."""
@@ -159,6 +167,7 @@ class Session:
 
     def wait_copied(self) -> None:
         """Return when nothing is being copied: the state of the model may change."""
+        self._forget_inherited()
         for each in self._open.values():
             each.checkpointer.link.stager.wait_copied()
 
@@ -172,6 +181,7 @@ class Session:
         Raises:
             SaveFailedError: a save failed and `on_failure` is `raise`, or `failures_in_a_row` did.
         """
+        self._forget_inherited()
         failures = []
         for each in self._open.values():
             if last:
@@ -243,6 +253,9 @@ class Session:
         hang, and a restart waits for this process to end. The agent finishes alone and keeps the
         slots.
 
+        Do nothing in a forked child, which may come here by `sys.exit`: its parent still trains,
+        and the outcomes are the parent's.
+
         Returns:
             False if the process must exit with a status that says that the last save has failed.
         """
@@ -282,8 +295,6 @@ class Session:
 
     def at_exit(self) -> None:
         """End the session, and the process with status 1 if the last save is not durable."""
-        if forks.depth() != self._fork_depth:  # a child of a data loader, whose parent still trains
-            return
         # Before the end: a handler of SIGTERM that calls `sys.exit` cannot set the status any more.
         succeeds = exit_status.is_success()
         try:

@@ -386,7 +386,7 @@ class Conversations:
     def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:
         rank = self._served(number, process)
         deadline = time.monotonic() + wait_s
-        while not rank.untold and not rank.notices and rank.awaited:
+        while not rank.untold and not rank.notices and self._open_saves(number):
             if not self._node.changed.wait(deadline - time.monotonic()):
                 break
             self._served(number, process)
@@ -394,4 +394,15 @@ class Conversations:
         for outcome in told:
             self._node.traces.told(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
-        return p.Outcomes(told, len(rank.awaited), notices)
+        return p.Outcomes(told, len(self._open_saves(number)), notices)
+
+    def _open_saves(self, number: int) -> set[str]:
+        """Return the saves of a rank that have no outcome yet. The lock is held.
+
+        Also those that its present connection has not staged: the rank may look for them in storage
+        when nothing is open any more, but not before.
+        """
+        pending = self._committer.pending.values()
+        return self._node.ranks[number].awaited | {
+            save.staged_as for save in pending if number in save.metas
+        }
