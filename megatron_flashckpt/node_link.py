@@ -166,8 +166,8 @@ class NodeLink:
 
     def _pin(self) -> None:
         """Begin to page-lock the slab. A load after a restart does not need that."""
-        if self._config.pinned and self._device is not None:
-            self.stager.pin(agent_directory(self._root, self._config.runtime_dir))
+        if self._config.pinned and self._device is not None and self._client is not None:
+            self.stager.pin(self._client.directory)
 
     def _prepare(
         self, nbytes: int | None, plan_nbytes: int, earlier: threading.Thread | None

@@ -23,7 +23,9 @@ from megatron_flashckpt.layout.names import (
     MANIFEST,
     TRACKER,
     iteration_dir,
+    next_attempt,
     parse_iteration_dir,
+    run_of,
     save_id_of,
 )
 from megatron_flashckpt.restore.checkpoint import read_manifest
@@ -45,6 +47,8 @@ class Named(NamedTuple):
     """What is wrong with the tracker, in whose place the newest committed iteration was found."""
     foreign: str | None = None
     """Why nobody can load what is named: DLRover wrote it."""
+    save_id: str | None = None
+    """The save that is there; None: nobody has looked, or its manifest cannot be read."""
 
 
 def named_in(storage: Storage, step: int | None) -> Named:
@@ -77,6 +81,18 @@ def named_in(storage: Storage, step: int | None) -> Named:
         return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
     ahead = _cut_short(storage, iteration)
     return _unless_others(storage, iteration) if ahead is None else Named(ahead)
+
+
+def with_save(named: Named, storage: Storage) -> Named:
+    """Return `named` with the save that the manifest of its iteration names."""
+    if named.iteration is None:
+        return named
+    try:
+        encoded = read_manifest(storage, named.iteration)
+        facts = decode_facts(encoded, f"{storage.place}/{iteration_dir(named.iteration)}")
+    except FlashCkptError:  # whoever loads it learns what is wrong with it
+        return named
+    return named._replace(save_id=facts.save_id)
 
 
 def _cut_short(storage: Storage, tracked: int) -> int | None:
@@ -167,12 +183,26 @@ class Candidates:
         fall_back: bool,
     ) -> None:
         self._storage = storage
-        self._memory = [] if _is_set_back(named, memory) else list(memory)
+        self.strange = _is_strange(named, memory)
+        """Whether the checkpoint in storage is of another history than those in memory."""
+        unusable = self.strange or _is_set_back(named, memory)
+        self._memory = [] if unusable else list(memory)
         self._rank = rank
         self._fall_back = fall_back
         self._stored = named.iteration
         self._tracker = named.problem
         self._refused: list[_Refused] = []
+        if self.strange and rank == 0 and storage is not None:
+            logger.warning(
+                "iteration %d in host memory (save %s) is not used: %s/%s holds save %s, which "
+                "this job has not written: it was put there from a copy, converted, or saved by "
+                "another job",
+                memory[0].offer.iteration,
+                memory[0].offer.save_id,
+                storage.place,
+                iteration_dir(named.iteration or 0),
+                named.save_id,
+            )
         if named.problem is not None and not fall_back:
             raise CorruptCheckpointError(
                 f"{named.problem}; write {named.iteration} (the newest that is there) into it, or "
@@ -292,6 +322,23 @@ def _is_wanted(found: InMemory, stored: int | None) -> bool:
     Memory is ahead of storage when the job crashed before a commit, or between two of them.
     """
     return stored is None or found.offer.iteration >= stored
+
+
+def _is_strange(named: Named, memory: list[InMemory]) -> bool:
+    """Return whether the save in storage is known not to be one that those in memory continue.
+
+    All saves of one start of a job have an id in common. A start knows the save that it resumed
+    from, and agents know what they have committed. An agent that took the place of another one may
+    know neither: then an older checkpoint in storage is taken to be of the same history.
+    """
+    if named.save_id is None or not memory:
+        return False
+    lineage = frozenset[str]().union(*(found.lineage for found in memory))
+    held = {found.offer.save_id for found in memory}
+    known = {run_of(save) for save in lineage | held} | {next_attempt(save) for save in held}
+    if run_of(named.save_id) in known or named.save_id in known:
+        return False
+    return bool(lineage) or memory[0].offer.iteration == named.iteration
 
 
 def _is_set_back(named: Named, memory: list[InMemory]) -> bool:

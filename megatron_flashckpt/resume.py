@@ -21,7 +21,7 @@ from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameter
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
-from megatron_flashckpt.recovery import Candidates, Named, named_in
+from megatron_flashckpt.recovery import Candidates, Named, named_in, with_save
 from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.session import session
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -78,7 +78,10 @@ def _load_newest(
     storage = None if load_dir is None else PosixStorage(load_dir)
 
     def look() -> Named:
-        return Named(None) if storage is None else named_in(storage, int(step) if step else None)
+        if storage is None:
+            return Named(None)
+        found = named_in(storage, int(step) if step else None)
+        return with_save(found, storage) if memory else found
 
     named = from_first(look)
     # Who names an iteration, or wants to tune a model, wants that one and no other.
@@ -100,6 +103,9 @@ def _load_newest(
             candidates.refuse(error)
         else:
             candidates.report()
+            if candidates.strange:
+                # Nothing that is in memory, or on its way to storage, may come back later.
+                session.checkpointer(margs.save).link.adopt(None, 0)
             return loaded
     candidates.report()
     if named.foreign is not None and request.optimizer is not None:

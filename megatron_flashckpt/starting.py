@@ -24,6 +24,7 @@ import megatron_flashckpt
 from megatron_flashckpt import node_memory, probe
 from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.agent.run_messages import BeginRun
+from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
 from megatron_flashckpt.errors import FlashCkptError, StorageError
@@ -243,6 +244,7 @@ def _check_own(margs: Any, model: list[Any], optimizer: Any) -> frozenset[str]:
     state = session.checkpointer(margs.save).model_state
     chunks, saved = _saved(margs, model, optimizer)
     self_check.check(margs, state, chunks, saved)
+    ensure(margs.save)
     # Where no agent can be, no save would ever be committed.
     agent_directory(margs.save, session.config.runtime_dir)
     return state.geometry(chunks).quantized_keys

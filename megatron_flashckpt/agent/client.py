@@ -30,6 +30,7 @@ from megatron_flashckpt.agent.run_messages import (
     Held,
     HeldSlab,
 )
+from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import AgentSettings, flags, settings_of
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, SaveFailedError
@@ -65,16 +66,21 @@ class AgentClient:
     another can take its place and training goes on.
     """
 
-    def __init__(self, sock: socket.socket, rank: int, directory: Path, answer_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, rank: int, directory: Path, answer_s: float, identity: str = ""
+    ) -> None:
+        """Args: `identity`: of the save directory; see `save_directory.identity_of`."""
         self._sock = sock
         self._lock = threading.Lock()
+        self.directory = directory
+        """Where agent and trainers meet."""
         self._log = directory / LOG
         self._answer_s = answer_s
         #: Why nothing more can be asked: after an answer that did not come, the next one would be
         #: taken for it.
         self._ended: str | None = None
         self._was_killed = False
-        welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION), p.Welcome)[0]
+        welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION, identity), p.Welcome)[0]
         self.agent_pid = welcome.pid
         self.facts = welcome.facts
         if welcome.former_pid:
@@ -279,6 +285,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     """
     deadline = time.monotonic() + config.agent.start_timeout_s
     silent = _SilentHolder(min(_SILENT_S, config.agent.start_timeout_s / 2))
+    ensure(root)
     while True:
         directory = agent_directory(root, config.runtime_dir)
         sock = _new_socket()
@@ -289,7 +296,8 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
                     f"{directory / SOCKET}: belongs to user {p.peer(sock).uid}; "
                     "remove it or set 'runtime_dir'"
                 )
-            client = AgentClient(sock, rank, directory, config.agent.answer_timeout_s)
+            patience_s = config.agent.answer_timeout_s
+            client = AgentClient(sock, rank, directory, patience_s, identity_of(root))
             client.configure(settings_of(config))
             return client
         except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _HungUpError):

@@ -157,6 +157,8 @@ class Committer:
         """Mark the slots and tell the outcome, once. The lock is held."""
         if error is None and save.past is None:
             self._supersede(save)
+            if save.superseded_by is None:
+                self._node.stored = save.save_id
             if save.superseded_by is None and 0 in save.metas:  # this agent moved the tracker
                 self._node.committed = save.iteration
         if self.pending.get(save.save_id) is not save:
@@ -189,6 +191,15 @@ class Committer:
     def is_pending(self, iteration: int) -> bool:
         with self._node.changed:
             return any(save.iteration == iteration for save in self.pending.values())
+
+    def owed(self, number: int) -> set[str]:
+        """Return the saves of a rank that have no outcome yet. The lock is held.
+
+        Also those that its present connection has not staged: the rank may look for them in storage
+        when nothing is owed any more, but not before.
+        """
+        staged = {save.staged_as for save in self.pending.values() if number in save.metas}
+        return self._node.ranks[number].awaited | staged
 
     def tell(self, rank: Trainer, outcome: p.Outcome) -> None:
         """Have the rank's trainer told at its next poll, if it is the one that staged the save."""

@@ -115,6 +115,9 @@ class Conversations:
             reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"
             p.send(connection, p.Refused(reason))
             return None
+        if (why_not := self._node.held.why_not(hello.directory)) is not None:
+            p.send(connection, p.Refused(why_not))
+            return None
         with self._node.changed:
             rank = self._node.ranks.setdefault(hello.rank, Trainer())
             try:
@@ -204,7 +207,7 @@ class Conversations:
                         return (p.SlabOffer(False, ()),)
                     read_only = rank.slots.former_pid() > 0
                     self._saves.digest_unread(rank)
-                    offers = tuple(rank.slots.offers(self._node.committed))
+                    offers = tuple(rank.slots.offers(self._node.committed, self._node.lineage))
                     reply = p.SlabOffer(True, offers, read_only, rank.slots.is_digesting)
                     return reply, rank.slots.slab.fd
                 case p.Adopt():
@@ -367,6 +370,7 @@ class Conversations:
         if rank.slots is not None:
             rank.slots.adopt(request.save_id, request.iteration)
         self._node.committed = min(self._node.committed, request.iteration)
+        self._node.resumed_from = request.save_id or ""
         awaited = set().union(*(each.awaited for each in self._node.ranks.values()))
         for save in self._committer.pending.values():
             # Of an older save everything is staged, or will never be: all ranks have started anew.
@@ -386,7 +390,7 @@ class Conversations:
     def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:
         rank = self._served(number, process)
         deadline = time.monotonic() + wait_s
-        while not rank.untold and not rank.notices and self._open_saves(number):
+        while not rank.untold and not rank.notices and self._committer.owed(number):
             if not self._node.changed.wait(deadline - time.monotonic()):
                 break
             self._served(number, process)
@@ -394,15 +398,4 @@ class Conversations:
         for outcome in told:
             self._node.traces.told(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
-        return p.Outcomes(told, len(self._open_saves(number)), notices)
-
-    def _open_saves(self, number: int) -> set[str]:
-        """Return the saves of a rank that have no outcome yet. The lock is held.
-
-        Also those that its present connection has not staged: the rank may look for them in storage
-        when nothing is open any more, but not before.
-        """
-        pending = self._committer.pending.values()
-        return self._node.ranks[number].awaited | {
-            save.staged_as for save in pending if number in save.metas
-        }
+        return p.Outcomes(told, len(self._committer.owed(number)), notices)

@@ -14,6 +14,7 @@ from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
 from megatron_flashckpt.agent.life import AgentFacts, own_life
+from megatron_flashckpt.agent.save_directory import HeldDirectory
 from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.traces import Traces
@@ -63,6 +64,7 @@ class Node:
         self.options = options
         self.direct_io = DirectIo(options.direct_io)
         self.storage = PosixStorage(options.root, self.direct_io)
+        self.held = HeldDirectory(options.root)
         self.flow = Flow(options.write_threads, Pace(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace_directory, options.trace_keep)
         self.changed = threading.Condition()
@@ -70,7 +72,16 @@ class Node:
         self.peers: Redundancy | None = None
         self.committed = -1
         """Iteration of the newest checkpoint that is known to be in storage."""
+        self.stored: str | None = None
+        """The newest save that was seen committed; None if none was."""
+        self.resumed_from: str | None = None
+        """The save that training resumed from; empty: from none; None: nobody has said."""
         self._facts = AgentFacts(time.time(), options.foreground, own_life())
+
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        """See `protocol.Offer`."""
+        return tuple(save for save in (self.stored, self.resumed_from) if save is not None)
 
     def facts(self) -> AgentFacts:
         """Return what a trainer that joins is told of this agent. The caller holds the lock."""
@@ -114,6 +125,7 @@ class Node:
         self.retire_slots(rank)
         rank.slots = slots
         self.committed = max(self.committed, slots.committed)
+        self.stored = self.stored or slots.stored
         self.drop_retired(rank)
 
     def drop_retired(self, rank: Trainer) -> None:

@@ -41,6 +41,9 @@ class Offer(msgspec.Struct, frozen=True):
     """It came from other nodes: nobody here knows whether it was ever durable."""
     committed: int = -1
     """Iteration of the newest checkpoint that the agent knows to be in storage; -1: of none."""
+    lineage: tuple[str, ...] = ()
+    """Saves that this one continues: the newest that the agent saw committed, and the one that
+    training resumed from (empty if from none). Nothing: the agent was told of neither."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -68,6 +71,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     protocol: int
+    directory: str = ""
+    """Which directory the save directory is for the trainer; empty if it does not exist."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):

@@ -5,7 +5,9 @@
                                                  agent.log    what it says
 
 The directory is keyed by the save directory, so that a restarted job finds the agent that holds
-its memory. No ports and no shared-memory names: nothing to clash with, nothing to guess.
+its memory: by its path and by what it is, because other directories may be at that path in other
+containers of the node, or later. No ports and no shared-memory names: nothing to clash with,
+nothing to guess.
 
 All processes of a user on a node must find the same directory, also if only some of them have
 `XDG_RUNTIME_DIR` (a login shell has it, `srun` and cron do not). So there is one shared base that
@@ -27,6 +29,7 @@ from pathlib import Path
 
 import xxhash
 
+from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.errors import AgentError
 
 SOCKET = "agent.sock"
@@ -77,8 +80,8 @@ def agent_directory(root: str, runtime_dir: str | None) -> Path:
     Raises:
         AgentError: it is not private, or its path is too long for a socket.
     """
-    key = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(root)))
-    return directory_of(key, runtime_dir)
+    named = f"{os.path.realpath(root)}\0{identity_of(root)}"
+    return directory_of(xxhash.xxh3_64_hexdigest(os.fsencode(named)), runtime_dir)
 
 
 def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> Path:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotState
+from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotHeader, SlotState
 
 
 @dataclasses.dataclass
@@ -126,11 +126,12 @@ class RankSlots:
         self.infos[index] = SlotInfo(sequence=next(self._sequence))
         return index
 
-    def offers(self, committed: int = -1) -> list[Offer]:
+    def offers(self, committed: int = -1, lineage: tuple[str, ...] = ()) -> list[Offer]:
         """Return every complete checkpoint, newest first.
 
         Args:
             committed: iteration of the newest checkpoint that is known to be in storage.
+            lineage: saves that these continue; see `protocol.Offer`.
         """
         found = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
@@ -138,7 +139,7 @@ class RankSlots:
             if header.state in COMPLETE:
                 durable = header.state == SlotState.DURABLE
                 which = (slot.index, header.iteration, header.save_id)
-                offer = Offer(*which, durable, info.digests, info.recovered, committed)
+                offer = Offer(*which, durable, info.digests, info.recovered, committed, lineage)
                 found.append((info.sequence, offer))
         return [offer for _, offer in sorted(found, key=lambda pair: -pair[0])]
 
@@ -181,9 +182,17 @@ class RankSlots:
     @property
     def committed(self) -> int:
         """Iteration of the newest checkpoint here that is in storage; -1 if there is none."""
+        return max((header.iteration for header in self._durable()), default=-1)
+
+    @property
+    def stored(self) -> str | None:
+        """The newest save here that is in storage; None if there is none."""
+        durable = self._durable()
+        return max(durable, key=lambda header: header.iteration).save_id if durable else None
+
+    def _durable(self) -> list[SlotHeader]:
         headers = [slot.header for slot in self.slab.slots]
-        durable = [it.iteration for it in headers if it.state == SlotState.DURABLE]
-        return max(durable, default=-1)
+        return [header for header in headers if header.state == SlotState.DURABLE]
 
     def discard_torn(self) -> None:
         """Empty what a dead trainer was still copying."""

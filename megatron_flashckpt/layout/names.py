@@ -19,6 +19,11 @@ _OF_A_SAVE = re.compile(
 _REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
 
 
+def run_of(save_id: str) -> str:
+    """Return the part of a save's id that all saves of one start of a job have in common."""
+    return save_id[:8]
+
+
 def next_attempt(save_id: str) -> str:
     """Return the id under which a save that failed is written once more; the same on all nodes.
 

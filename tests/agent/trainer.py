@@ -242,17 +242,20 @@ class TrainerProcess:
         iterations: list[int],
         save_id: str,
         stop: str,
+        inside: tuple[str, ...] = (),
     ) -> None:
         """Start it.
 
         Args:
             iterations: saved one after the other; `stop` concerns the last.
             save_id: of the last; the others get ids of their own.
+            inside: a command that runs the one behind it, in a namespace perhaps.
             stop: `staging` (header written, half of the bytes copied), `staged` (doorbell rung), or
                 `committed`.
         """
         self.process = subprocess.Popen(
             [
+                *inside,
                 *(sys.executable, "-m", "tests.agent.trainer"),
                 *("--root", str(root), "--runtime-dir", str(runtime_dir)),
                 *("--rank", str(rank), "--world-size", str(world_size)),
