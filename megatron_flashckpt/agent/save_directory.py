@@ -9,6 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
+
+#: Seconds between two looks at the path, and how many of them must find something else there.
+_LOOK_S = 2.0
+_LOOKS = 3
 
 
 def ensure(root: str) -> None:
@@ -41,13 +46,37 @@ class HeldDirectory:
     def __init__(self, root: str) -> None:
         self._root = root
         self._identity = ""
-        threading.Thread(target=self._open, name="save-directory", daemon=True).start()
+        self._asked = threading.Event()
+        self._gone = 0
+        threading.Thread(target=self._hold, name="save-directory", daemon=True).start()
 
-    def _open(self) -> None:
+    def is_gone(self) -> bool:
+        """Return whether nothing, or another directory, is at the path since some seconds.
+
+        Begins another look, and never waits for storage. Then no trainer can come back for the
+        memory of this directory, and no save may be written to the other one.
+        """
+        self._asked.set()
+        return self._gone >= _LOOKS
+
+    def _hold(self) -> None:
         with contextlib.suppress(OSError):  # there is none: nothing to be told from others
             # Stays open as long as the process lives.
             fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._identity = _shown(os.fstat(fd))
+            while True:
+                self._asked.wait()
+                self._gone = self._gone + 1 if self._is_elsewhere() else 0
+                time.sleep(_LOOK_S)
+                self._asked.clear()
+
+    def _is_elsewhere(self) -> bool:
+        try:
+            return _shown(os.stat(self._root)) != self._identity
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # storage is in trouble, which may pass
+            return False
 
     def why_not(self, identity: str) -> str | None:
         """Return why a trainer whose save directory is `identity` is not served; None: it is."""

@@ -94,6 +94,13 @@ class Agent:
                     )
                     self.unfinished = True
                 return True
+            if not self._talks.connections and self._node.held.is_gone():
+                logger.error(
+                    "%s: was removed, or another directory is in its place: what is in memory is "
+                    "given up",
+                    self._node.options.root,
+                )
+                return True
             if self._talks.connections or (self._committer.pending and not self._talks.parting):
                 self._talks.last_seen = time.monotonic()
             if self._talks.connections or self._committer.pending:

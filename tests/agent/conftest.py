@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.rendezvous import agent_directory
+from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from tests.agent.trainer import (
     FakeTrainer,
@@ -57,6 +58,7 @@ class Node:
 
     def directory(self, root: Path) -> Path:
         """Return the directory of the agent for `root`."""
+        ensure(str(root))
         return agent_directory(str(root), str(self.runtime_dir))
 
     def agents(self) -> list[int]:

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import client as client_module
+from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
-from tests.agent.trainer import eventually, new_save_id
+from tests.agent.trainer import eventually, is_alive, new_save_id
 
 _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 
@@ -63,21 +64,25 @@ def test_two_directories_bind_mounted_at_one_path_have_an_agent_each(
 def test_a_directory_in_the_place_of_another_is_served_by_another_agent(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
-    """It was moved away and made anew, and then put back."""
+    """The agent of a directory that is gone gives up its memory when its trainers are gone."""
     first = node.trainer(root)
     assert first.save(1).error is None
     agent = first.client.agent_pid
-    first.hang_up()
+    eventually("the directory is held", lambda: holds_open(agent, root))
+    log = node.directory(root) / LOG
     root.rename(tmp_path / "away")
     second = node.trainer(root)
     assert second.client.agent_pid != agent
     assert second.take() == ()
-    second.hang_up(leave=True)
-    root.rmdir()
-    (tmp_path / "away").rename(root)
-    third = node.trainer(root)
-    assert third.client.agent_pid == agent
-    assert [offer.iteration for offer in third.take()] == [1]
+    assert second.save(2).error is None
+    # Its own trainer goes on to save to the path.
+    assert first.save(3).error is None
+    assert is_alive(agent)
+    first.hang_up()
+    eventually("its end", lambda: not is_alive(agent))
+    assert f"{root}: was removed, or another directory is in its place" in log.read_text()
+    assert second.save(4).error is None
+    assert [path.name for path in sorted((tmp_path / "away").glob("iter_*"))] == ["iter_0000001"]
 
 
 def test_no_directory_is_taken_for_one_that_was_removed_while_its_agent_lives(

@@ -5,8 +5,9 @@ Run by tests/megatron, never imported. Environment:
     SWAP        put our functions where Megatron's `training.py` has imported its own, without the
                 launcher
     OLD_LOOP    with SWAP: leave `maybe_finalize_async_save` as it is, as in a release without it
-    END         what the script does after `pretrain`: `exit N`, `raise N` (SystemExit), `fail` (an
-                exception), or `fork` (a child that exits first, as Python processes exit)
+    END         what the script does after `pretrain`: `fork` (a child that calls `sys.exit`, which
+                is waited for) and then, or only, `exit N`, `raise N` (SystemExit) or `fail` (an
+                exception)
     STORE_GONE  when the training loop has ended, the job's rendezvous store answers nobody any more
     WAITS       one wait per save, or `-`: the call is made inside `megatron_flashckpt.waiting`
 
@@ -149,20 +150,18 @@ def traced_step(forward_step: Any) -> Any:
 
 def end() -> None:
     how, _, status = os.environ.get("END", "").partition(" ")
+    if how == "fork":
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        trace(event="child", status=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        how, _, status = status.partition(" ")
     if how == "exit":
         sys.exit(int(status))
     if how == "raise":
         raise SystemExit(int(status))
     if how == "fail":
         raise RuntimeError("the script failed")
-    if how == "fork":
-        import atexit
-
-        child = os.fork()
-        if child == 0:
-            atexit._run_exitfuncs()
-            os._exit(0)
-        trace(event="child", status=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ Environment:
     SIGNALS       `NAME:WHOM:ITERATION ...`: signals sent in the forward of that iteration, in the
                   first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
                   to the `job` (torchrun and all ranks)
+    HOLD          `iteration:glob:text`: in the forward of that iteration, wait until the files hold
+                  the text
     MEASURE       trace what this process and the agent use, once per iteration
     SCALARS       be the writers of TensorBoard and of Weights & Biases, and trace what they get
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
@@ -152,24 +154,28 @@ def traced_loss(loss_func: Any) -> Any:
 def killing_step(forward_step: Any) -> Any:
     kills = dict(enumerate(os.environ.get("KILL", "").split()))
     rank, _, when = kills.get(ATTEMPT, "").partition(":")
+    held, _, held_by = os.environ.get("HOLD", "").partition(":")
     signals = [one.split(":") for one in os.environ.get("SIGNALS", "").split()]
 
     def wrapper(batches: Any, model: Any) -> Any:
         # Taken off the list: a forward runs once per micro-batch.
         while ATTEMPT == 0 and signals and iteration() == int(signals[0][2]):
             send(*signals.pop(0)[:2])
+        if held and iteration() == int(held):
+            await_text(f"{held_by}:1")
         if rank and int(rank) == RANK and iteration() == int(when):
-            await_kill_once()
+            await_text(os.environ.get("KILL_ONCE", ""))
             os.kill(os.getpid(), signal.SIGKILL)
         return forward_step(batches, model)
 
     return wrapper
 
 
-def await_kill_once() -> None:
-    files, _, rest = os.environ.get("KILL_ONCE", "").partition(":")
+def await_text(when: str) -> None:
+    """Wait until files hold a text so many times in all; `glob:text:count`, or nothing."""
+    files, _, rest = when.partition(":")
     text, _, count = rest.rpartition(":")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while files and sum(Path(name).read_text().count(text) for name in glob(files)) < int(count):
         assert time.monotonic() < deadline, f"{files} do not say {text!r} {count} times"
         time.sleep(0.02)
