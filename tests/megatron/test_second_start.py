@@ -63,9 +63,9 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
     save = where / "save"
     tracker = save / "latest_checkpointed_iteration.txt"
 
-    def job(name: str, hold: str, iterations: int, **more: str) -> Result:
+    def job(name: str, hold: str, last: int, **more: str) -> Result:
         arguments = [*("--num-layers", "2", "--bf16", "--use-distributed-optimizer")]
-        arguments += ["--train-iters", str(iterations), "--save-interval", "1"]
+        arguments += ["--train-iters", "7", "--save-interval", "1", "--exit-interval", str(last)]
         arguments += ["--save", str(save), "--load", str(save)]
         env = {"HOLD": hold, "FLASHCKPT_AGENT__GRACE_S": "200", **more}
         return run_job(where, name, arguments, ranks=RANKS, env=env, torchrun=name == "first")
