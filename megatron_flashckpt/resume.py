@@ -50,9 +50,9 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         if stock.checkpoint_exists(load_dir):
             margs.finetune = True
     state = _model_state(margs)
-    loaded = _load_newest(call, margs, state, load_dir, memory)
+    loaded, is_strange = _load_newest(call, margs, state, load_dir, memory)
     if loaded is not None:
-        return _go_on(call, margs, state, loaded, load_dir)
+        return _go_on(call, margs, state, loaded, load_dir, is_strange=is_strange)
     if _goes_on_in_place(margs, load_dir):
         # What is in memory, or on its way to storage, belongs to a past that nobody wants; it must
         # not come back later.
@@ -69,10 +69,11 @@ def _model_state(margs: Any) -> ModelState:
 
 def _load_newest(
     call: LoadCall, margs: Any, state: ModelState, load_dir: str | None, memory: list[InMemory]
-) -> Loaded | None:
-    """Fill the model from the newest checkpoint that can be used, or return None: there is none.
+) -> tuple[Loaded | None, bool]:
+    """Fill the model from the newest checkpoint that can be used; None: there is none. Collective.
 
-    Collective.
+    Returns:
+        What was loaded, and whether it is of another history than what is in memory.
     """
     step = getattr(margs, "ckpt_step", None)
     storage = None if load_dir is None else PosixStorage(load_dir)
@@ -103,14 +104,11 @@ def _load_newest(
             candidates.refuse(error)
         else:
             candidates.report()
-            if candidates.strange:
-                # Nothing that is in memory, or on its way to storage, may come back later.
-                session.checkpointer(margs.save).link.adopt(None, 0)
-            return loaded
+            return loaded, candidates.strange
     candidates.report()
     if named.foreign is not None and request.optimizer is not None:
         raise UnsupportedError(named.foreign)
-    return None
+    return None, False
 
 
 def _rank() -> int:
@@ -152,7 +150,13 @@ def _goes_on_in_place(margs: Any, load_dir: str | None) -> bool:
 
 
 def _go_on(
-    call: LoadCall, margs: Any, state: ModelState, loaded: Loaded, load_dir: str
+    call: LoadCall,
+    margs: Any,
+    state: ModelState,
+    loaded: Loaded,
+    load_dir: str,
+    *,
+    is_strange: bool,
 ) -> tuple[int, Any]:
     """Do what stock does once the tensors are in place, in its order; return what it returns."""
     stock = checkpointing()
@@ -177,7 +181,11 @@ def _go_on(
         _finish_rank(margs, common["args"], loaded.side.rank_state)
     if _goes_on_in_place(margs, load_dir):
         reach("load.unadopted")
-        session.checkpointer(margs.save).link.adopt(loaded.origin.save_id, loaded.origin.iteration)
+        link = session.checkpointer(margs.save).link
+        if is_strange:
+            # Nothing that is in memory, or on its way to storage, may come back later.
+            link.adopt(None, 0)
+        link.adopt(loaded.origin.save_id, loaded.origin.iteration)
         if loaded.origin.source == "storage":
             session.resumed(margs.save, loaded.origin.iteration)
         reach("load.adopted")

@@ -66,12 +66,13 @@ def test_another_save_in_the_place_of_the_one_in_memory_is_loaded(crashed: Path)
     other = crashed / "other"
     other.mkdir()
     save = str(other / "save")
-    arguments = ["--train-iters", "4", "--save", save, "--save-interval", "4", "--seed", "77"]
+    arguments = ["--train-iters", "6", "--exit-interval", "4", "--seed", "77"]
+    arguments += ["--save", save, "--save-interval", "4"]
     succeeded(run_job(other, "other", [*MODEL, *arguments], ranks=1))
     expected = tensors(other / "save", 4)
     shutil.rmtree(crashed / "save/iter_0000004")
     shutil.copytree(other / "save/iter_0000004", crashed / "save/iter_0000004")
-    result = succeeded(train(crashed, "again", {"FLASHCKPT_HISTORY": "0"}))
+    result = succeeded(train(crashed, "again"))
     assert "iteration 4 was restored from storage" in result.log
     (said,) = re.findall(r"iteration 4 in host memory .*", result.log)
     held = json.loads((other / "save/iter_0000004/manifest.json").read_text())["save_id"]
