@@ -175,7 +175,7 @@ def await_text(when: str) -> None:
     """Wait until files hold a text so many times in all; `glob:text:count`, or nothing."""
     files, _, rest = when.partition(":")
     text, _, count = rest.rpartition(":")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while files and sum(Path(name).read_text().count(text) for name in glob(files)) < int(count):
         assert time.monotonic() < deadline, f"{files} do not say {text!r} {count} times"
         time.sleep(0.02)

@@ -90,7 +90,7 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
                     lambda rank=rank: os.waitid(
                         os.P_PID, ranks[rank].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
                     ),
-                    60,
+                    120,
                 )
                 assert ended.si_code == os.CLD_EXITED
                 statuses.append(ended.si_status)
