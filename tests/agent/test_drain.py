@@ -104,6 +104,21 @@ def test_an_agent_that_owes_no_outcome_ends_the_wait_by_a_look_into_storage(
     assert (outcome.iteration, outcome.error) == (2, None)
 
 
+def test_a_save_that_its_agent_still_writes_is_not_looked_for_in_storage(
+    job: Checkpointer, node: Node, root: Path
+) -> None:
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, f"{RUN}0000")) as let_go:
+        job.save(request(1))
+        job.link.stager.wait()
+        # From now on the agent tells this connection nothing.
+        connect(str(root), 0, 0, node.config()).close()
+        assert job.poll() == []
+        assert job.pending
+        let_go()
+        (outcome,) = job.wait(10 * PATIENCE_S)
+    assert outcome.error is None
+
+
 def test_a_replaced_process_says_why_its_saves_fail_and_waits_for_none(
     job: Checkpointer, node: Node, root: Path
 ) -> None:
