@@ -64,18 +64,16 @@ def test_what_was_not_wanted_once_does_not_come_back(crashed: Path) -> None:
 def test_another_save_in_the_place_of_the_one_in_memory_is_loaded(crashed: Path) -> None:
     """Somebody has put another job's checkpoint of the same iteration there."""
     other = crashed / "other"
-    other.mkdir()
-    save = str(other / "save")
     arguments = ["--train-iters", "6", "--exit-interval", "4", "--seed", "77"]
-    arguments += ["--save", save, "--save-interval", "4"]
-    succeeded(run_job(other, "other", [*MODEL, *arguments], ranks=1))
-    expected = tensors(other / "save", 4)
+    arguments += ["--save", str(other), "--save-interval", "4"]
+    succeeded(run_job(crashed, "other", [*MODEL, *arguments], ranks=1))
+    expected = tensors(other, 4)
     shutil.rmtree(crashed / "save/iter_0000004")
-    shutil.copytree(other / "save/iter_0000004", crashed / "save/iter_0000004")
+    shutil.copytree(other / "iter_0000004", crashed / "save/iter_0000004")
     result = succeeded(train(crashed, "again"))
     assert "iteration 4 was restored from storage" in result.log
     (said,) = re.findall(r"iteration 4 in host memory .*", result.log)
-    held = json.loads((other / "save/iter_0000004/manifest.json").read_text())["save_id"]
+    held = json.loads((other / "iter_0000004/manifest.json").read_text())["save_id"]
     assert f"{crashed}/save/iter_0000004 holds save {held}, which this job has not written" in said
     assert differing(tensors(crashed / "save", 4), expected) == []
     assert min(result.losses()) == 5
