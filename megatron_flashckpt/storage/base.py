@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
@@ -66,12 +66,27 @@ class Storage(Protocol):
     def place(self) -> str:
         """The root, for messages."""
 
-    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         """Make `name` hold `data`: atomically, replacing what was there.
 
         Args:
             durable: what no loss of power takes away when this returns. A process that is killed
                 takes nothing.
+            guard: called right before `name` is replaced; if it raises, nothing has changed.
+        """
+
+    def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
+        """Overwrite `expected`, all that file `name` holds, with `data`, which is as long.
+
+        A file that another process puts in its place meanwhile stays as it is. Returns False if
+        `name` holds something else, or is not there. Readers may see a mixture of both for a
+        moment; a loss of power may take `data` away.
         """
 
     def create(self, name: str, nbytes: int) -> Writer:

@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
@@ -72,6 +72,8 @@ def _explained(path: Path, action: str, *, makes: bool = False) -> Iterator[None
         raise StorageError(
             error.errno, f"{path}: cannot {action} ({error.strerror}); {_REMOVED}"
         ) from error
+    except StorageError:  # what a guard has raised
+        raise
     except OSError as error:
         remedy = _REMEDY.get(error.errno or 0, "check the storage")
         raise StorageError(
@@ -225,7 +227,13 @@ class PosixStorage:
             directory, _, _ = directory.rpartition("/")
         return path
 
-    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         path = self._own(name)
         temporary = path.with_name(temporary_name(path.name))
         with _explained(path, "write", makes=True):
@@ -238,6 +246,8 @@ class PosixStorage:
                     if durable != "nothing":
                         os.fsync(file.fileno())
                 reach("put.written")
+                if guard is not None:
+                    guard()
                 os.replace(temporary, path)
                 reach("put.renamed")
             except BaseException:
@@ -245,6 +255,20 @@ class PosixStorage:
                 raise
             if durable == "name":
                 _sync_directory(path.parent)
+
+    def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
+        path = self._own(name)
+        with _explained(path, "write"):
+            try:
+                # The descriptor stays with this file, whatever gets its name.
+                fd = _open_nofollow(str(path), os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return False
+            with open(fd, "r+b", buffering=0) as file:
+                if file.read(len(expected) + 1) != expected:
+                    return False
+                os.pwrite(fd, data, 0)
+                return True
 
     def create(self, name: str, nbytes: int) -> PosixWriter:
         return PosixWriter(self._own(name), nbytes, self._direct_io)
