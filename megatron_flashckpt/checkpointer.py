@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt import run_id
+from megatron_flashckpt import claiming, run_id
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
@@ -115,6 +115,17 @@ class Checkpointer:
         return self._outstanding.traces
 
     # ------------------------------------------------------------------ before the first save
+
+    def claim(self) -> None:
+        """Become the writer of the save directory, unless that was done. Collective.
+
+        Raises:
+            OtherWriterError: another run writes there.
+        """
+        if not self._has_agreed:
+            run = claiming.begin(self.link, self.root, self.config)
+            self._has_agreed = True
+            self.run.begin(run)
 
     def agree(self) -> str:
         """Return the id of this run, on which all ranks agree in the first call. Collective.

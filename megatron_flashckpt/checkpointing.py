@@ -170,6 +170,7 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         return left
     # What cannot be saved is not loaded for training either.
     starting.check(call.model, call.optimizer)
+    starting.claim()
     loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)

@@ -212,6 +212,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Before the first step every node writes, renames and reads a small file in the save
     directory, and rank 0 waits so many seconds until it sees those of all nodes. None: no probe."""
 
+    other_writer: Literal["refuse", "take_over"] = "refuse"
+    """Another job that trains saves to this directory: `refuse` to start, or `take_over`: from then
+    on the other job writes nothing there, and its saves fail. A job that has crashed is no obstacle
+    (nor is this job's own former run)."""
+
+    other_writer_wait_s: float = 60.0
+    """Longest wait of a start for such a job to end; and, after a crash, for an agent on a node
+    that this run does not have to write what was staged."""
+
     drain_timeout_s: float = 1800.0
     """Longest wait, at exit and with `wait: durable`, for a save to be committed."""
 
@@ -284,6 +293,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("agent.slow_save_s", self.agent.slow_save_s, 0),
             ("agent.sigterm_timeout_s", self.agent.sigterm_timeout_s, 0),
             ("probe_wait_s", self.probe_wait_s, 0),
+            ("other_writer_wait_s", self.other_writer_wait_s, 0),
             ("drain_timeout_s", self.drain_timeout_s, 0),
         )
 

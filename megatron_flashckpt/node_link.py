@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from megatron_flashckpt import joining
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import (
     JoinPeers,
@@ -74,11 +75,12 @@ class NodeLink:
         self._offered_by: AgentClient | None = None
         #: Whether the pages of a slab from before a restart are to be mapped once the load is over.
         self._unmapped = False
+        self._key: RunKey | None = None
+        self._begun: BeginRun | None = None
         self._opened: PeersOpened | None = None
         self._joined: JoinPeers | None = None
         self._preparing: threading.Thread | None = None
         self._lost_one = False
-        self._run: BeginRun | None = None
         #: Why no agent took the place of the last one that was lost; empty if one did.
         self.refusal = ""
         #: Saves that were staged in the slab when an agent got it, which tells their outcome.
@@ -210,20 +212,22 @@ class NodeLink:
             local_rank = 0 if self._lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
             self._attached = False
+            if self._key is not None:
+                self._client.hold(self._key)
             if self._rank == 0:
                 joining.announce(self._client.agent_pid, self._client.facts, self._root)
             if self._config.redundancy == "none":
                 self._client.end_peers()
             else:
                 self._join_again(self._client)
-            if self._run is not None:
-                self._client.begin_run(self._run)
+            if self._begun is not None:
+                self._client.begin_run(self._begun)
         return self._client
 
     def begin_run(self, run: BeginRun) -> None:
         """Tell the agent which ranks the run has on this node; one that starts later, too."""
         self._prepared()
-        self._run = run
+        self._begun = run
         if self._client is not None:
             with contextlib.suppress(AgentError):  # it is gone: the next one is told
                 self._client.begin_run(run)
@@ -240,6 +244,13 @@ class NodeLink:
             return _holder(self.client(), wait_s)
         except OSError:  # an AgentError is one; the refusal must reach all ranks alike
             return ""
+
+    def hold(self, key: RunKey) -> None:
+        """Tell the agent which run this rank is of, and every agent that takes its place."""
+        self._prepared()
+        self._key = key
+        if self._client is not None:
+            self._client.hold(key)
 
     def open_peers(self, host: str) -> PeersOpened:
         """Have the agent listen for those of other nodes on `host`.

@@ -32,7 +32,7 @@ class Run:
 
 def agreed() -> str:
     """Return the id that rank 0 makes. Collective; never in a save."""
-    made: str = broadcast_object(_new())
+    made: str = broadcast_object(new())
     return made
 
 
@@ -41,7 +41,7 @@ def from_store(root: str) -> str:
 
     The first rank to reach the job's rendezvous store decides; no collective, no barrier.
     """
-    mine = _new()
+    mine = new()
     if not dist.is_initialized():
         return mine
     store = dist.distributed_c10d._get_default_store()
@@ -49,5 +49,6 @@ def from_store(root: str) -> str:
     return chosen.decode()
 
 
-def _new() -> str:
+def new() -> str:
+    """Return an id that no other run has."""
     return uuid.uuid4().hex[:8]

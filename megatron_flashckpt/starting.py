@@ -97,6 +97,17 @@ def check_alone(model: list[Any], optimizer: Any) -> None:
     _note_checked(margs, model, optimizer, alone=True)
 
 
+def claim() -> None:
+    """Become the writer of the save directory, unless this run is that already. Collective.
+
+    Raises:
+        OtherWriterError: another run writes there; nothing was changed.
+    """
+    margs = stock.checkpointing().get_args()
+    if margs.save and not getattr(margs, "skip_train", False):
+        session.checkpointer(margs.save).claim()
+
+
 def begin(model: list[Any], optimizer: Any) -> None:
     """Check all, say on rank 0 what will happen, and reserve the memory in the background.
 
@@ -104,6 +115,7 @@ def begin(model: list[Any], optimizer: Any) -> None:
 
     Raises:
         UnsupportedError: as `check`; or some element would be saved not at all, or twice.
+        OtherWriterError: as `claim`.
         StorageError: the slabs of a node's ranks do not fit into its memory together, or the save
             directory cannot hold checkpoints.
     """
@@ -112,6 +124,7 @@ def begin(model: list[Any], optimizer: Any) -> None:
         return
     started = time.perf_counter()
     check(model, optimizer)
+    claim()
     checkpointer = session.checkpointer(margs.save)
     chunks, saved = _saved(margs, model, optimizer)
     state = checkpointer.model_state

@@ -34,6 +34,7 @@ EMPTY = "rmdir(2) removes nothing that holds anything"
 ID = "the name carries the random id of the save"
 RANDOM = "the name is random and was made by this call"
 FRESH = "in a directory that this conversion made under a random name"
+FENCED = "agent/test_fence.py::test_an_overtaken_agent_changes_nothing_in_storage"
 CALLER = "a name inside the root, through no link; the callers choose it and are in this table"
 
 REVIEWED: dict[Call, Reason] = {
@@ -119,7 +120,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "_publish",
-            "storage.put(names.TRACKER, str(save.iteration).encode())",
+            "storage.put(names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save))",
             "Megatron's tracker, whose only contents are the iteration; a link is replaced, not followed",
             "agent/test_commit.py::test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_delete_it",
         ),
@@ -152,6 +153,46 @@ REVIEWED: dict[Call, Reason] = {
             "storage.put(name, reason.encode())",
             ID,
             "agent/test_failures.py::test_the_failure_on_one_node_is_told_on_the_other_with_its_reason",
+        ),
+    ),
+    **review(
+        "agent.claim",
+        (
+            "put",
+            "storage.put(CLAIM, encode(claim))",
+            "a name of ours; see who calls it",
+            "agent/test_takeover.py::test_a_refused_start_names_the_writer_and_changes_nothing",
+        ),
+    ),
+    **review(
+        "agent.fence",
+        *(
+            (f"FencedStorage.{method}", f"self._storage.{call}", CALLER, FENCED)
+            for method, call in (
+                ("put", "put(name, data, durable, check)"),
+                ("create", "create(name, nbytes)"),
+                ("delete", "delete(name)"),
+                ("delete_directory", "delete_directory(name)"),
+                ("move", "move(name, to)"),
+            )
+        ),
+    ),
+    **review(
+        "agent.keeper",
+        (
+            "ClaimKeeper._renew",
+            "claims.put(storage, self._renewed(self._own, state))",
+            "the claim that somebody has removed, in the directory that this run has claimed",
+            "agent/test_fence.py::test_a_claim_that_somebody_removed_is_put_again",
+        ),
+    ),
+    **review(
+        "agent.takeover",
+        (
+            "take",
+            "claims.put(storage, made)",
+            "the claim of a run that has ended or is to be overtaken: see `_await_end`",
+            "agent/test_takeover.py::test_a_refused_start_names_the_writer_and_changes_nothing",
         ),
     ),
     **review(
@@ -425,6 +466,12 @@ REVIEWED: dict[Call, Reason] = {
             "temporary.unlink(missing_ok=True)",
             "opened with O_EXCL by this call",
             "storage/test_posix.py::test_a_put_does_not_remove_what_has_the_name_of_its_temporary",
+        ),
+        (
+            "PosixStorage.rewrite",
+            "open(fd, 'r+b', buffering=0)",
+            "a file that holds what the caller expects",
+            "storage/test_contract.py::test_a_rewrite_leaves_what_it_does_not_expect",
         ),
         (
             "PosixWriter.__init__",

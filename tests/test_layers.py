@@ -35,6 +35,7 @@ LAYERS = (
     {"joining"},
     {"node_link", "node_memory", "probe", "scalars", "loop_timer", "foreign"},
     {"peering", "outstanding", "run_id", "save_reports", "save_request", "shared_templates"},
+    {"claiming"},
     {"checkpointer", "inspection", "verification"},
     {"convert", "planning", "report"},
     {"session", "saved_job", "held_slot", "in_memory"},

@@ -20,6 +20,7 @@ from typing import TypeVar
 import megatron_flashckpt
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED, why_not_started
 from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, agent_directory, holder
 from megatron_flashckpt.agent.run_messages import (
@@ -185,6 +186,10 @@ class AgentClient:
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Say which save training goes on from; newer slots of other saves are emptied."""
         self._ask(p.Adopt(save_id, iteration), p.Done)
+
+    def hold(self, key: RunKey) -> None:
+        """Say which run this rank is of."""
+        self._ask(p.Hold(key.epoch, key.run_id), p.Done)
 
     def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
         """Return a slot to stage into, or -1 if none became free in time.

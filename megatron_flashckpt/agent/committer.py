@@ -14,7 +14,6 @@ from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,13 @@ class Committer:
         save = self.pending.setdefault(
             save_id,
             PendingSave(
-                PosixStorage(meta.root, self._node.direct_io),
+                self._node.storage_at(meta.root),
                 header.iteration,
                 save_id,
                 time.monotonic(),
                 inherited=inherited,
                 staged_as=header.save_id,
+                fence=self._node.fence,
             ),
         )
         save.metas[number] = meta

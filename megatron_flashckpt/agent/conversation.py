@@ -13,6 +13,7 @@ import time
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.departed import Departed
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError, process_of
@@ -151,7 +152,7 @@ class Conversations:
                     rank.connection.shutdown(socket.SHUT_RDWR)
             if rank.slots is not None:
                 rank.slots.note_former(former)
-        rank.left = False
+        rank.left, rank.run = False, None
         rank.connection = connection
         self._node.traces.first_rank = min(self._node.ranks)
         self.parting = False
@@ -210,6 +211,9 @@ class Conversations:
                     offers = tuple(rank.slots.offers(self._node.committed, self._node.lineage))
                     reply = p.SlabOffer(True, offers, read_only, rank.slots.is_digesting)
                     return reply, rank.slots.slab.fd
+                case p.Hold():
+                    self._hold(number, RunKey(request.epoch, request.run_id))
+                    return (p.Done(),)
                 case p.Adopt():
                     self._adopt(number, request)
                     return (p.Done(),)
@@ -364,6 +368,11 @@ class Conversations:
             self._served(number, process)
         reach("agent.granted")
         return p.Granted(index)
+
+    def _hold(self, number: int, key: RunKey) -> None:
+        self._node.ranks[number].run = key
+        self._node.fence.hold(key, has_rank_0=number == 0)
+        self._node.changed.notify_all()
 
     def _adopt(self, number: int, request: p.Adopt) -> None:
         rank = self._node.ranks[number]

@@ -105,7 +105,8 @@ class Sweeper:
             for name in self._storage.list(""):
                 iteration = names.parse_iteration_dir(name)
                 former = parse_temporary_name(name)
-                if former in (names.TRACKER, names.HISTORY) or (until is None and is_probe(name)):
+                of_a_start = former == names.CLAIM or is_probe(name)
+                if former in (names.TRACKER, names.HISTORY) or (until is None and of_a_start):
                     found.files.append(name)
                 elif (
                     iteration is not None

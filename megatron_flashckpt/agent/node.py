@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.claim import RunKey
+from megatron_flashckpt.agent.fence import Fence, FencedStorage
 from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
@@ -46,6 +48,8 @@ class Trainer:
         self.left = False
         self.connection: socket.socket | None = None
         self.incarnations = Incarnations()
+        self.run: RunKey | None = None
+        """The run of the connected trainer, if it has told of one."""
 
     def forget_saves(self) -> None:
         """Tell a later trainer nothing of what this one has staged.
@@ -63,7 +67,8 @@ class Node:
     def __init__(self, options: AgentOptions) -> None:
         self.options = options
         self.direct_io = DirectIo(options.direct_io)
-        self.storage = PosixStorage(options.root, self.direct_io)
+        self.fence = Fence()
+        self.storage = self.storage_at(options.root)
         self.held = HeldDirectory(options.root)
         self.flow = Flow(options.write_threads, Pace(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace_directory, options.trace_keep)
@@ -104,6 +109,10 @@ class Node:
         self.flow = Flow(settings.write_threads, self.flow.pace)
         self.traces.configure(settings.trace_directory, settings.trace_keep)
         return differences(former, settings)
+
+    def storage_at(self, root: str) -> FencedStorage:
+        """Return the save directory, as one of its trainers calls it."""
+        return FencedStorage(PosixStorage(root, self.direct_io), self.fence)
 
     def own_slots(self) -> dict[int, RankSlots]:
         with self.changed:

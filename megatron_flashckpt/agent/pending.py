@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.history import PastSave
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
@@ -59,6 +60,9 @@ class PendingSave:
 
     staged_as: str = ""
     """The id that its slots have: another one if it failed before, and is written after all."""
+
+    fence: Fence | None = None
+    """Of the agent, which may have been overtaken by another run; None: there is no other."""
 
     @property
     def directory(self) -> str:

@@ -115,6 +115,13 @@ class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     """True if offers without digests will have them soon: ask again."""
 
 
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """The rank is of this run, which claims the save directory. Reply: Done. See `agent.claim`."""
+
+    epoch: int
+    run_id: str
+
+
 class Adopt(msgspec.Struct, frozen=True, tag=True):
     """Training goes on from this save (None: from no slot). Reply: Done.
 
@@ -290,6 +297,7 @@ Request = (
     | AttachSlab
     | DetachSlab
     | TakeSlab
+    | Hold
     | Adopt
     | Acquire
     | Staged

@@ -11,6 +11,7 @@ import time
 
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversation import Conversations
+from megatron_flashckpt.agent.keeper import ClaimKeeper
 from megatron_flashckpt.agent.node import AgentOptions, Node
 from megatron_flashckpt.agent.pending import awaited_by
 from megatron_flashckpt.agent.reception import Reception, Strangers
@@ -38,6 +39,7 @@ class Agent:
         self._upkeep = upkeep
         self._node = Node(options)
         self._committer = Committer(self._node)
+        self._claim = ClaimKeeper(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
         strangers = Strangers()
         self._talks = Conversations(self._node, self._saves, self._committer, strangers)
@@ -53,6 +55,7 @@ class Agent:
     def serve(self) -> None:
         """Accept trainers until all have left, or none has come back for the grace time."""
         self._committer.start()
+        self._claim.start()
         while not self._may_leave():
             self._committer.watch()
             self._talks.departed.release()
@@ -68,6 +71,7 @@ class Agent:
             self.all_left = self.all_left and not self._node.is_stuck()
         self._saves.close()
         self._committer.close()
+        self._claim.close()
         if self._node.peers is not None:
             self._node.peers.close()
         self._node.give_up_slots()

@@ -10,6 +10,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 #: What became of the last saves, for people; no load reads it.
 HISTORY = "flashckpt-history.jsonl"
+#: Which run writes to the save directory; see `agent.claim`.
+CLAIM = "flashckpt-writer.msgpack"
 
 _SHARD = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
 _OF_A_SAVE = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -403,12 +404,18 @@ class _Failing(PosixStorage):
         self.refused = refused
         self.steps: list[str] = []
 
-    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         last = name.rpartition("/")[2]
         self.steps.append(last)
         if last == self.refused:
             raise StorageError(28, f"{name}: cannot write (No space left on device)")
-        super().put(name, data, durable)
+        super().put(name, data, durable, guard)
 
     def delete(self, name: str) -> None:
         self.steps.append(f"delete {name.rpartition('/')[2]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,15 @@ class _Troubled(PosixStorage):
         self._maybe()
         return super().present(directory, names)
 
-    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         self._maybe()
-        super().put(name, data, durable)
+        super().put(name, data, durable, guard)
 
 
 def _of_rank(root: Path, rank: int) -> set[str]:
