@@ -87,8 +87,8 @@ class Checkpointer:
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
         self.run = run_id.Run()
-        #: Whether `agree`, and `start_run`, were called.
-        self._has_agreed = self._has_begun = False
+        #: Whether `claim`, and `start_run`, were called.
+        self._has_claimed = self._has_begun = False
         self._templates = SharedTemplates(self.link)
         self._plans = PlanCache(self._templates.fetch, self._templates.publish)
         self._outstanding = Outstanding(self.root, self.rank, self.link)
@@ -122,18 +122,19 @@ class Checkpointer:
         Raises:
             OtherWriterError: another run writes there.
         """
-        if not self._has_agreed:
-            run = claiming.begin(self.link, self.root, self.config)
-            self._has_agreed = True
-            self.run.begin(run)
+        if not self._has_claimed:
+            known = self.run.id
+            run = claiming.begin(self.link, self.root, self.config, known)
+            self._has_claimed = True
+            if run != known:
+                self.run.begin(run)
 
     def agree(self) -> str:
         """Return the id of this run, on which all ranks agree in the first call. Collective.
 
         The id tells this run's commit records from those of an earlier one.
         """
-        if not self._has_agreed:
-            self._has_agreed = True
+        if self.run.id is None:
             self.run.begin(run_id.agreed())
         assert self.run.id is not None
         return self.run.id

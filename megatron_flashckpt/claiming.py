@@ -16,8 +16,11 @@ from megatron_flashckpt.storage.posix import PosixStorage
 logger = logging.getLogger(__name__)
 
 
-def begin(link: NodeLink, root: str, config: Config) -> str:
+def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
     """Return the id of a run that is now the writer of `root`. Collective: one small message.
+
+    Args:
+        known: the id of the run, if it has saved before; on all ranks.
 
     Raises:
         OtherWriterError: another run writes there; on all ranks.
@@ -25,7 +28,7 @@ def begin(link: NodeLink, root: str, config: Config) -> str:
     """
 
     def claim() -> tuple[str, int]:
-        made = run_id.new()
+        made = known or run_id.new()
         storage = PosixStorage(root)
         try:
             key = take(storage, made, link.client, config.other_writer, config.other_writer_wait_s)

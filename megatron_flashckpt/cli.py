@@ -17,8 +17,9 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt import __version__, inspection, report
-from megatron_flashckpt.agent import foreground
+from megatron_flashckpt.agent import claim, foreground
 from megatron_flashckpt.agent.retention import retire, superfluous
+from megatron_flashckpt.agent.takeover import is_live
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import (
     add_row,
@@ -35,6 +36,7 @@ from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     NotCommittedError,
+    OtherWriterError,
     for_command,
 )
 from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir
@@ -172,6 +174,8 @@ def _ls(args: argparse.Namespace, out: Console) -> int:
         say(out, f"* named by {TRACKER}")
     else:
         say(out, f"{TRACKER} names {tracker!r}, which is not here")
+    if (writer := claim.read(storage)) is not None:
+        say(out, f"claimed by {writer.writer}{claim.DOING[writer.state]}")
     return 0
 
 
@@ -261,6 +265,11 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
         "tracked": inspection.tracked_iteration(storage),
         "previous": None,
     }
+    if not args.dry_run and (writer := is_live(storage)) is not None:
+        raise OtherWriterError(
+            f"{args.directory}: {writer.writer} saves there, and removes by itself what its own "
+            "'retention' does not keep; nothing was removed. End that job first"
+        )
     doomed = [iteration_dir(commit.iteration) for commit in superfluous(storage, rules, **which)]
     stay: list[str] = []
     if not args.dry_run:

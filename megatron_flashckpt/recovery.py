@@ -261,6 +261,9 @@ class Candidates:
     def _next_stored(self, *, gone: bool) -> int | None:
         """Return the newest committed iteration that was not tried. Collective.
 
+        Somebody may have gone back from what is newer than what was named, so that comes last; but
+        it comes before nothing.
+
         Args:
             gone: whether what was named is not there at all; then it also may be a newer one.
         """
@@ -271,9 +274,10 @@ class Candidates:
             left = [
                 iteration
                 for iteration in inspection.committed_iterations(self._storage)
-                if iteration not in tried and (gone or iteration < min(tried))
+                if iteration not in tried
             ]
-            return left[-1] if left else None
+            older = [iteration for iteration in left if gone or iteration < min(tried)]
+            return max(older or left, default=None)
 
         return from_first(find)
 

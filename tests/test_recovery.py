@@ -96,6 +96,14 @@ def test_what_somebody_has_gone_back_from_is_not_used_instead(storage: PosixStor
     assert tried(storage, [held(6)], {"4": DAMAGE}) == ["4", "2"]
 
 
+def test_damage_never_hides_what_is_newer_and_intact(storage: PosixStorage) -> None:
+    storage.put(TRACKER, b"2")
+    assert tried(storage, [], {"2": DAMAGE}) == ["2", "6"]
+    assert tried(storage, [], {"2": DAMAGE, "6": DAMAGE}) == ["2", "6", "4"]
+    storage.put(TRACKER, b"4")
+    assert tried(storage, [], {"4": DAMAGE, "2": DAMAGE}) == ["4", "2", "6"]
+
+
 def test_a_tracker_that_names_nothing_finds_the_newest(storage: PosixStorage) -> None:
     storage.put(TRACKER, b"5")
     assert tried(storage, [], {"5": NotCommittedError("not there")}) == ["5", "6"]

@@ -33,6 +33,13 @@ _LONGEST_S = 3600.0
 #: States of a writer: trainers of its run are connected; none are, but a save is still being
 #: written; its memory is kept for a restart only; it has ended.
 TRAINING, FINISHING, IDLE, ENDED = range(4)
+#: What follows the writer in a message, by state.
+DOING = (
+    ", which trains unless it was killed",
+    ", which writes what was staged",
+    ", which has no trainers",
+    ", which has ended",
+)
 
 #: All claims are as long, so that a renewal replaces all bytes of the one before.
 _NBYTES = 1024
@@ -107,6 +114,8 @@ def decode(encoded: bytes, place: str) -> Claim:
         claim = msgspec.msgpack.decode(encoded.rstrip(b"\0"), type=Claim)
         if not (claim.host + claim.run_id).isprintable():
             raise ValueError("host or run cannot be printed")
+        if not TRAINING <= claim.state <= ENDED:
+            raise ValueError(f"state {claim.state}")
         if not 0 < claim.interval_s < _LONGEST_S:
             raise ValueError(f"a renewal every {claim.interval_s} s")
         time.localtime(claim.renewed_at)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.layout.names import HISTORY
+from megatron_flashckpt.layout.names import CLAIM, HISTORY
 from tests.megatron.jobs import Result, await_no_agent, differing, run_job, succeeded, tensors
 
 MODEL = [
@@ -89,6 +89,7 @@ def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs:
         assert where == [(2, True), (4, False), (6, True), (8, False)]
         assert sorted(path.name for path in (jobs.tmp_path / name).iterdir()) == [
             HISTORY,
+            CLAIM,
             "iter_0000004",
             "iter_0000008",
             "latest_checkpointed_iteration.txt",
