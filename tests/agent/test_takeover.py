@@ -168,25 +168,30 @@ def test_an_agent_elsewhere_has_a_bounded_time_for_what_was_staged(
 
 
 def test_a_start_waits_for_an_agent_elsewhere_that_commits_what_was_staged(
-    node: Node, other_node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, other_node: Node, root: Path, storage: PosixStorage, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(VARIABLE, f"agent:put.written:1:STOP:{tmp_path / 'reached'}")
-    first = node.trainer(root, config=node.config(answer_timeout_s=600.0))
-    monkeypatch.delenv(VARIABLE)
-    first.claim()
-    asking = threading.Thread(target=first.stage, args=(1, new_save_id()))
-    asking.start()
-    eventually("the agent stands still", (tmp_path / "reached").exists)
-    agent = first.client.agent_pid
-    waking = threading.Timer(0.3, lambda: eventually("it can be woken", lambda: wake(agent)))
-    later = other_node.trainer(root)
-    waking.start()
-    first.client.close()
-    later.claim(wait_s=60.0)
-    assert (root / names.iteration_dir(1) / names.MANIFEST).exists()
-    assert (root / names.TRACKER).read_text() == "1"
-    asking.join()
-    waking.join()
+    third = Node(tmp_path / "run3")
+    try:
+        first = node.trainer(root, 0, 2)
+        key = first.claim()
+        slow = third.trainer(root, 1, 2)
+        slow.client.hold(key)
+        first.stage(1, save_id := new_save_id())
+        first.hang_up()
+
+        def is_finishing() -> bool:
+            claim = claims.read(storage)
+            return claim is not None and claim.state == FINISHING
+
+        eventually("the agent waits for rank 1", is_finishing)
+        staging = threading.Timer(0.5, lambda: slow.stage(1, save_id))
+        staging.start()
+        other_node.trainer(root).claim(wait_s=60.0)
+        assert (root / names.iteration_dir(1) / names.MANIFEST).exists()
+        assert (root / names.TRACKER).read_text() == "1"
+        staging.join()
+    finally:
+        third.close()
 
 
 def test_a_node_whose_ranks_are_of_the_new_run_does_not_train_for_the_old(
