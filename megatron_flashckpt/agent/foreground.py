@@ -25,6 +25,7 @@ from megatron_flashckpt.agent.client import agent_command, agent_environment
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory, holder
+from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 from megatron_flashckpt.config import Config
@@ -75,6 +76,7 @@ def wait_for_agent(root: str, config: Config) -> int:
     Raises:
         AgentError: no agent answered within `agent.start_timeout_s`.
     """
+    ensure(root)
     deadline = time.monotonic() + config.agent.start_timeout_s
     while True:
         directory = agent_directory(os.path.abspath(root), config.runtime_dir)

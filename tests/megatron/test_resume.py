@@ -72,7 +72,7 @@ WITHOUT_REPLICAS = ("pp4-vpp2-untied",)
 
 #: Upper bounds of the calls of `torch.distributed` in a load, with the checks and agreements before
 #: training; README has them.
-NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 13, 21, 23
+NOTHING_TO_LOAD, FROM_STORAGE, FROM_MEMORY = 13, 22, 24
 #: What an exchange between replicas adds.
 WITH_REPLICAS = 3
 
