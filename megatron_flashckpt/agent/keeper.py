@@ -78,6 +78,8 @@ class ClaimKeeper:
 
     def _renew(self, state: int) -> None:
         storage = self._node.storage
+        if self._node.fence.newest is None:
+            return  # an agent of its own waits for trainers: whoever claims meanwhile is welcome
         self._node.fence.check(storage)
         found = claims.read(storage)
         if found is None:

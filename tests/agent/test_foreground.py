@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from megatron_flashckpt import joining
+from megatron_flashckpt.agent.claim import INTERVAL_S
 from megatron_flashckpt.agent.life import AgentFacts, Life, life_of
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
 from megatron_flashckpt.layout import names
@@ -123,6 +124,22 @@ def test_trainers_join_it_and_it_outlives_those_that_left_and_those_that_were_ki
     assert lines[-1].endswith(f"agent {agent.pid} ends")
     assert sum("committed iteration" in line for line in lines) == 2
     assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_a_run_that_claims_the_directory_before_it_joins_is_no_stranger(
+    node: Node, other_node: Node, root: Path, foreground: Foreground
+) -> None:
+    """So do the ranks of other nodes than rank 0's, whose agents were there first."""
+    agent = foreground.agent()
+    key = other_node.trainer(root, 0, 2).claim()
+    assert watched(agent.pid, 1.5 * INTERVAL_S)  # it looks once in that time
+    trainer = node.trainer(root, 1, 2)
+    trainer.client.hold(key)
+    trainer.hang_up()
+    agent.terminate()
+    status, lines = ended(agent)
+    assert status == 0
+    assert [line for line in lines if "taken over" in line] == []
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
