@@ -163,7 +163,9 @@ def commit(save: PendingSave) -> None:
 def _publish(save: PendingSave) -> None:
     """Move the tracker to a save whose manifest is there, then tidy up."""
     storage, meta = save.storage, save.metas[0]
-    previous = None
+    # One that is committed after a later save is no newest checkpoint for a moment: what Megatron
+    # would remove by now is itself.
+    previous: int | None = save.iteration
     if save.superseded_by is None and not _is_overtaken(save):
         previous = tracked_iteration(storage)
         with phase("tracker"):
