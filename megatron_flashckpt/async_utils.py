@@ -32,8 +32,9 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
     if margs.save and not named.get("terminate", False) and not left_to_megatron(margs):
         starting.watch()
         session.checkpointer(margs.save).start_run()
-    session.finalize(blocking=bool(named["blocking"]))
-    if named.get("terminate", False):
+    last = bool(named.get("terminate", False))
+    session.finalize(blocking=bool(named["blocking"]), last=last)
+    if last:
         session.close(leave=True)
     stock(*args, **kwargs)
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt import run_id
+from megatron_flashckpt import claiming, run_id
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
@@ -32,8 +30,8 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, side_state
+from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.expectation import Expected
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.memory.runs import Copy
@@ -44,52 +42,22 @@ from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.outstanding import Outstanding
 from megatron_flashckpt.peering import introduce
 from megatron_flashckpt.restore.collectives import reduce_int
+from megatron_flashckpt.save_reports import level_on
+from megatron_flashckpt.save_request import RankState, SaveReport, SaveRequest
+from megatron_flashckpt.shared_templates import SharedTemplates
 from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 
 logger = logging.getLogger(__name__)
-
-RankState = Callable[[ModelGeometry], dict[str, Any]]
-"""Returns a rank's side state, for the geometry of its chunks."""
 
 _WAIT_SLICE_S = 5.0
 #: Seconds that a staged slot waits for the training loop, so that its record has the loop's wait.
 #: The loop continues within milliseconds, unless other ranks are late.
 _LOOP_S = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveRequest:
-    """What a save needs to know of the training job. All ranks pass the same iteration."""
-
-    iteration: int
-    chunks: list[Any]
-    """Unwrapped model chunks of this rank."""
-    optimizer: Any
-    """None: weights only."""
-    rank_state: RankState
-    """Called while nothing changes it."""
-    common_state: Callable[[], dict[str, Any]]
-    """What is alike on all ranks; called on rank 0."""
-    description: dict[str, Any]
-    retain_interval: int | None = None
-    memory_only: bool = False
-    """Stage it and leave it there: it is not written."""
-    blocking: bool = False
-    """Copy everything before `save` returns, whatever `staging` says."""
-    in_loop: bool = False
-    """True if the caller measures how long the training loop waits (`SaveReport.recorder`)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveReport:
-    """What a save cost the training thread."""
-
-    iteration: int
-    blocked_s: float
-    """Seconds that this call took."""
-    nbytes: int
-    recorder: Recorder
-    skipped: bool = False
+_BUSY = (
+    "previous saves are still being written and 'busy' is 'skip'; save less often or set "
+    "'busy: wait'"
+)
+_NOT_BEGUN = "a rank could not begin it, and 'busy' is 'skip'; the error of that rank says why"
 
 
 class Checkpointer:
@@ -118,11 +86,16 @@ class Checkpointer:
         self.model_state = ModelState(config.replicated, config.weights)
         self.link = NodeLink(self.root, self.rank, config)
         self.hook = StepHook(self.link.stager.before_change)
-        self._run_id: str | None = None
-        self._saves = itertools.count()
-        self._plans = PlanCache(self.link.fetch_template, self.link.publish_template)
+        self.run = run_id.Run()
+        #: Whether `claim`, and `start_run`, were called.
+        self._has_claimed = self._has_begun = False
+        self._templates = SharedTemplates(self.link)
+        self._plans = PlanCache(self._templates.fetch, self._templates.publish)
         self._outstanding = Outstanding(self.root, self.rank, self.link)
+        self._copy_check = CopyCheck(self.model_state, self.rank)
         self._last: tuple[int, int, bool] | None = None
+        #: The last save and the steps until then, if nothing of it goes to storage.
+        self._unwritten: tuple[SaveRequest, int] | None = None
         self._copies_hang = False
 
     def __enter__(self) -> Checkpointer:
@@ -143,19 +116,43 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ before the first save
 
-    def start_run(self) -> None:
-        """Agree with all ranks on the id of this run, unless that was done. Collective.
+    def claim(self) -> None:
+        """Become the writer of the save directory, unless that was done. Collective.
 
-        The id tells this run's commit records from those of an earlier one. With `redundancy` the
-        agents of all nodes get to know each other, too. A load and the first iteration are the
-        occasions, so that no save has to talk.
+        Raises:
+            OtherWriterError: another run writes there.
         """
-        if self._run_id is None:
-            self._run_id = run_id.agreed()
-            if self.config.redundancy == "none":
-                self.link.prepare(None)
-            else:
-                introduce(self.link, self.rank, self.config)
+        if not self._has_claimed:
+            known = self.run.id
+            run = claiming.begin(self.link, self.root, self.config, known)
+            self._has_claimed = True
+            if run != known:
+                self.run.begin(run)
+
+    def agree(self) -> str:
+        """Return the id of this run, on which all ranks agree in the first call. Collective.
+
+        The id tells this run's commit records from those of an earlier one.
+        """
+        if self.run.id is None:
+            self.run.begin(run_id.agreed())
+        assert self.run.id is not None
+        return self.run.id
+
+    def start_run(self) -> None:
+        """Start the agent, and agree on the id of this run, unless that was done. Collective.
+
+        With `redundancy` the agents of all nodes get to know each other, too. A load and the first
+        iteration are the occasions, so that no save has to talk.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self.agree()
+        if self.config.redundancy == "none":
+            self.link.prepare(None)
+        else:
+            introduce(self.link, self.rank, self.config)
 
     def prepare(self, expected: Expected) -> None:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
@@ -178,7 +175,9 @@ class Checkpointer:
         if self.link.is_preparing:
             return False
         ordered = self._ordered(chunks, optimizer, rank_state)
-        with contextlib.suppress(AgentError), held_off():  # the save finds another agent
+        over_nodes = self._templates.over_nodes(self.run.id)
+        # If the agent is gone, the save finds another one.
+        with contextlib.suppress(AgentError), held_off(), over_nodes:
             layout = self._plans.layout([local.piece for local in ordered])
             self.link.make_room(layout.nbytes, len(layout.encoded_template))
         return True
@@ -202,45 +201,75 @@ class Checkpointer:
         mark = (request.iteration, self.hook.steps, request.memory_only)
         if self._last in (mark, (*mark[:2], False)):
             # Megatron may save the same iteration twice (at the interval and at the end).
-            return SaveReport(request.iteration, 0.0, 0, trace, skipped=True)
+            return SaveReport(request.iteration, 0.0, 0, trace, skipped=True, is_repeat=True)
         self.link.stager.wait()
         self._outstanding.settle()
         self.hook.install(request.optimizer, optimizer_state.inner_optimizers(request.optimizer))
-        if self._run_id is None:
-            self._run_id = run_id.from_store(self.root)
-        save_id = f"{self._run_id}{next(self._saves):04x}"
+        if self.run.id is None:
+            self.run.begin(run_id.from_store(self.root))
+        save_id = self.run.new_save_id()
         self._outstanding.expect(save_id, memory_only=request.memory_only)
+        self._unwritten = (request, self.hook.steps) if request.memory_only else None
         slot: Slot | None = None
+        comparison: Comparison | None = None
+        failed = False
         try:
             # 1. Tensors are enumerated afresh; only layouts are cached.
-            ordered = self._enumerated(request)
+            ordered, comparison = self._enumerated(request)
             # 2. The plan. 3. A free slot.
-            layout, slot = self._place(request, ordered, save_id)
+            layout, slot = self._place(request, ordered, comparison, save_id)
         except UnsupportedError:
             raise
         except FlashCkptError as error:
+            failed = True
             self._outstanding.fail(request.iteration, save_id, str(error))
         self._last = mark
         # A rank that failed takes part too, or the others would wait for it.
-        if self.config.busy == "skip" and reduce_int(slot is None, "max"):
-            self._give_back(slot, request.iteration)
-            slot = None
+        if self._may_skip(request) and (why := reduce_int((slot is None) + failed, "max")):
+            if slot is not None:
+                slot.set_header(EMPTY_HEADER)
+            # All ranks alike: if training saves this state again, it is saved.
+            self._last, self._unwritten = None, (request, self.hook.steps)
+            refusal = _BUSY if why == 1 else _NOT_BEGUN
+            return SaveReport(request.iteration, trace.age_s, 0, trace, True, refusal)
         if slot is None:
             return SaveReport(request.iteration, trace.age_s, 0, trace, skipped=True)
         if not request.memory_only:
             reported.clear()
         self._outstanding.begin(save_id, request.iteration, trace)
         # 4. Stage.
-        self._stage(ordered, layout, slot, request, trace)
+        self._stage(ordered, comparison, layout, slot, request, trace)
         if self._is_blocking(request):
             self.link.stager.wait_copied()
         return SaveReport(request.iteration, trace.age_s, layout.nbytes, trace)
 
+    def write_last(self) -> SaveReport | None:
+        """Save to storage what the last save has not put there, because training ends here.
+
+        That save was skipped, or was for memory only. Returns None if there is nothing to do, or
+        the model has changed since. Every rank calls it, without a collective.
+
+        Raises:
+            UnsupportedError: as `save`.
+        """
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is None or unwritten[1] != self.hook.steps:
+            return None
+        request = unwritten[0]
+        if request.memory_only and not self.config.agent.persist_on_leave:
+            return None
+        return self.save(
+            dataclasses.replace(request, memory_only=False, must_wait=True, in_loop=False)
+        )
+
+    def _may_skip(self, request: SaveRequest) -> bool:
+        return self.config.busy == "skip" and not request.must_wait
+
     def _is_blocking(self, request: SaveRequest) -> bool:
         return request.blocking or self.config.staging == "blocking"
 
-    def _enumerated(self, request: SaveRequest) -> list[LocalPiece]:
-        """Return all pieces that this rank saves, in layout order.
+    def _enumerated(self, request: SaveRequest) -> tuple[list[LocalPiece], Comparison | None]:
+        """Return all pieces that this rank saves, in layout order, and what it sums up.
 
         Raises:
             UnsupportedError: the job holds state that cannot be saved.
@@ -248,7 +277,10 @@ class Checkpointer:
         """
         try:
             with phase("enumerate"):
-                return self._ordered(request.chunks, request.optimizer, request.rank_state)
+                ordered = self._ordered(request.chunks, request.optimizer, request.rank_state)
+                with held_off():
+                    begun = self._copy_check.begin(request.chunks, request.optimizer, ordered)
+                return ordered, begun
         except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
             raise SaveFailedError(f"rank {self.rank}: not staged: {error}") from error
 
@@ -263,7 +295,11 @@ class Checkpointer:
             return [pieces[i] for i in self._plans.order([local.piece for local in pieces])]
 
     def _place(
-        self, request: SaveRequest, ordered: list[LocalPiece], save_id: str
+        self,
+        request: SaveRequest,
+        ordered: list[LocalPiece],
+        comparison: Comparison | None,
+        save_id: str,
     ) -> tuple[Layout, Slot | None]:
         """Return the plan and a slot; if the agent turns out to be gone, another agent's."""
         for client in (self.link.current, None):
@@ -271,14 +307,16 @@ class Checkpointer:
                 with phase("plan"), held_off():
                     layout = self._plans.layout([local.piece for local in ordered])
                 with phase("acquire slot"):
-                    return layout, self._acquire(request, layout, save_id)
+                    return layout, self._acquire(request, layout, comparison, save_id)
             except AgentError as error:
                 if client is None:
                     raise
                 self._outstanding.lose_agent(client, error)
         raise AssertionError
 
-    def _acquire(self, request: SaveRequest, layout: Layout, save_id: str) -> Slot | None:
+    def _acquire(
+        self, request: SaveRequest, layout: Layout, comparison: Comparison | None, save_id: str
+    ) -> Slot | None:
         """Return a slot that says what it will hold; None if all are busy and 'busy' is 'skip'."""
         common = side_state.encode_common(request.common_state()) if self.rank == 0 else b""
         meta = msgspec.msgpack.encode(
@@ -295,6 +333,8 @@ class Checkpointer:
                 retain_interval=request.retain_interval,
                 retention=self.config.retention,
                 metrics=reported.current(),
+                differing=self.model_state.differing_here(request.chunks),
+                sums=None if comparison is None else comparison.room,
             )
         )
         slab = self.link.ensure_slab(layout.nbytes, len(meta))
@@ -302,9 +342,10 @@ class Checkpointer:
         client = self.link.client()
         index = client.acquire(request.iteration, save_id, 0.0)
         while index < 0:
-            if self.config.busy == "skip":
+            if self._may_skip(request):
                 return None
-            logger.info("iteration %d: waiting for a free slot", request.iteration)
+            level = level_on(self.rank, logging.INFO)
+            logger.log(level, "iteration %d: waiting for a free slot", request.iteration)
             self._outstanding.put_back(self.poll())  # for what it logs
             index = client.acquire(request.iteration, save_id, _WAIT_SLICE_S)
         slot = slab.slots[index]
@@ -316,18 +357,10 @@ class Checkpointer:
         reach("save.staging")
         return slot
 
-    def _give_back(self, slot: Slot | None, iteration: int) -> None:
-        if slot is not None:
-            slot.set_header(EMPTY_HEADER)
-        logger.warning(
-            "iteration %d is not saved: previous saves are still being written and 'busy' is "
-            "'skip'; save less often or set 'busy: wait'",
-            iteration,
-        )
-
     def _stage(
         self,
         ordered: list[LocalPiece],
+        comparison: Comparison | None,
         layout: Layout,
         slot: Slot,
         request: SaveRequest,
@@ -339,6 +372,7 @@ class Checkpointer:
         data_offset = slot.data_offset
         # What training waits for anyhow is copied here: no other thread has to wake up for it.
         blocking = self._is_blocking(request)
+        plan = self._plans.take_origin()
         with held_off():
             copies = [
                 Copy(local.tensor, data_offset + item.byte_offset, blocking or local.early)
@@ -355,16 +389,20 @@ class Checkpointer:
                     raise SaveFailedError(
                         "the agent discarded the slot during the copy; this rank had hung up"
                     )
+                if comparison is not None:
+                    comparison.write(slot, layout)
                 state = SlotState.KEPT if request.memory_only else SlotState.STAGED
                 slot.set_header(msgspec.structs.replace(staging, state=state))
                 reach("stage.staged")
                 staged_s = trace.age_s
                 trace.await_loop(_LOOP_S)
-                cost = trace.staged_cost(staged_s, blocking=blocking)
+                cost = trace.staged_cost(staged_s, plan, blocking=blocking)
                 with phase("doorbell"):
                     client.staged(slot.index, cost, trace.first_sent())
+                self._outstanding.handed_over(save_id)
                 reach("stage.rung")
-                logger.info(
+                logger.log(
+                    level_on(self.rank, logging.INFO),
                     "rank %d: staged iteration %d, %d bytes in %.3f s",
                     self.rank,
                     request.iteration,
@@ -374,6 +412,7 @@ class Checkpointer:
             except AgentError as failure:
                 # Staged all the same: the next agent takes it over.
                 self._outstanding.found_silent(client, failure)
+                self._outstanding.handed_over(save_id)
             except FlashCkptError as failure:
                 self._outstanding.broke(save_id, failure)
             except Exception as failure:
@@ -384,7 +423,10 @@ class Checkpointer:
                 self._outstanding.broke(save_id, SaveFailedError(said))
                 raise
 
-        self.link.stager.stage(copies, hand_over)
+        if comparison is None:
+            self.link.stager.stage(copies, hand_over)
+        else:
+            self.link.stager.stage(copies, hand_over, comparison.aside)
 
     # ------------------------------------------------------------------ after a save
 
@@ -393,7 +435,11 @@ class Checkpointer:
 
         An agent that is gone is replaced in the background, and goes on with what is staged.
         """
-        return self._outstanding.poll(wait_s)
+        outcomes = self._outstanding.poll(wait_s)
+        for outcome in outcomes:
+            if outcome.compared:
+                self._copy_check.learn(outcome.iteration, outcome.differing)
+        return outcomes
 
     def wait(self, timeout_s: float | None = None) -> list[Outcome]:
         """Return the outcomes of all saves, when none is pending any more.
@@ -411,7 +457,8 @@ class Checkpointer:
                     f"not committed within {timeout_s:.0f} s; the agent goes on trying; raise "
                     "'drain_timeout_s' to wait longer"
                 )
-                return outcomes + self._outstanding.give_up(said, timeout_s)
+                failed = (self.rank,) if self._copies_hang else ()
+                return outcomes + self._outstanding.give_up(said, timeout_s, failed)
             outcomes += self.poll(min(left, _WAIT_SLICE_S))
         return outcomes
 

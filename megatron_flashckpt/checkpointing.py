@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flashckpt import resume, starting
-from megatron_flashckpt.checkpointer import SaveRequest
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.description import describe
 from megatron_flashckpt.megatron_lm.features import feature, has_async_utils, takes
@@ -26,17 +25,21 @@ from megatron_flashckpt.megatron_lm.stock import (
     original,
     unwrap,
 )
+from megatron_flashckpt.save_request import SaveReport, SaveRequest
 from megatron_flashckpt.session import session
+from megatron_flashckpt.waits import wait_of
 
 
 def save_checkpoint(*args: Any, **kwargs: Any) -> None:
     """Stage a checkpoint of this rank; takes what Megatron's own `save_checkpoint` takes.
 
-    All ranks call it; none waits for another, and nothing is communicated. The agent makes the
-    checkpoint durable; `maybe_finalize_async_save` reports that. A non-persistent one stays in host
-    memory, whatever `--non-persistent-ckpt-type` says.
+    All ranks call it, and nothing is communicated. It returns when training may continue, or later,
+    as the setting `wait` or `megatron_flashckpt.waiting` says. The agent makes the checkpoint
+    durable; `maybe_finalize_async_save` reports that. A non-persistent one stays in host memory,
+    whatever `--non-persistent-ckpt-type` says.
 
     Raises:
+        SaveFailedError: it waited for a durable save, which failed, and `on_failure` is `raise`.
         UnsupportedError: the job uses something that this release does not save.
         TypeError: an argument that this Megatron's own function does not have.
     """
@@ -47,13 +50,15 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         original("checkpointing", "save_checkpoint")(*args, **kwargs)
         return
     if not has_async_utils():
-        # No iteration asks for outcomes in these releases: the next save and the exit do.
+        # Where no `train_step` of Megatron asks for outcomes either, saves and the exit do.
         session.finalize(blocking=False)
     if call.release:
         # A release checkpoint is made once, by hand: Megatron's own format serves it best.
         original("checkpointing", "save_checkpoint")(*args, **kwargs)
         return
     checkpointer = session.checkpointer(margs.save)
+    wait = wait_of(session.config.wait)
+    until_durable = wait == "durable" and not call.non_persistent
     announced = around.announce_save(
         margs,
         call.iteration,
@@ -89,24 +94,35 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
                 description=describe(margs),
                 retain_interval=getattr(margs, "save_retain_interval", None),
                 memory_only=call.non_persistent,
-                blocking=changes_beside_steps(margs) is not None,
-                in_loop=session.loop_timer.is_running,
+                blocking=wait == "staged" or changes_beside_steps(margs) is not None,
+                must_wait=until_durable,
+                # The shard must not wait for the loop, which waits for the shard.
+                in_loop=session.loop_timer.is_running and not until_durable,
             )
         )
+        session.saved(margs.save, announced, report, memory_only=call.non_persistent)
         if not report.skipped:
             if not call.non_persistent:
-                session.announced(margs.save, announced)
                 around.announce_staged(margs, announced)
-            kept = " for host memory only" if call.non_persistent else ""
-            session.loop_timer.staged(
-                report.recorder,
-                report.blocked_s,
-                lambda seconds, where: stock.print_rank_0(
-                    f"  flashckpt: iteration {call.iteration} staged{kept}, "
-                    f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked "
-                    f"{1000 * seconds:.1f} ms {where}"
-                ),
-            )
+            _announce_cost(call, report, until_durable=until_durable)
+        if until_durable:
+            session.finalize(blocking=True, announces=False)
+
+
+def _announce_cost(call: SaveCall, report: SaveReport, *, until_durable: bool) -> None:
+    """Say on rank 0 what a staged save has cost training, once that is known."""
+
+    def announce(seconds: float, where: str) -> None:
+        kept = " for host memory only" if call.non_persistent else ""
+        checkpointing().print_rank_0(
+            f"  flashckpt: iteration {call.iteration} staged{kept}, "
+            f"{report.nbytes / 2**20:.1f} MiB on rank 0, blocked {1000 * seconds:.1f} ms {where}"
+        )
+
+    if until_durable:
+        announce(report.blocked_s, "in save_checkpoint, which now waits until it is durable")
+    else:
+        session.loop_timer.staged(report.recorder, report.blocked_s, announce)
 
 
 def _left_to_megatron(margs: Any) -> bool:
@@ -154,6 +170,7 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         return left
     # What cannot be saved is not loaded for training either.
     starting.check(call.model, call.optimizer)
+    starting.claim()
     loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)

@@ -17,7 +17,9 @@ import msgspec
 from rich.console import Console
 
 from megatron_flashckpt import __version__, inspection, report
+from megatron_flashckpt.agent import claim, foreground
 from megatron_flashckpt.agent.retention import retire, superfluous
+from megatron_flashckpt.agent.takeover import is_live
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import (
     add_row,
@@ -34,6 +36,7 @@ from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     NotCommittedError,
+    OtherWriterError,
     for_command,
 )
 from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir
@@ -95,6 +98,28 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument("--dry-run", action="store_true", help="say which, and remove nothing")
     prune.set_defaults(run=_prune)
 
+    agent = commands.add_parser(
+        "agent",
+        help="run the agent of this node for a save directory: as a Slurm step, a systemd unit or "
+        "a sidecar container; settings come from the configuration, as those of trainers do",
+    )
+    agent.add_argument(
+        "--save", required=True, metavar="DIR", help="save directory (Megatron's --save)"
+    )
+    how = agent.add_mutually_exclusive_group(required=True)
+    how.add_argument(
+        "--foreground",
+        action="store_true",
+        help="serve trainers until SIGTERM (what is staged is finished first) or until none has "
+        "come for 'agent.grace_s' seconds",
+    )
+    how.add_argument(
+        "--wait",
+        action="store_true",
+        help="return when an agent of this node answers, at most 'agent.start_timeout_s' seconds",
+    )
+    agent.set_defaults(run=_agent)
+
     convert.add_parser(commands, _iteration)
     plan.add_parser(commands)
     report.add_parser(commands)
@@ -149,6 +174,8 @@ def _ls(args: argparse.Namespace, out: Console) -> int:
         say(out, f"* named by {TRACKER}")
     else:
         say(out, f"{TRACKER} names {tracker!r}, which is not here")
+    if (writer := claim.read(storage)) is not None:
+        say(out, f"claimed by {writer.writer}{claim.DOING[writer.state]}")
     return 0
 
 
@@ -166,6 +193,7 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
         "save": f"{summary.save_id}, format version {summary.version}",
         "tracker": "names it" if summary.tracked else "does not name it",
         "size": f"{human_size(summary.nbytes)} in {len(summary.files)} files",
+        **({"copies differ": ", ".join(summary.differing)} if summary.differing else {}),
         **{name: str(said) for name, said in summary.description.items() if said is not None},
     }
     table = new_table("", "")
@@ -237,6 +265,11 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
         "tracked": inspection.tracked_iteration(storage),
         "previous": None,
     }
+    if not args.dry_run and (writer := is_live(storage)) is not None:
+        raise OtherWriterError(
+            f"{args.directory}: {writer.writer} saves there, and removes by itself what its own "
+            "'retention' does not keep; nothing was removed. End that job first"
+        )
     doomed = [iteration_dir(commit.iteration) for commit in superfluous(storage, rules, **which)]
     stay: list[str] = []
     if not args.dry_run:
@@ -248,6 +281,15 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
     if not doomed:
         say(out, f"{args.directory}: every checkpoint is kept by a rule")
     return 1 if stay else 0
+
+
+def _agent(args: argparse.Namespace, out: Console) -> int:
+    if args.foreground:
+        foreground.become(args.save, load_config())
+    pid = foreground.wait_for_agent(args.save, load_config())
+    # Not seen from here in another container.
+    say(out, f"{f'agent {pid}' if pid else 'an agent'} serves {args.save}")
+    return 0
 
 
 def _config_check(args: argparse.Namespace, out: Console) -> int:

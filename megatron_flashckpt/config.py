@@ -9,17 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.faults import VARIABLE as FAULT_VARIABLE
+from megatron_flashckpt.waits import Wait
 
 PREFIX = "FLASHCKPT_"
 FILE_VARIABLE = "FLASHCKPT_CONFIG"
 
-ShareOut = Literal["share", "first"]
+ShareOut = Literal["share", "first"] | Annotated[int, msgspec.Meta(ge=1)]
 Weights = Literal["store", "derive"]
 
 
@@ -32,7 +33,8 @@ def _require_at_least(*bounds: tuple[str, float | None, float]) -> None:
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who writes state that several data-parallel replicas hold alike.
 
-    `share`: every replica an equal byte share; `first`: the first replica all of it.
+    `share`: every replica an equal byte share; `first`: the first replica all of it; a number N: N
+    replicas, spread over the nodes, an equal byte share each.
     """
 
     weight: ShareOut = "share"
@@ -88,7 +90,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     because other nodes' shards are missing or the storage hangs."""
 
     slow_save_s: float = 300.0
-    """Seconds after which every rank's log says that a save is not durable yet, and why."""
+    """Seconds after which the log says that a save is not durable yet, and why (rank 0, and the
+    first rank of each node whose shard is still being written)."""
 
     sigterm_timeout_s: float = 120.0
     """Seconds that an agent told to end (SIGTERM) has for what is staged, and for trainers to make
@@ -160,7 +163,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """All settings. Every field has a default that is sound for a single node or a cluster."""
 
     runtime_dir: str | None = None
-    """Where agents keep their sockets (mode 0700); `None`: `/tmp/flashckpt-<uid>`."""
+    """Where agents keep their sockets (mode 0700); `None`: below `XDG_RUNTIME_DIR` if that is a
+    private directory, else `/tmp/flashckpt-<uid>`; another name if another user has taken that."""
 
     slots: int = 2
     """Checkpoints that a rank keeps in host memory: the last one stays while the next is staged."""
@@ -179,20 +183,46 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefers for shared memory: allocated four times as fast, and read and written for less. False:
     as the system provides them, where memory is so fragmented that finding them takes long."""
 
+    wait: Wait = "none"
+    """What `save_checkpoint` waits for. `none`: returns as soon as training may continue. `staged`:
+    when this rank's part is in host memory (implies `staging: blocking`). `durable`: when the
+    checkpoint is committed, or has failed (see `on_failure`); at most `drain_timeout_s`. One call
+    can ask for another wait: `with megatron_flashckpt.waiting("durable"):`."""
+
     busy: Literal["wait", "skip"] = "wait"
     """No free slot: `wait` for one, or `skip` this save on all ranks. `skip` costs one tiny
     all-reduce per save, the only collective of a save. With NCCL the training thread waits in it
-    until the GPUs of all ranks have finished the work that was queued before."""
+    until the GPUs of all ranks have finished the work that was queued before. A job's last save is
+    made up for when the job ends, if it was skipped."""
 
     on_failure: Literal["warn", "raise"] = "warn"
-    """A save that failed in the background: log an error on every rank, or stop training."""
+    """A save that failed in the background: log an error (on rank 0 and on the rank that failed),
+    or stop training."""
 
     failures_in_a_row: int | None = None
     """With `on_failure: warn`: stop training all the same when so many saves have failed one after
     the other; `None`: never."""
 
+    exit_nonzero_unless_durable: bool = True
+    """Exit with status 1 if the job's last save to storage is not durable when the job ends, as
+    stock Megatron does when a save fails. Another status that the script exits with, and an
+    exception, stay as they are. False: the exit status says nothing of saves."""
+
+    probe_wait_s: float | None = 60.0
+    """Before the first step every node writes, renames and reads a small file in the save
+    directory, and rank 0 waits so many seconds until it sees those of all nodes. None: no probe."""
+
+    other_writer: Literal["refuse", "take_over"] = "refuse"
+    """Another job that trains saves to this directory: `refuse` to start, or `take_over`: from then
+    on the other job writes nothing there, and its saves fail. A job that has crashed is no obstacle
+    (nor is this job's own former run)."""
+
+    other_writer_wait_s: float = 60.0
+    """Longest wait of a start for such a job to end; and, after a crash, for an agent on a node
+    that this run does not have to write what was staged."""
+
     drain_timeout_s: float = 1800.0
-    """Longest wait at exit for the last save to be committed."""
+    """Longest wait, at exit and with `wait: durable`, for a save to be committed."""
 
     memory_interval: int | None = None
     """Iterations between saves to host memory only, between those to storage: sets Megatron's
@@ -262,6 +292,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("agent.commit_timeout_s", self.agent.commit_timeout_s, 1),
             ("agent.slow_save_s", self.agent.slow_save_s, 0),
             ("agent.sigterm_timeout_s", self.agent.sigterm_timeout_s, 0),
+            ("probe_wait_s", self.probe_wait_s, 0),
+            ("other_writer_wait_s", self.other_writer_wait_s, 0),
             ("drain_timeout_s", self.drain_timeout_s, 0),
         )
 

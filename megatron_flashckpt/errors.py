@@ -61,6 +61,18 @@ class AgentError(FlashCkptError, ConnectionError):
     """The node's agent is gone, cannot be started, or does not answer."""
 
 
+class OtherWriterError(FlashCkptError):
+    """Another job writes to the save directory, so this one does not start."""
+
+
+class OvertakenError(StorageError):
+    """A later run has taken over the save directory, so this one writes nothing there any more."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.strerror = message
+
+
 class SaveFailedError(FlashCkptError):
     """A checkpoint that was staged could not be made durable."""
 

@@ -7,6 +7,7 @@ to 130 ms, read in 70 to 80 ms, where a plain copy took 60 to 70 ms.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,8 @@ from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_count, new_
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.reading import read_parts
+
+logger = logging.getLogger(__name__)
 
 
 class HeldSlot:
@@ -44,8 +47,12 @@ class HeldSlot:
                 f"{self.meta.template.nbytes} bytes of data, expected {header.data_nbytes}; host "
                 "memory is damaged"
             )
-        #: Taken when the agent read the slot; one that has not come to that has none.
+        #: Taken when the agent read the slot, at the latest before it offered the slot.
         self._digests = offer.digests
+        if self._digests is None:
+            logger.warning(
+                "%s: is restored unverified: the agent has not digested it in time", self._place
+            )
         if self._digests is not None and len(self._digests) != chunk_count(header.data_nbytes):
             raise CorruptCheckpointError(
                 f"{self._place}: {len(self._digests)} digests do not stand for "

@@ -21,6 +21,8 @@ class InMemory:
     offer: Offer
     committed: int
     """Iteration of the newest checkpoint that was committed, as far as agents know; -1: of none."""
+    lineage: frozenset[str] = frozenset()
+    """Saves that this one continues, as far as agents know; see `protocol.Offer`."""
 
 
 def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
@@ -48,7 +50,7 @@ def held_in_memory(checkpointer: Checkpointer) -> list[InMemory]:
         return []
     mine = {offer.save_id: offer for offer in offers}
     return [
-        InMemory(slab, mine[theirs[0]["save_id"]], _committed(theirs))
+        InMemory(slab, mine[theirs[0]["save_id"]], _committed(theirs), _lineage(theirs))
         for theirs in common_saves(everyone)
     ]
 
@@ -62,6 +64,10 @@ def _told(taken: _Taken) -> tuple[_Taken, list[dict[str, Any]]]:
         {name: getattr(offer, name) for name in offer.__struct_fields__ if name != "digests"}
         for offer in taken[1]
     ]
+
+
+def _lineage(offers: list[dict[str, Any]]) -> frozenset[str]:
+    return frozenset[str]().union(*(offer["lineage"] for offer in offers))
 
 
 def _committed(offers: list[dict[str, Any]]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_flashckpt import foreign
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -50,9 +51,8 @@ _SHOWN = 8
 _MAX_RANKS = 1 << 20
 #: Files looked at at the same time, for storage that answers slowly.
 _THREADS = 16
-#: No more is read of a tracker or a note, and of Megatron's metadata.json, however long they are.
+#: No more is read of a tracker or a note, however long they are.
 _SMALL_NBYTES = 4096
-_METADATA_NBYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +95,16 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
     """Return the committed checkpoint of `iteration`.
 
     Raises:
-        NotCommittedError: there is none, or it is one of Megatron's own.
+        NotCommittedError: there is none, or it is one of Megatron's own or DLRover's.
         CorruptCheckpointError: its manifest is damaged.
         FormatVersionError: a newer release wrote it.
     """
     try:
         encoded = read_manifest(storage, iteration)
     except NotCommittedError as error:
-        megatron = megatron_format(storage, names.iteration_dir(iteration))
+        if problem := foreign.dlrover_problem(storage, iteration):
+            raise NotCommittedError(problem) from error
+        megatron = foreign.megatron_format(storage, names.iteration_dir(iteration))
         if megatron is None:
             raise
         raise NotCommittedError(
@@ -160,14 +162,14 @@ def committed_iterations(storage: Storage) -> list[int]:
 def loadable_iterations(storage: Storage) -> list[int]:
     """Return in order what jobs may be told to load: what is committed, and what is tracked.
 
-    Iterations in Megatron's own formats are left out.
+    Iterations in Megatron's own formats, and DLRover's, are left out.
 
     Raises:
         NotCommittedError: there is none.
     """
     iterations = set(committed_iterations(storage))
     tracked = tracked_iteration(storage)
-    if tracked is not None and not megatron_format(storage, names.iteration_dir(tracked)):
+    if tracked is not None and not _is_foreign(storage, names.iteration_dir(tracked)):
         iterations.add(tracked)
     if not iterations:
         raise NotCommittedError(
@@ -175,6 +177,13 @@ def loadable_iterations(storage: Storage) -> list[int]:
             "holds"
         )
     return sorted(iterations)
+
+
+def _is_foreign(storage: Storage, directory: str) -> bool:
+    return (
+        foreign.is_dlrovers(storage, directory)
+        or foreign.megatron_format(storage, directory) is not None
+    )
 
 
 def checkpoints(storage: Storage) -> list[Found]:
@@ -187,7 +196,10 @@ def checkpoints(storage: Storage) -> list[Found]:
             present = set(storage.list(directory))
             if names.MANIFEST in present and iteration is not None:
                 found.append(_committed(open_checkpoint(storage, iteration), present))
-            elif megatron := megatron_format(storage, directory):
+            elif foreign.is_dlrovers(storage, directory):
+                remark = foreign.dlrover_remark(storage, directory)
+                found.append(Found(directory, iteration, foreign.DLROVER, remark))
+            elif megatron := foreign.megatron_format(storage, directory):
                 found.append(Found(directory, iteration, MEGATRON, megatron))
             elif directory in removed:
                 remark = "its removal was cut short; the next commit ends it"
@@ -196,6 +208,12 @@ def checkpoints(storage: Storage) -> list[Found]:
                 found.append(_uncommitted(storage, directory, iteration, present))
         except (FlashCkptError, OSError) as error:
             found.append(Found(directory, iteration, UNREADABLE, for_listing(str(error))))
+    tracked = tracked_iteration(storage)
+    if tracked is not None and foreign.dlrover_empty(storage, tracked):
+        directory = names.iteration_dir(tracked)
+        found = [one for one in found if one.directory != directory]
+        remark = "committed with no files in it"
+        found.append(Found(directory, tracked, foreign.DLROVER, remark))
     return found
 
 
@@ -238,21 +256,6 @@ def _damage(stored: StoredCheckpoint, present: set[str]) -> str:
         ]
     problems = {"missing": missing, "of another length": changed}
     return "; ".join(f"{what}: {_some(which)}" for what, which in problems.items() if which)
-
-
-def megatron_format(storage: Storage, directory: str) -> str | None:
-    """Return the name of Megatron's own format that `directory` is in; None if it is in none."""
-    present = storage.list(directory)
-    if any(name.startswith("mp_rank_") for name in present):
-        return "torch"
-    if "metadata.json" in present:
-        try:
-            encoded = storage.read(f"{directory}/metadata.json", 0, _METADATA_NBYTES)
-            said = msgspec.json.decode(encoded)
-        except (msgspec.DecodeError, RecursionError):
-            said = None
-        return str(said.get("sharded_backend", "?")) if isinstance(said, dict) else "?"
-    return "torch.distributed" if ".metadata" in present else None
 
 
 def _uncommitted(
@@ -344,6 +347,8 @@ class Summary(msgspec.Struct, frozen=True):
     version: int
     world_size: int
     tracked: bool
+    differing: tuple[str, ...]
+    """Keys of tensors of which ranks have copies that differ."""
     nbytes: int
     description: dict[str, Any]
     tensors: tuple[TensorSummary, ...]
@@ -369,6 +374,7 @@ def summary(stored: StoredCheckpoint) -> Summary:
         version=manifest.version,
         world_size=manifest.world_size,
         tracked=tracked_iteration(stored.storage) == manifest.iteration,
+        differing=manifest.differing,
         nbytes=sum(shard.nbytes for shard in manifest.shards),
         description=manifest.description,
         tensors=tuple(TensorSummary(*name, nbytes[name], pieces[name]) for name in sorted(pieces)),

@@ -49,7 +49,25 @@ def main(argv: list[str] | None = None) -> None:
         install()
     except FlashCkptError as error:
         raise SystemExit(f"flashckpt-launch: {error}") from error
-    runpy.run_path(script, run_name="__main__")
+    _run(script)
+
+
+def _run(script: str) -> None:
+    """Run the script; exit with status 1 if its last save is not durable and it exits with 0."""
+    from megatron_flashckpt import exit_status
+    from megatron_flashckpt.session import session
+
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        exit_status.choose(end.code)
+        if not exit_status.is_success():
+            raise
+    else:
+        exit_status.choose(None)
+    # Not left to the handler at exit, which can set a status only by ending the process at once.
+    if not session.end():
+        raise SystemExit(exit_status.FAILED)
 
 
 if __name__ == "__main__":

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections import defaultdict
-from collections.abc import Callable
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 import torch
 
 from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.layout.copies import copy_kind, is_copy
 from megatron_flashckpt.layout.coverage import ReadPlan, missing_state, read_plan, superfluous
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece
+from megatron_flashckpt.layout.held import typed_runs
+from megatron_flashckpt.layout.piece import (
+    BUFFER,
+    MASTER,
+    RANK_STATE,
+    UNUSED,
+    WEIGHT,
+    Piece,
+    Shape,
+)
+from megatron_flashckpt.layout.reshard import Run, overlap
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.megatron_lm.copy_check import named
+from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, torch_dtype
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece
 from megatron_flashckpt.restore.collectives import (
     Said,
@@ -58,6 +71,14 @@ class LoadPlan:
     targets: Targets
     names: Names
     """Kind and key of all that is filled."""
+    copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """Tensors that are not contiguous, each with the copy that is filled in its place."""
+
+    def finish(self) -> None:
+        """Copy back what was filled in the place of tensors that are not contiguous."""
+        with torch.no_grad():
+            for tensor, filled in self.copies:
+                tensor.copy_(filled)
 
     def zero_padding(self) -> None:
         """Zero what no read fills: the rows by which this vocabulary is padded further."""
@@ -76,6 +97,8 @@ class _Findings:
     """Names that it wants and that are not there at all."""
     refusal: Said | None
     """What speaks against the load beside that."""
+    replaced: set[str]
+    """Keys of tensors of which it takes the main copy, though its own was another one."""
 
 
 def plan_load(
@@ -100,27 +123,46 @@ def plan_load(
         MissingStateError: on every rank; lists all differences, nothing was overwritten.
     """
     masters = _masters_for_weights(found)
+    weights = {(key, dtype) for kind, key, dtype, _ in found.tensors if kind == WEIGHT}
     known = {(kind, key) for kind, key, _, _ in found.tensors}
+    # With another number of tensor ranks nobody stands where a rank stood.
+    is_same_tp = found.model_cut[0] == parallel.model_cut()[0]
+    copies = found.copies if is_same_tp else frozenset()
 
     def look() -> tuple[_Planned, _Findings]:
         mine = wanted()
-        pieces = [_as_stored(it.piece, masters) if masters else it.piece for it in mine]
+        uses_others = bool(masters or copies)
+        pieces = [
+            _as_stored(it, masters, weights, copies) if uses_others else it.piece for it in mine
+        ]
         names = {(piece.kind, piece.key) for piece in pieces}
         # Between them ranks look at all shards, in the layout that was saved each at its own.
         shards = found.sources[rank :: world_size()] if request.fill else []
         kinds = {WEIGHT, BUFFER} | (_optimizer_kinds(found) if request.optimizer else set())
         unwanted = superfluous(names | unread, shards, kinds)
-        lacking = names - known
+        unused = {(kind, key) for kind, key in names - known if key.endswith(UNUSED)}
+        lacking = names - known - unused
         absent = {f"{kind}/{key}" for kind, key in lacking}
-        if lacking and not request.strict:
-            there = [n for n, it in enumerate(pieces) if (it.kind, it.key) not in lacking]
+        left = unused if request.strict else unused | lacking
+        if left:
+            there = [n for n, it in enumerate(pieces) if (it.kind, it.key) not in left]
             mine, pieces = [mine[n] for n in there], [pieces[n] for n in there]
         try:
             plan = _plan(mine, pieces, found)
         except MissingStateError as error:
-            return _Planned(None, names, None), _Findings(error.differences, unwanted, absent, None)
+            return _Planned(None, names, None), _Findings(
+                error.differences, unwanted, absent, None, set()
+            )
         refused = attempt(lambda: check(plan.names))
-        return _Planned(plan, names, refused.error), _Findings((), unwanted, absent, refused.said)
+        replaced = {
+            local.piece.key
+            for local in mine
+            if local.piece.key in found.differing
+            and (not is_same_tp or (local.copy and (local.piece.key, local.copy) not in copies))
+        }
+        return _Planned(plan, names, refused.error), _Findings(
+            (), unwanted, absent, refused.said, replaced
+        )
 
     planned, everyone = gathered(look)
     unwanted = set().union(*(found.unwanted for found in everyone))
@@ -138,6 +180,16 @@ def plan_load(
             found.place,
             ", ".join(sorted(absent)) or "none",
             ", ".join(sorted(unwanted)) or "none",
+        )
+    replaced = set().union(*(found.replaced for found in everyone))
+    if rank == 0 and replaced:
+        logger.warning(
+            "%s: ranks held different values of %s, though they should hold the same ones. Each "
+            "now gets those of the first rank, because %s: training continues as from one of "
+            "Megatron's own checkpoints, not bit for bit",
+            found.place,
+            named(replaced),
+            "no other copies were saved" if is_same_tp else "the tensor parallel size is another",
         )
     assert planned.plan is not None
     return planned.plan
@@ -158,31 +210,83 @@ def _plan(wanted: list[LocalPiece], pieces: list[Piece], found: SavedJob) -> Loa
     resizable = {n for n, local in enumerate(wanted) if local.resizable}
     reads = read_plan(pieces, found.sources, found.place, resizable, found.held_by(twin))
     names = {(local.piece.kind, local.piece.key) for local in wanted}
-    return LoadPlan(reads, pieces, Targets(pieces, [local.tensor for local in wanted]), names)
+    copies = {id(local.origin[1]): local.origin for local in wanted if local.origin is not None}
+    targets = Targets(pieces, [local.tensor for local in wanted])
+    return LoadPlan(reads, pieces, targets, names, tuple(copies.values()))
 
 
 def _masters_for_weights(found: SavedJob) -> set[str]:
-    """Return the keys that have a master but no weight: `weights: derive` when they were saved."""
-    weights = {key for kind, key, _, _ in found.tensors if kind == WEIGHT}
-    masters = {key for kind, key, dtype, _ in found.tensors if (kind, dtype) == (MASTER, "F32")}
-    return masters - weights
+    """Return the keys whose 16-bit weights were saved as masters only (`weights: derive`).
+
+    Layers of other types that share the key have no masters and are stored as weights.
+    """
+    numels: Counter[str] = Counter()
+    shapes: dict[str, Shape] = {}
+    masters: set[str] = set()
+    stored: set[str] = set()
+    for (kind, key, dtype, shape), numel in found.tensors.items():
+        if kind == WEIGHT or (kind, dtype) == (MASTER, "F32"):
+            numels[key] += numel
+            shapes[key] = shape
+        if (kind, dtype) == (MASTER, "F32"):
+            masters.add(key)
+        elif kind == WEIGHT and torch_dtype(dtype) in SIXTEEN_BIT:
+            stored.add(key)
+    # Offloading optimizers keep masters of fp32 weights, too, which are stored beside them.
+    return {key for key in masters - stored if numels[key] <= math.prod(shapes[key])}
 
 
-def _as_stored(piece: Piece, masters: set[str]) -> Piece:
-    """Return the part of the master that a weight is made of, if that is what is stored."""
-    if piece.kind != WEIGHT or piece.key not in masters:
-        return piece
-    return msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
+def _as_stored(
+    local: LocalPiece,
+    masters: set[str],
+    weights: set[tuple[str, str]],
+    copies: frozenset[tuple[str, str]],
+) -> Piece:
+    """Return the piece that `local` is filled from.
+
+    That is the part of the master that a weight is made of, if weights are not stored; and of this
+    rank's own copy, if that is stored.
+
+    Args:
+        weights: key and type of all stored weights.
+    """
+    piece = local.piece
+    if piece.kind == WEIGHT and piece.key in masters and (piece.key, piece.dtype) not in weights:
+        piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
+    if local.copy and (piece.key, local.copy) in copies:
+        piece = msgspec.structs.replace(piece, kind=copy_kind(piece.kind, local.copy))
+    return piece
 
 
 def _optimizer_kinds(found: SavedJob) -> set[str]:
-    return {kind for kind, *_ in found.tensors} - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
+    kinds = {kind for kind, *_ in found.tensors if not is_copy(kind)}
+    return kinds - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
 
 
-def optimizer_states(found: SavedJob) -> dict[str, dict[str, torch.dtype]]:
-    """Return, by key, the types of the optimizer's states that the checkpoint has, by kind."""
-    stored: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
-    for kind, key, dtype, _ in found.tensors:
-        if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE):
-            stored[key][kind] = torch_dtype(dtype)
-    return stored
+class StoredStates:
+    """The states of the optimizer that a checkpoint has, and their types."""
+
+    def __init__(self, found: SavedJob) -> None:
+        self.by_key: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
+        """By key, the kinds of state and the type of each; one of them, where layers differ."""
+        mixed: set[tuple[str, str]] = set()
+        for kind, key, name, _ in found.tensors:
+            if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE) and not is_copy(kind):
+                dtype = torch_dtype(name)
+                if self.by_key[key].setdefault(kind, dtype) != dtype:
+                    mixed.add((kind, key))
+        self._mixed = typed_runs(found.sources, mixed) if mixed else {}
+
+    def dtype_of(self, kind: str, pieces: Iterable[Piece]) -> torch.dtype | None:
+        """Return the type in which state of `kind` is stored of `pieces`; None if there is none.
+
+        Args:
+            pieces: those of one parameter; kind and type are not looked at.
+        """
+        for piece in pieces:
+            for run, dtype in self._mixed.get((kind, piece.key), ()):
+                if overlap(run, Run.of(piece)).numel:
+                    return torch_dtype(dtype)
+            if (kind, piece.key) not in self._mixed and kind in self.by_key.get(piece.key, {}):
+                return self.by_key[piece.key][kind]
+        return None

@@ -22,19 +22,20 @@ from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.in_memory import InMemory
+from megatron_flashckpt.layout.copies import CopySum, compared
 from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, optimizer_states, plan_load
+from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, StoredStates, plan_load
 from megatron_flashckpt.load_side_state import SideReads, SideState
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.restore.collectives import broadcast_object, from_first, gathered, together
+from megatron_flashckpt.restore.collectives import exchange_blobs, from_first, gathered, together
 from megatron_flashckpt.restore.exchange import buffers_nbytes, exchange
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads, read_all
 from megatron_flashckpt.restore.replicas import ReadReport, Sharing, read_with_replicas
@@ -92,14 +93,23 @@ def load_from_memory(
     offer = found_there.offer
     threads = _threads(config)
 
-    def described() -> tuple[HeldSlot, _Summary]:
+    def described() -> tuple[tuple[HeldSlot, bytes], _Summary]:
         held = HeldSlot(found_there.slab, offer, rank)
         meta = held.meta
+        encoded = msgspec.msgpack.encode(meta.template.items)
         places = (meta.coordinates, parallel.coordinates())
-        return held, _Summary(meta.template_fingerprint, meta.placement, *places)
+        summary = _Summary(
+            meta.template_fingerprint,
+            len(encoded),
+            meta.placement,
+            *places,
+            meta.differing,
+            meta.sums,
+        )
+        return (held, encoded), summary
 
-    held, everyone = gathered(described)
-    templates = _templates(everyone, rank, held.meta.template)
+    (held, encoded), everyone = gathered(described)
+    templates = _templates(everyone, rank, held.meta.template, encoded)
     found = SavedJob(
         f"the memory of iteration {offer.iteration}",
         [
@@ -107,14 +117,20 @@ def load_from_memory(
             for number, it in enumerate(everyone)
         ],
         [it.coordinates for it in everyone],
+        compared(everyone)[0],
     )
 
     def fill(plan: LoadPlan) -> ReadReport:
         started = time.perf_counter()
         with ChunkReader(held, threads, plan.targets.gpu) as reader:
             received = exchange(reader, held.data, rank, plan.reads, plan.pieces, plan.targets)
-        seconds = time.perf_counter() - started
-        return ReadReport(0, received, seconds, buffers_nbytes() + reader.nbytes)
+        held_nbytes = sum(read.nbytes for read in plan.reads.reads.get(rank, ()))
+        return ReadReport(
+            received_nbytes=received,
+            held_nbytes=held_nbytes,
+            seconds=time.perf_counter() - started,
+            memory_nbytes=buffers_nbytes() + reader.nbytes,
+        )
 
     def alone(plan: LoadPlan) -> None:
         read_all(held, plan.reads, plan.pieces, plan.targets, threads, plan.targets.gpu)
@@ -130,29 +146,42 @@ class _Summary(NamedTuple):
     """What a rank tells the others of its slot."""
 
     fingerprint: str
+    items_nbytes: int
+    """Bytes of the encoded items of its template."""
     placement: Placement
     coordinates: Coordinates
     """Where it stood when it saved."""
     stands: Coordinates
+    differing: tuple[str, ...]
+    sums: tuple[CopySum, ...] | None
 
 
-def _templates(everyone: list[_Summary], rank: int, mine: Template) -> dict[str, Template]:
+def _templates(
+    everyone: list[_Summary], rank: int, mine: Template, encoded: bytes
+) -> dict[str, Template]:
     """Return the templates of all ranks by fingerprint. Collective.
 
-    Ranks share templates, so each travels once, and none if all have the same.
+    The first rank with a template sends it. All templates travel together, so how many there are
+    does not change the number of collectives; ranks that all have the same template need none.
+
+    Args:
+        mine, encoded: this rank's template, and the items of it.
     """
-    fingerprints = [it.fingerprint for it in everyone]
-    found = {fingerprints[rank]: mine}
-    for fingerprint in dict.fromkeys(fingerprints):
-        if found.keys() == set(fingerprints) == {fingerprint}:
-            break
-        has_it = fingerprint == fingerprints[rank]
-        encoded = msgspec.msgpack.encode(mine.items) if has_it else b""
-        encoded = broadcast_object(encoded, fingerprints.index(fingerprint))
-        if not has_it:
-            items = msgspec.msgpack.decode(encoded, type=tuple[TemplateItem, ...])
-            found[fingerprint] = Template(items, 0, b"")
-    return found
+    first: dict[str, int] = {}
+    for number, summary in enumerate(everyone):
+        first.setdefault(summary.fingerprint, number)
+    templates = {everyone[rank].fingerprint: mine}
+    if len(first) == 1:
+        return templates
+    lengths = [everyone[number].items_nbytes for number in first.values()]
+    sent = {n: encoded for n, number in enumerate(first.values()) if number == rank}
+    blobs = memoryview(exchange_blobs(lengths, sent))
+    for fingerprint, length in zip(first, lengths, strict=True):
+        if fingerprint not in templates:
+            items = msgspec.msgpack.decode(blobs[:length], type=tuple[TemplateItem, ...])
+            templates[fingerprint] = Template(items, 0, b"")
+        blobs = blobs[length:]
+    return templates
 
 
 @held_off()
@@ -180,7 +209,10 @@ def load_from_storage(
     encoded, common = from_first(read)
     stored = together(lambda: StoredCheckpoint(storage, iteration, encoded))
     found = SavedJob(
-        stored.place, stored.sources(), [shard.coordinates for shard in stored.manifest.shards]
+        stored.place,
+        stored.sources(),
+        [shard.coordinates for shard in stored.manifest.shards],
+        frozenset(stored.manifest.differing),
     )
     supply = _Supply(
         common,
@@ -235,11 +267,13 @@ def _load(
         if not request.fill:
             return []
         refuse_unmastered(request, found.place)
-        return state.wanted(request.chunks, request.optimizer, states)
+        dtype_of = StoredStates(found).dtype_of
+        return state.wanted(request.chunks, request.optimizer, states, dtype_of)
 
     def check(names: Names) -> None:
         if request.fill and request.optimizer is not None:
-            hyper_parameters.check(request.optimizer, side.optimizer)
+            geometry = state.geometry(request.chunks)
+            hyper_parameters.check(request.optimizer, side.optimizer, geometry)
         refuse_mixture(request, names, found.place)
 
     unread: Names = set()
@@ -250,7 +284,10 @@ def _load(
     reach("load.planned")
     together(plan.zero_padding)
     report = supply.fill(plan)
+    together(plan.finish)
     reach("load.filled")
+    # The next save has all copies of these at once.
+    state.differing_keys |= found.differing
     return Loaded(origin, common, side, report)
 
 
@@ -283,7 +320,7 @@ def _side(
         own, dealt = reads.states()
         states = {}
         if request.fill:
-            stored = optimizer_states(found)
+            stored = StoredStates(found).by_key
             states = state.states_of(request.chunks, request.optimizer, stored)
         return (common, reads, own), (dealt, states)
 

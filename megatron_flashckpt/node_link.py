@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
 
+from megatron_flashckpt import joining
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.client import AgentClient, connect
-from megatron_flashckpt.agent.protocol import JoinPeers, Offer, OpenPeers, Outcome, PeersOpened
-from megatron_flashckpt.agent.rendezvous import agent_directory
+from megatron_flashckpt.agent.protocol import (
+    JoinPeers,
+    Offer,
+    OpenPeers,
+    Outcomes,
+    PeersOpened,
+)
+from megatron_flashckpt.agent.rendezvous import agent_directory, holder
+from megatron_flashckpt.agent.run_messages import BeginRun, whose
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
+from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError, StorageError
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.slab import Slab
@@ -39,6 +50,14 @@ def _holds_checkpoint(slab: Slab) -> bool:
     return any(slot.header.state in COMPLETE for slot in slab.slots)
 
 
+def _holder(client: AgentClient, wait_s: float) -> str:
+    try:
+        slabs = client.held(wait_s)
+    except AgentError:  # its memory is gone with it
+        return ""
+    return f"agent {client.agent_pid} holds {whose(slabs)}" if slabs else ""
+
+
 class NodeLink:
     """Connects when first needed, and again after the agent was lost.
 
@@ -52,12 +71,18 @@ class NodeLink:
         self._client: AgentClient | None = None
         self._slab: Slab | None = None
         self._attached = False
+        #: The agent that has the slab from before a restart.
+        self._offered_by: AgentClient | None = None
         #: Whether the pages of a slab from before a restart are to be mapped once the load is over.
         self._unmapped = False
+        self._key: RunKey | None = None
+        self._begun: BeginRun | None = None
         self._opened: PeersOpened | None = None
         self._joined: JoinPeers | None = None
         self._preparing: threading.Thread | None = None
         self._lost_one = False
+        #: Why no agent took the place of the last one that was lost; empty if one did.
+        self.refusal = ""
         #: Saves that were staged in the slab when an agent got it, which tells their outcome.
         self._taken: tuple[str, ...] = ()
         #: CUDA device of the training thread; every other thread must set it.
@@ -143,8 +168,8 @@ class NodeLink:
 
     def _pin(self) -> None:
         """Begin to page-lock the slab. A load after a restart does not need that."""
-        if self._config.pinned and self._device is not None:
-            self.stager.pin(agent_directory(self._root, self._config.runtime_dir))
+        if self._config.pinned and self._device is not None and self._client is not None:
+            self.stager.pin(self._client.directory)
 
     def _prepare(
         self, nbytes: int | None, plan_nbytes: int, earlier: threading.Thread | None
@@ -173,7 +198,7 @@ class NodeLink:
     @property
     def has_slab(self) -> bool:
         """Whether memory is reserved already: that of an earlier incarnation, after a restart."""
-        return self._slab is not None
+        return self._slab is not None and not self._slab.read_only
 
     def client(self) -> AgentClient:
         """Return the connection to the node's agent, made (and the agent started) if need be."""
@@ -187,11 +212,45 @@ class NodeLink:
             local_rank = 0 if self._lost_one else int(os.environ.get("LOCAL_RANK", "0"))
             self._client = connect(self._root, self._rank, local_rank, self._config)
             self._attached = False
+            if self._key is not None:
+                self._client.hold(self._key)
+            if self._rank == 0:
+                joining.announce(self._client.agent_pid, self._client.facts, self._root)
             if self._config.redundancy == "none":
                 self._client.end_peers()
             else:
                 self._join_again(self._client)
+            if self._begun is not None:
+                self._client.begin_run(self._begun)
         return self._client
+
+    def begin_run(self, run: BeginRun) -> None:
+        """Tell the agent which ranks the run has on this node; one that starts later, too."""
+        self._prepared()
+        self._begun = run
+        if self._client is not None:
+            with contextlib.suppress(AgentError):  # it is gone: the next one is told
+                self._client.begin_run(run)
+
+    def holder(self, wait_s: float) -> str:
+        """Return how much memory the agent of this node holds, and for whom; empty: none.
+
+        Waits until the agent has freed the memory of ranks that the run does not have.
+        """
+        try:
+            directory = agent_directory(self._root, self._config.runtime_dir)
+            if self._client is None and holder(directory) is None:
+                return ""
+            return _holder(self.client(), wait_s)
+        except OSError:  # an AgentError is one; the refusal must reach all ranks alike
+            return ""
+
+    def hold(self, key: RunKey) -> None:
+        """Tell the agent which run this rank is of, and every agent that takes its place."""
+        self._prepared()
+        self._key = key
+        if self._client is not None:
+            self._client.hold(key)
 
     def open_peers(self, host: str) -> PeersOpened:
         """Have the agent listen for those of other nodes on `host`.
@@ -239,19 +298,13 @@ class NodeLink:
 
     def _ensure(self, data_nbytes: int, meta_nbytes: int) -> Slab:
         self._connected()
+        self.reclaim()
         slab = self._slab
         fits = slab is not None and slab.fits(meta_nbytes, data_nbytes, self._config.slots)
         if slab is None or slab.read_only or not fits:
             self.stager.wait()
             self._make_way()
-            slab = Slab.create(
-                self._config.slots,
-                meta_nbytes + _META_RESERVE,
-                data_nbytes,
-                str(self._rank),
-                huge_pages=self._config.huge_pages,
-                numa_node=None if self._device is None else node_of_gpu(self._device),
-            )
+            slab = self._new_slab(data_nbytes, meta_nbytes)
             slab.populate()
             self._use(slab)
             self._attached = False
@@ -261,6 +314,22 @@ class NodeLink:
             self._attach(slab)
         self._pin()
         return slab
+
+    def _new_slab(self, data_nbytes: int, meta_nbytes: int) -> Slab:
+        try:
+            return Slab.create(
+                self._config.slots,
+                meta_nbytes + _META_RESERVE,
+                data_nbytes,
+                str(self._rank),
+                huge_pages=self._config.huge_pages,
+                numa_node=None if self._device is None else node_of_gpu(self._device),
+            )
+        except StorageError as error:
+            held = _holder(self._connected(), 0.0) if error.errno == errno.ENOMEM else ""
+            raise StorageError(
+                error.errno, "; ".join(filter(None, (error.strerror, held)))
+            ) from error
 
     def _make_way(self) -> None:
         """Free a slab without a checkpoint: the node may lack the memory for two slabs."""
@@ -283,14 +352,35 @@ class NodeLink:
 
         The slab stays in use for the saves to come.
         """
-        slab, offers = self.client().take()
+        client = self.client()
+        slab, offers = client.take()
         if slab is not None:
+            self._offered_by = client
             self._note_device()
             self._use(slab)
             # The load reads one slot, once; all pages are mapped when it is over (`prepare`).
             self._unmapped = not slab.read_only
             self._attached = True
         return slab, offers
+
+    def reclaim(self) -> None:
+        """Save into the slab of an earlier process after all, if that has ended since the load.
+
+        Raises:
+            AgentError: the agent is gone.
+            SaveFailedError: CUDA makes no stream to copy on.
+        """
+        if self._slab is None or not self._slab.read_only:
+            return
+        client = self._connected()
+        if client is not self._offered_by:
+            return  # an agent that came later has not met the earlier process
+        slab, _ = client.take()
+        if slab is not None and slab.read_only:
+            slab.close()
+        elif slab is not None:
+            self._use(slab)
+            self._unmapped = True
 
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Tell the agent which save training goes on from; another one, if it is gone.
@@ -330,8 +420,10 @@ class NodeLink:
         """Put a template into the agent's store."""
         self.client().publish_template(fingerprint, encoded)
 
-    def poll(self, wait_s: float, spans: Mapping[str, tuple[Span, ...]]) -> tuple[Outcome, ...]:
-        """Return outcomes not told yet; nothing if no agent was ever needed.
+    def poll(self, wait_s: float, spans: Mapping[str, tuple[Span, ...]]) -> Outcomes | None:
+        """Return what the agent reports; None while an agent is being looked for.
+
+        Without an agent, because none was needed or none can be had, nothing is pending.
 
         Args:
             spans: by save, what it has done since its doorbell was rung.
@@ -342,13 +434,13 @@ class NodeLink:
         if self._preparing is not None:
             self._preparing.join(wait_s)
             if self._preparing.is_alive():
-                return ()
+                return None
         if self._client is None:
-            return ()
+            return Outcomes((), 0)
         outcomes = self._client.poll(wait_s, spans)
         for notice in outcomes.notices:
             logger.warning("rank %d: iteration %d: %s", self._rank, notice.iteration, notice.text)
-        return outcomes.finished
+        return outcomes
 
     @property
     def current(self) -> AgentClient | None:
@@ -373,6 +465,7 @@ class NodeLink:
         return True
 
     def _replace(self) -> None:
+        self.refusal = ""
         # A copy that is under way ends with a doorbell: it must find its slot with one agent.
         self.stager.wait()
         try:
@@ -381,6 +474,7 @@ class NodeLink:
                 self._attach(self._slab)
         except FlashCkptError as error:
             logger.error("rank %d: no other agent: %s", self._rank, error)
+            self.refusal = str(error)
             self._drop()
 
     def settled(self) -> tuple[str, ...] | None:

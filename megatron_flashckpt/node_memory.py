@@ -1,7 +1,8 @@
 """Checks before the first step that the slabs of all ranks of a node fit into its memory together.
 
 Each slab may fit alone, but all ranks allocate theirs at the same time: without this check the
-kernel kills processes, or saves fail for the rest of the run.
+kernel kills processes, or saves fail for the rest of the run. A slab must also keep within the
+limits of its own process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import platform
 from collections.abc import Sequence
 
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.memory.available import Limit, limits
+from megatron_flashckpt.memory.available import Limit, ProcessLimit, limits, process_limits, shown
 from megatron_flashckpt.restore.collectives import gathered
 
 #: Upper bound of the nodes that a refusal lists.
@@ -30,6 +31,11 @@ class Need:
     is_there: bool
     """True after a restart: all of that memory is allocated already."""
     limits: tuple[Limit, ...]
+    process_limits: tuple[ProcessLimit, ...] = ()
+    agent: str = ""
+    """Directory of the agent of this rank; ranks of one host may have several."""
+    holder: str = ""
+    """Which memory the agent holds already, and for whom, if that was asked."""
 
     @property
     def nbytes(self) -> int:
@@ -47,6 +53,7 @@ class Shared:
     held_nbytes: int
     left_nbytes: int
     """Bytes that the limit leaves; the smallest number that any of the ranks has read."""
+    holders: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -58,28 +65,41 @@ class Shared:
         return self.nbytes - self.left_nbytes
 
 
-def gather_needs(slab_nbytes: int, held_nbytes: int, *, is_there: bool) -> list[Need]:
+def gather_needs(
+    slab_nbytes: int, held_nbytes: int, *, is_there: bool, agent: str = "", holder: str = ""
+) -> list[Need]:
     """Return the needs of all ranks, in rank order. Collective.
 
     Args:
         slab_nbytes: size of this rank's slab.
         held_nbytes: bytes that this rank's node holds for a rank of another node (`redundancy`).
         is_there: True if that memory is allocated already, since before a restart.
+        agent: directory of this rank's agent.
+        holder: which memory that agent holds, and for whom.
     """
 
     def measure() -> tuple[None, Need]:
-        need = Need(platform.node(), slab_nbytes, held_nbytes, is_there, tuple(limits()))
-        return None, need
+        bounds = tuple(limits()), tuple(process_limits())
+        sizes = (slab_nbytes, held_nbytes, is_there)
+        return None, Need(platform.node(), *sizes, *bounds, agent, holder)
 
     return gathered(measure)[1]
+
+
+def neighbours(needs: Sequence[Need], rank: int) -> tuple[int, ...]:
+    """Return the ranks that have the same agent as `rank`."""
+    place = (needs[rank].host, needs[rank].agent)
+    return tuple(other for other, need in enumerate(needs) if (need.host, need.agent) == place)
 
 
 def check(needs: Sequence[Need], slots: int) -> None:
     """Raise, on all ranks alike, if the ranks of a node need more memory than it has left.
 
     Raises:
-        StorageError: lists these nodes, each with the bytes needed and left.
+        StorageError: lists these nodes, each with the bytes needed and left; or the ranks whose
+            process may not have a slab of its size.
     """
+    _check_processes(needs, slots)
     short = [shared for shared in by_limit(needs) if shared.nbytes and shared.missing_nbytes > 0]
     # Several limits may bound the same ranks: the tightest one is shown.
     worst: dict[tuple[int, ...], Shared] = {}
@@ -88,16 +108,36 @@ def check(needs: Sequence[Need], slots: int) -> None:
     if not worst:
         return
     lines = [_refusal(shared) for _, shared in sorted(worst.items())]
-    if len(lines) > _MOST_SHOWN:
-        lines[_MOST_SHOWN:] = [f"and {len(lines) - _MOST_SHOWN} more"]
     raise StorageError(
         errno.ENOMEM,
         f"the {slots} checkpoint slots of each rank do not fit into host memory, so saves would "
-        "fail or the kernel would kill processes:\n  "
-        + "\n  ".join(lines)
-        + "\nfree memory on these nodes, lower 'slots', use more nodes, or raise the memory limit "
-        "of the job's pod or batch job",
+        f"fail or the kernel would kill processes:\n  {_listed(lines)}\nfree memory on these "
+        "nodes, lower 'slots', use more nodes, or raise the memory limit of the job's pod or batch "
+        "job",
     )
+
+
+def _check_processes(needs: Sequence[Need], slots: int) -> None:
+    lines = [
+        f"{need.host}: rank {rank} needs {shown(need.slab_nbytes)} in one piece; its {limit.name} "
+        f"leaves {shown(limit.left_nbytes)}"
+        for rank, need in enumerate(needs)
+        for limit in need.process_limits
+        if not need.is_there and need.slab_nbytes > limit.left_nbytes
+    ]
+    if lines:
+        raise StorageError(
+            errno.EFBIG,
+            f"the {slots} checkpoint slots of a rank exceed a limit of its process, so every save "
+            f"would fail:\n  {_listed(lines)}\nraise that limit where the job is started, lower "
+            "'slots', or use more ranks",
+        )
+
+
+def _listed(lines: list[str]) -> str:
+    if len(lines) > _MOST_SHOWN:
+        lines = [*lines[:_MOST_SHOWN], f"and {len(lines) - _MOST_SHOWN} more"]
+    return "\n  ".join(lines)
 
 
 def by_limit(needs: Sequence[Need]) -> list[Shared]:
@@ -115,6 +155,7 @@ def by_limit(needs: Sequence[Need]) -> list[Shared]:
             slab_nbytes=sum(needs[rank].slab_nbytes for rank, _ in group if new[rank]),
             held_nbytes=sum(needs[rank].held_nbytes for rank, _ in group if new[rank]),
             left_nbytes=max(0, min(limit.left_nbytes for _, limit in group)),
+            holders=tuple(sorted({needs[rank].holder for rank, _ in group} - {""})),
         )
         for group in bounded.values()
     ]
@@ -128,19 +169,15 @@ def around(needs: Sequence[Need], rank: int) -> Shared:
     )
 
 
-def shown(nbytes: int) -> str:
-    """Return a number of bytes as text, in MiB or GiB."""
-    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
-    return f"{nbytes / unit:.1f} {name}"
-
-
 def _refusal(shared: Shared) -> str:
     first, last = shared.ranks[0], shared.ranks[-1]
     needing = f"{len(shared.ranks)} ranks ({first} to {last}) need"
     if first == last:
         needing = f"rank {first} needs"
     held = f", {shown(shared.held_nbytes)} of it for other nodes" if shared.held_nbytes else ""
-    return (
+    lines = [
         f"{shared.host}: {needing} {shown(shared.nbytes)}{held}; {shared.place} has "
-        f"{shown(shared.left_nbytes)} left"
-    )
+        f"{shown(shared.left_nbytes)} left",
+        *shared.holders,
+    ]
+    return "; ".join(lines)

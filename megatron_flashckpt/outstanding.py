@@ -1,8 +1,8 @@
 """Saves without an outcome: which there are, what became of them, and who has to be told.
 
 A save ends with an outcome from the agent; with a failure of this rank's own (no plan, no slot, a
-copy that went wrong); or with the loss of the agent, if its successor finds neither the slot nor
-the checkpoint.
+copy that went wrong); with the loss of the agent, if its successor finds neither the slot nor
+the checkpoint; or with a look into storage, if the agent owes no outcome of it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import collections
 import logging
 import queue
 
+import msgspec
+
 from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.agent.history import PastSave, told_of
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.faults import reach
+from megatron_flashckpt.layout.manifest import Manifest
+from megatron_flashckpt.layout.names import iteration_dir
 from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -27,7 +32,10 @@ _CALLS_OFF = 16
 
 
 class Outstanding:
-    """One rank's book of saves. For the training thread, but `broke` and `found_silent`."""
+    """One rank's book of saves.
+
+    For the training thread; the copy thread calls `handed_over`, `broke` and `found_silent`.
+    """
 
     def __init__(self, root: str, rank: int, link: NodeLink) -> None:
         self._root = root
@@ -38,6 +46,8 @@ class Outstanding:
         self._open: dict[str, int] = {}
         #: Those that are meant for memory only: nobody waits for them.
         self._memory_only: set[str] = set()
+        #: Those that an agent was told of.
+        self._handed_over: set[str] = set()
         self._untold: list[Outcome] = []
         #: Those whose agent is gone, and why: its successor may have taken them over.
         self._orphaned: dict[str, int] = {}
@@ -54,6 +64,7 @@ class Outstanding:
     def expect(self, save_id: str, *, memory_only: bool) -> None:
         """Note what kind of save has begun, before anything of it can fail."""
         self._memory_only &= self._open.keys()
+        self._handed_over &= self._open.keys()
         if memory_only:
             self._memory_only.add(save_id)
 
@@ -62,10 +73,15 @@ class Outstanding:
         self._open[save_id] = iteration
         self.traces.begin(save_id, trace)
 
+    def handed_over(self, save_id: str) -> None:
+        """Note that an agent owes the outcome of a save; for the copy thread."""
+        self._handed_over.add(save_id)
+
     def fail(self, iteration: int, save_id: str, reason: str) -> None:
         """Conclude a save that this rank has no part in, here and for the other ranks."""
         self._open.pop(save_id, None)
-        self._untold.append(Outcome(iteration, save_id, reason, 0.0))
+        failed = (self._rank,)
+        self._untold.append(Outcome(iteration, save_id, reason, 0.0, failed_ranks=failed))
         if save_id not in self._memory_only:
             self._lost.append((iteration, save_id, reason))
 
@@ -90,16 +106,20 @@ class Outstanding:
         """Return the outcomes since the last call, waiting up to `wait_s` for the first."""
         self.settle()
         client = self._link.current
+        handed_over = self._handed_over & self._open.keys()
         try:
-            finished = self._link.poll(0.0 if self._untold else wait_s, self.traces.unsent())
+            reply = self._link.poll(0.0 if self._untold else wait_s, self.traces.unsent())
         except AgentError as error:
             self.lose_agent(client, error)
         else:
+            finished = () if reply is None else reply.finished
             if finished:
                 reach("save.told")
             for outcome in finished:
                 self._open.pop(outcome.save_id, None)
             self._untold += finished
+            if reply is not None and reply.pending == 0:
+                self._look_up(handed_over)
         told, self._untold = self._untold, []
         return told
 
@@ -107,10 +127,13 @@ class Outstanding:
         """Have the next `poll` return these again."""
         self._untold = outcomes + self._untold
 
-    def give_up(self, reason: str, waited_s: float) -> list[Outcome]:
+    def give_up(self, reason: str, waited_s: float, failed_ranks: tuple[int, ...]) -> list[Outcome]:
         """Return a failure for every save that is still open; they are forgotten here."""
         late, self._open = self._open, {}
-        return [Outcome(iteration, save, reason, waited_s) for save, iteration in late.items()]
+        return [
+            Outcome(iteration, save, reason, waited_s, failed_ranks=failed_ranks)
+            for save, iteration in late.items()
+        ]
 
     def settle(self) -> None:
         """Take note of what the copy thread and the search for another agent came to."""
@@ -131,13 +154,46 @@ class Outstanding:
         """Conclude those of a dead agent's saves that its successor has not `taken` over."""
         orphaned, self._orphaned = self._orphaned, {}
         for save_id in orphaned.keys() & self._open.keys() - set(taken):
-            iteration = self._open[save_id]
             # It may have been committed in the moment before the agent went.
-            if self._is_committed(iteration, save_id):
-                del self._open[save_id]
-                self._untold.append(Outcome(iteration, save_id, None, 0.0))
-            else:
-                self.fail(iteration, save_id, self._loss)
+            self._conclude(save_id, self._link.refusal or self._loss)
+
+    def _look_up(self, handed_over: set[str]) -> None:
+        """Conclude saves that an agent was told of, because no agent owes their outcomes.
+
+        Another connection of this rank has been told them, or the agent has forgotten this rank.
+        Without this, a job that ends would wait for them until `drain_timeout_s` runs out.
+        """
+        for save_id in handed_over & self._open.keys():
+            place = f"{self._root}/{iteration_dir(self._open[save_id])}"
+            self._conclude(
+                save_id,
+                self._link.refusal
+                or f"{place}: does not hold this save, and the agent of this node knows nothing of "
+                "it; look at that agent's log",
+            )
+
+    def _conclude(self, save_id: str, otherwise: str) -> None:
+        """Conclude an open save by what storage says of it; failing that, it failed `otherwise`."""
+        iteration = self._open[save_id]
+        manifest = self._committed(iteration, save_id)
+        past = None if manifest is not None else self._past(save_id)
+        if manifest is None and (past is None or past.error is not None):
+            said = past.error if past is not None else None
+            self.fail(iteration, save_id, said or otherwise)
+            return
+        del self._open[save_id]
+        outcome = Outcome(iteration, save_id, None, 0.0)
+        if manifest is not None:
+            differing, compared = manifest.differing, manifest.compared
+            outcome = msgspec.structs.replace(outcome, differing=differing, compared=compared)
+        self._untold.append(outcome)
+
+    def _past(self, save_id: str) -> PastSave | None:
+        """Return what the history says of a save: retention may have removed it since."""
+        try:
+            return told_of(PosixStorage(self._root), save_id)
+        except (FlashCkptError, OSError):
+            return None
 
     def _call_off(self, taken: tuple[str, ...]) -> None:
         """Let the agent tell the other nodes which saves lack this rank's part."""
@@ -151,10 +207,11 @@ class Outstanding:
                 return
             self._lost.popleft()
 
-    def _is_committed(self, iteration: int, save_id: str) -> bool:
+    def _committed(self, iteration: int, save_id: str) -> Manifest | None:
+        """Return the manifest of a save; None if it is not committed."""
         storage = PosixStorage(self._root)
         try:
             stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
         except FlashCkptError:
-            return False
-        return stored.manifest.save_id == save_id
+            return None
+        return stored.manifest if stored.manifest.save_id == save_id else None

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 
-from megatron_flashckpt.agent.protocol import JoinPeers, PeerNode
+from megatron_flashckpt.agent.protocol import JoinPeers, PeerNode, PeersOpened
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.node_link import NodeLink
@@ -28,8 +28,10 @@ def introduce(link: NodeLink, rank: int, config: Config) -> None:
     """
     mine: tuple[str, int, str] | None = None
     try:
-        opened = link.open_peers(config.agent.address or own_address())
+        address = config.agent.address or own_address()
+        opened = link.open_peers(address)
         mine = (opened.host, opened.port, opened.identity.public)
+        _say_what_stays(rank, opened, address, config)
     except FlashCkptError as error:
         logger.error(
             "rank %d: its checkpoints are not held by other nodes: %s; training and saving go on",
@@ -58,6 +60,22 @@ def introduce(link: NodeLink, rank: int, config: Config) -> None:
         logger.error("rank %d: %s", rank, error)
     # A barrier: no agent is asked for anything before it knows who may ask.
     gather_objects(None)
+
+
+def _say_what_stays(rank: int, opened: PeersOpened, address: str, config: Config) -> None:
+    """Say which settings of an earlier run stay in force: what it holds depends on them."""
+    wanted = {
+        "agent.address": (opened.host, address),
+        "agent.peer_threads": (opened.threads, config.agent.peer_threads),
+    }
+    kept = [f"{name} {own!r}, not {new!r}" for name, (own, new) in wanted.items() if own != new]
+    if kept:
+        logger.warning(
+            "rank %d: the agent of this node, which an earlier run started, keeps %s, because it "
+            "holds checkpoints for other nodes, which reach it so; to change that, end the agents "
+            "of all nodes before the job starts",
+            *(rank, " and ".join(kept)),
+        )
 
 
 def nodes_of(ranks: list[tuple[str, int, str] | None]) -> tuple[PeerNode, ...]:

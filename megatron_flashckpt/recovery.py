@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from megatron_flashckpt import inspection
+from megatron_flashckpt import foreign, inspection
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -23,7 +23,9 @@ from megatron_flashckpt.layout.names import (
     MANIFEST,
     TRACKER,
     iteration_dir,
+    next_attempt,
     parse_iteration_dir,
+    run_of,
     save_id_of,
 )
 from megatron_flashckpt.restore.checkpoint import read_manifest
@@ -43,6 +45,10 @@ class Named(NamedTuple):
     """None: nothing of ours."""
     problem: str | None = None
     """What is wrong with the tracker, in whose place the newest committed iteration was found."""
+    foreign: str | None = None
+    """Why nobody can load what is named: DLRover wrote it."""
+    save_id: str | None = None
+    """The save that is there; None: nobody has looked, or its manifest cannot be read."""
 
 
 def named_in(storage: Storage, step: int | None) -> Named:
@@ -54,7 +60,7 @@ def named_in(storage: Storage, step: int | None) -> Named:
         StorageError: the tracker cannot be read.
     """
     if step is not None:
-        return Named(_unless_megatrons(storage, step))
+        return _unless_others(storage, step)
     try:
         text = inspection.tracker(storage)
     except StorageError as error:
@@ -74,7 +80,19 @@ def named_in(storage: Storage, step: int | None) -> Named:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
     ahead = _cut_short(storage, iteration)
-    return Named(_unless_megatrons(storage, iteration) if ahead is None else ahead)
+    return _unless_others(storage, iteration) if ahead is None else Named(ahead)
+
+
+def with_save(named: Named, storage: Storage) -> Named:
+    """Return `named` with the save that the manifest of its iteration names."""
+    if named.iteration is None:
+        return named
+    try:
+        encoded = read_manifest(storage, named.iteration)
+        facts = decode_facts(encoded, f"{storage.place}/{iteration_dir(named.iteration)}")
+    except FlashCkptError:  # whoever loads it learns what is wrong with it
+        return named
+    return named._replace(save_id=facts.save_id)
 
 
 def _cut_short(storage: Storage, tracked: int) -> int | None:
@@ -109,15 +127,18 @@ def _newest_named(storage: Storage, problem: str) -> Named:
     return Named(committed[-1], problem) if committed else Named(None)
 
 
-def _unless_megatrons(storage: Storage, iteration: int) -> int | None:
+def _unless_others(storage: Storage, iteration: int) -> Named:
     directory = iteration_dir(iteration)
     try:
-        ours = MANIFEST in storage.list(directory)
-        return None if not ours and inspection.megatron_format(storage, directory) else iteration
+        if MANIFEST in storage.list(directory):
+            return Named(iteration)
+        if problem := foreign.dlrover_problem(storage, iteration):
+            return Named(None, foreign=problem)
+        return Named(None if foreign.megatron_format(storage, directory) else iteration)
     except StorageError as error:
         if not is_damage(error):
             raise
-        return iteration
+        return Named(iteration)
 
 
 def _warn_of_nameless(storage: Storage, tracker: str | None) -> None:
@@ -162,12 +183,26 @@ class Candidates:
         fall_back: bool,
     ) -> None:
         self._storage = storage
-        self._memory = [] if _is_set_back(named, memory) else list(memory)
+        self.strange = _is_strange(named, memory)
+        """Whether the checkpoint in storage is of another history than those in memory."""
+        unusable = self.strange or _is_set_back(named, memory)
+        self._memory = [] if unusable else list(memory)
         self._rank = rank
         self._fall_back = fall_back
         self._stored = named.iteration
         self._tracker = named.problem
         self._refused: list[_Refused] = []
+        if self.strange and rank == 0 and storage is not None:
+            logger.warning(
+                "iteration %d in host memory (save %s) is not used: %s/%s holds save %s, which "
+                "this job has not written: it was put there from a copy, converted, or saved by "
+                "another job",
+                memory[0].offer.iteration,
+                memory[0].offer.save_id,
+                storage.place,
+                iteration_dir(named.iteration or 0),
+                named.save_id,
+            )
         if named.problem is not None and not fall_back:
             raise CorruptCheckpointError(
                 f"{named.problem}; write {named.iteration} (the newest that is there) into it, or "
@@ -226,6 +261,9 @@ class Candidates:
     def _next_stored(self, *, gone: bool) -> int | None:
         """Return the newest committed iteration that was not tried. Collective.
 
+        Somebody may have gone back from what is newer than what was named, so that comes last; but
+        it comes before nothing.
+
         Args:
             gone: whether what was named is not there at all; then it also may be a newer one.
         """
@@ -236,9 +274,10 @@ class Candidates:
             left = [
                 iteration
                 for iteration in inspection.committed_iterations(self._storage)
-                if iteration not in tried and (gone or iteration < min(tried))
+                if iteration not in tried
             ]
-            return left[-1] if left else None
+            older = [iteration for iteration in left if gone or iteration < min(tried)]
+            return max(older or left, default=None)
 
         return from_first(find)
 
@@ -287,6 +326,23 @@ def _is_wanted(found: InMemory, stored: int | None) -> bool:
     Memory is ahead of storage when the job crashed before a commit, or between two of them.
     """
     return stored is None or found.offer.iteration >= stored
+
+
+def _is_strange(named: Named, memory: list[InMemory]) -> bool:
+    """Return whether the save in storage is known not to be one that those in memory continue.
+
+    All saves of one start of a job have an id in common. A start knows the save that it resumed
+    from, and agents know what they have committed. An agent that took the place of another one may
+    know neither: then an older checkpoint in storage is taken to be of the same history.
+    """
+    if named.save_id is None or not memory:
+        return False
+    lineage = frozenset[str]().union(*(found.lineage for found in memory))
+    held = {found.offer.save_id for found in memory}
+    known = {run_of(save) for save in lineage | held} | {next_attempt(save) for save in held}
+    if run_of(named.save_id) in known or named.save_id in known:
+        return False
+    return bool(lineage) or memory[0].offer.iteration == named.iteration
 
 
 def _is_set_back(named: Named, memory: list[InMemory]) -> bool:

@@ -28,6 +28,7 @@ from megatron_flashckpt.layout.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Storage
 
 REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
+_PNG = b"\x89PNG\r\n\x1a\n"
 #: What a drawing shows at most: more bars are thinner than a pixel.
 _DRAWN = 200
 
@@ -179,7 +180,7 @@ def run(args: argparse.Namespace, out: Console) -> int:
 
 def _print(found: list[Row], out: Console, *, with_rules: bool) -> None:
     columns = ["iteration", "state", "ended", "size", "blocked", "staged", "persisted", "durable"]
-    columns += ["GB/s", "slowest rank", *(["kept by"] if with_rules else []), "remark"]
+    columns += ["GB/s", "slowest rank", "plans", *(["kept by"] if with_rules else []), "remark"]
     table = new_table(*columns)
     for row in found:
         cells = [str(row.iteration), row.state, _clock(row.ended_at), *_cells(row)]
@@ -198,10 +199,16 @@ def _print(found: list[Row], out: Console, *, with_rules: bool) -> None:
 
 def _cells(row: Row) -> list[str]:
     if (cost := row.cost) is None:
-        return [""] * 7
+        return [""] * 8
     times = (cost.blocked_s, cost.staged_s, cost.persisted_s, cost.durable_s)
     speed = "" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"
-    return [human_size(cost.nbytes), *map(human_time, times), speed, str(cost.slowest)]
+    slowest = str(cost.slowest)
+    return [human_size(cost.nbytes), *map(human_time, times), speed, slowest, _plans(cost)]
+
+
+def _plans(cost: SaveCost) -> str:
+    counts = {} if cost.plans is None else msgspec.structs.asdict(cost.plans)
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def _clock(seconds: float | None) -> str:
@@ -214,8 +221,9 @@ def draw(found: list[Row], file: str | os.PathLike[str]) -> None:
     """Draw the last saves as a timeline: a bar per save, cut into phases, and a cross per failure.
 
     Raises:
-        FlashCkptError: matplotlib is not there, or the file cannot be written.
+        FlashCkptError: matplotlib is not there, the file cannot be written, or is another's.
     """
+    _refuse_other_file(file)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -244,3 +252,16 @@ def draw(found: list[Row], file: str | os.PathLike[str]) -> None:
         figure.savefig(file, format="png", dpi=100)
     except OSError as error:
         raise FlashCkptError(f"{file}: cannot be written ({error.strerror or error})") from error
+
+
+def _refuse_other_file(file: str | os.PathLike[str]) -> None:
+    """Raise if a drawing would replace something else, such as a file of a checkpoint."""
+    try:
+        with open(file, "rb") as held:
+            begin = held.read(len(_PNG))
+    except OSError:
+        return  # it is not there, or cannot be written either
+    if begin not in (b"", _PNG):
+        raise FlashCkptError(
+            f"{file}: exists and is no PNG; nothing was changed; name another file"
+        )

@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.in_memory import InMemory, held_in_memory
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import Loaded, load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import around, side_state
 from megatron_flashckpt.megatron_lm.features import feature, takes
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
-from megatron_flashckpt.recovery import Candidates, Named, named_in
+from megatron_flashckpt.recovery import Candidates, Named, named_in, with_save
 from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.session import session
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -49,9 +50,9 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
         if stock.checkpoint_exists(load_dir):
             margs.finetune = True
     state = _model_state(margs)
-    loaded = _load_newest(call, margs, state, load_dir, memory)
+    loaded, is_strange = _load_newest(call, margs, state, load_dir, memory)
     if loaded is not None:
-        return _go_on(call, margs, state, loaded, load_dir)
+        return _go_on(call, margs, state, loaded, load_dir, is_strange=is_strange)
     if _goes_on_in_place(margs, load_dir):
         # What is in memory, or on its way to storage, belongs to a past that nobody wants; it must
         # not come back later.
@@ -68,16 +69,20 @@ def _model_state(margs: Any) -> ModelState:
 
 def _load_newest(
     call: LoadCall, margs: Any, state: ModelState, load_dir: str | None, memory: list[InMemory]
-) -> Loaded | None:
-    """Fill the model from the newest checkpoint that can be used, or return None: there is none.
+) -> tuple[Loaded | None, bool]:
+    """Fill the model from the newest checkpoint that can be used; None: there is none. Collective.
 
-    Collective.
+    Returns:
+        What was loaded, and whether it is of another history than what is in memory.
     """
     step = getattr(margs, "ckpt_step", None)
     storage = None if load_dir is None else PosixStorage(load_dir)
 
     def look() -> Named:
-        return Named(None) if storage is None else named_in(storage, int(step) if step else None)
+        if storage is None:
+            return Named(None)
+        found = named_in(storage, int(step) if step else None)
+        return with_save(found, storage) if memory else found
 
     named = from_first(look)
     # Who names an iteration, or wants to tune a model, wants that one and no other.
@@ -99,9 +104,11 @@ def _load_newest(
             candidates.refuse(error)
         else:
             candidates.report()
-            return loaded
+            return loaded, candidates.strange
     candidates.report()
-    return None
+    if named.foreign is not None and request.optimizer is not None:
+        raise UnsupportedError(named.foreign)
+    return None, False
 
 
 def _rank() -> int:
@@ -143,7 +150,13 @@ def _goes_on_in_place(margs: Any, load_dir: str | None) -> bool:
 
 
 def _go_on(
-    call: LoadCall, margs: Any, state: ModelState, loaded: Loaded, load_dir: str
+    call: LoadCall,
+    margs: Any,
+    state: ModelState,
+    loaded: Loaded,
+    load_dir: str,
+    *,
+    is_strange: bool,
 ) -> tuple[int, Any]:
     """Do what stock does once the tensors are in place, in its order; return what it returns."""
     stock = checkpointing()
@@ -158,8 +171,8 @@ def _go_on(
     else:
         _check_and_take_args(margs, common["args"])
     stock.print_rank_0(f" checkpoint version {common['checkpoint_version']}")
-    _finish_optimizer(call, margs, loaded)
     chunks = unwrap(call.model)
+    _finish_optimizer(call, margs, loaded, state.geometry(chunks))
     side_state.load_extra_states(chunks, state.geometry(chunks), loaded.side.objects)
     # After the extra states, in which delayed scaling keeps its scales.
     if not call.skip_model_and_optimizer and state.geometry(chunks).quantized:
@@ -168,7 +181,13 @@ def _go_on(
         _finish_rank(margs, common["args"], loaded.side.rank_state)
     if _goes_on_in_place(margs, load_dir):
         reach("load.unadopted")
-        session.checkpointer(margs.save).link.adopt(loaded.origin.save_id, loaded.origin.iteration)
+        link = session.checkpointer(margs.save).link
+        if is_strange:
+            # Nothing that is in memory, or on its way to storage, may come back later.
+            link.adopt(None, 0)
+        link.adopt(loaded.origin.save_id, loaded.origin.iteration)
+        if loaded.origin.source == "storage":
+            session.resumed(margs.save, loaded.origin.iteration)
         reach("load.adopted")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
@@ -179,12 +198,17 @@ def _go_on(
 
 def _said(loaded: Loaded) -> str:
     report = loaded.report
-    moved = report.read_nbytes + report.received_nbytes
+    if loaded.origin.source == "memory":
+        own, verb = report.held_nbytes, "copied"
+        place = " from its slot in host memory"
+    else:
+        own, verb, place = report.read_nbytes, "read", ""
+    speed = (own + report.received_nbytes) / 2**20 / max(report.seconds, 1e-9)
     return (
-        f"rank 0 read {report.read_nbytes / 2**20:.1f} MiB and received "
+        f"rank 0 {verb} {own / 2**20:.1f} MiB{place} and received "
         f"{report.received_nbytes / 2**20:.1f} MiB from other ranks in {report.seconds:.2f} s "
-        f"({moved / 2**20 / max(report.seconds, 1e-9):.0f} MiB/s), with at most "
-        f"{report.memory_nbytes / 2**20:.0f} MiB of memory beside the model"
+        f"({speed:.0f} MiB/s), with at most {report.memory_nbytes / 2**20:.0f} MiB of memory "
+        "beside the model"
     )
 
 
@@ -200,7 +224,7 @@ def _check_and_take_args(margs: Any, saved: Any) -> None:
     margs.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
 
 
-def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
+def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded, geometry: ModelGeometry) -> None:
     """Hyper-parameters and scheduler; or, where no optimizer state is loaded, fresh masters."""
     optimizer = call.optimizer
     if margs.finetune or margs.no_load_optim:
@@ -208,7 +232,8 @@ def _finish_optimizer(call: LoadCall, margs: Any, loaded: Loaded) -> None:
             optimizer.reload_model_params()
         return
     if optimizer is not None:
-        load_hyper_parameters(optimizer, loaded.side.optimizer)
+        for change in load_hyper_parameters(optimizer, loaded.side.optimizer, geometry):
+            checkpointing().print_rank_0(f"  flashckpt: {change}, as the checkpoint says")
     if call.scheduler is not None and loaded.common["opt_param_scheduler"] is not None:
         call.scheduler.load_state_dict(loaded.common["opt_param_scheduler"])
 

@@ -7,6 +7,7 @@ import functools
 
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.columns import LIMIT, outside_error
+from megatron_flashckpt.layout.copies import split_kind
 from megatron_flashckpt.layout.held import NOTHING_HELD, Held, Tensors, held_once, stored_tensors
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.layout.plan import Source, TemplateItem, piece_of
@@ -20,6 +21,8 @@ class SavedJob:
     place: str
     sources: list[Source]
     coordinates: list[Coordinates]
+    differing: frozenset[str] = frozenset()
+    """Keys of tensors of which these ranks had copies that differ."""
 
     @property
     def model_cut(self) -> tuple[int, int, int]:
@@ -65,6 +68,25 @@ class SavedJob:
     def tensors(self) -> Tensors:
         """How much of which tensors all ranks have stored, side states among them."""
         return stored_tensors(self.sources)
+
+    @functools.cached_property
+    def copies(self) -> frozenset[tuple[str, str]]:
+        """Key and copy (`Geometry.copy`) of all copies that are stored beside the main ones.
+
+        Without those that are there in part: nodes may have learned at different saves that the
+        copies of a tensor differ.
+        """
+        stored: dict[str, dict[str, dict[str, int]]] = {}
+        for (kind, key, *_), numel in self.tensors.items():
+            kind, copy = split_kind(kind)
+            kinds = stored.setdefault(key, {}).setdefault(copy, {})
+            kinds[kind] = kinds.get(kind, 0) + numel
+        return frozenset(
+            (key, copy)
+            for key, copies in stored.items()
+            for copy, kinds in copies.items()
+            if copy and kinds == copies.get("")
+        )
 
     def held_by(self, rank: int | None) -> Held:
         """Return what `rank` has to itself of the tensors; nothing of no rank."""

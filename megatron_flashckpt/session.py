@@ -7,37 +7,52 @@ holder, here.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import operator
 import os
 import sys
+from collections.abc import Hashable, Sequence
 from typing import Any
 
-from megatron_flashckpt import forks
+from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, load_config
-from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
+from megatron_flashckpt.inspection import tracked_iteration
 from megatron_flashckpt.loop_timer import LoopTimer
 from megatron_flashckpt.megatron_lm import around
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.megatron_lm.writers import write_scalars
+from megatron_flashckpt.run_id import Run
+from megatron_flashckpt.save_reports import SaveReports
+from megatron_flashckpt.save_request import SaveReport
 from megatron_flashckpt.scalars import save_scalars
+from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
+
+_Agreed = tuple[frozenset[str], frozenset[str], frozenset[str]]
+"""Keys of quantized tensors, of tensors with copies, and of those that differ (`ModelState`)."""
 
 
 @dataclasses.dataclass
 class _Open:
     checkpointer: Checkpointer
+    reports: SaveReports
     announced: dict[int, around.AnnouncedSave] = dataclasses.field(default_factory=dict)
+    unwritten: around.AnnouncedSave | None = None
+    """The last save, if it was skipped or is for memory only."""
     checked: tuple[Any, ...] = ()
-    """Model chunks and optimizer that passed the self-check last."""
+    """Model chunks and optimizer that passed the self-check of all ranks last."""
+    checked_alone: tuple[Any, ...] = ()
+    """Those of which this rank has checked its own part last."""
     failures_in_a_row: int = 0
 
     def why_stop(self, failed: Outcome, config: Config) -> str | None:
-        """Return why training must stop after a failed save; None: it goes on."""
+        """Return why training must stop after a failed save; None: it continues."""
         if config.on_failure == "raise":
             return failed.error
         allowed = config.failures_in_a_row
@@ -58,42 +73,120 @@ class Session:
         self.has_stepped = False
         self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
+        #: What the ranks had told each other of the model, by save directory that was closed.
+        self._agreed: dict[str, _Agreed] = {}
+        #: By directory; Megatron may open a checkpointer again after it has ended training.
+        self._reports: dict[str, SaveReports] = {}
+        self._runs: dict[str, Run] = {}
+        self._nodes: Sequence[Hashable] | None = None
         self._fork_depth = forks.depth()
 
     def checkpointer(self, root: str) -> Checkpointer:
         """Return the checkpointer for save directory `root`, made on first use."""
         given, root = root, os.path.abspath(root)
+        self._forget_inherited()
         if root not in self._open:
             around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
-            self._open[root] = _Open(Checkpointer(given, self.config))
+            made = Checkpointer(given, self.config)
+            if root in self._agreed:
+                # Megatron ends asynchronous saves before it saves for the last time.
+                state = made.model_state
+                agreed = self._agreed.pop(root)
+                state.quantized_keys, state.copied_keys, state.differing_keys = agreed
+            # Or the last save would ask the job's store for an id, which may be gone by then.
+            made.run = self._runs.setdefault(root, made.run)
+            self._open[root] = _Open(made, self._reports_of(root, made.rank))
+            exit_status.watch()
+            if self._nodes is not None:
+                made.model_state.note_nodes(self._nodes)
         return self._open[root].checkpointer
 
-    def is_checked(self, root: str, chunks: list[Any], optimizer: Any) -> bool:
-        """Return whether these passed the self-check, as `note_checked` was told."""
-        checked, asked = self._open[os.path.abspath(root)].checked, (*chunks, optimizer)
-        return len(checked) == len(asked) and all(map(operator.is_, checked, asked))
+    def _forget_inherited(self) -> None:
+        """In a forked child, forget the checkpointers of the parent, which still trains."""
+        if forks.depth() != self._fork_depth:
+            self._fork_depth = forks.depth()
+            self._open.clear()
+            self._reports.clear()
 
-    def note_checked(self, root: str, chunks: list[Any], optimizer: Any) -> None:
-        self._open[os.path.abspath(root)].checked = (*chunks, optimizer)
+    def note_nodes(self, nodes: Sequence[Hashable]) -> None:
+        """Note the node of every rank, for the checkpointers of this process, later ones too."""
+        self._nodes = nodes
+        for each in self._open.values():
+            each.checkpointer.model_state.note_nodes(nodes)
 
-    def announced(self, root: str, save: around.AnnouncedSave) -> None:
-        """Remember what to say when `save` is committed."""
-        self._open[os.path.abspath(root)].announced[save.iteration] = save
+    def _reports_of(self, root: str, rank: int) -> SaveReports:
+        if root not in self._reports:
+            self._reports[root] = SaveReports(root, rank)
+            if rank == 0:
+                # Now, while storage is known to answer: a failed save may have found that it hangs.
+                with contextlib.suppress(FlashCkptError, OSError):
+                    self._reports[root].found(tracked_iteration(PosixStorage(root)))
+        return self._reports[root]
+
+    def is_checked(
+        self, root: str, chunks: list[Any], optimizer: Any, *, alone: bool = False
+    ) -> bool:
+        """Return whether these passed the self-check, as `note_checked` was told.
+
+        Args:
+            alone: it is enough if this rank has checked its own part.
+        """
+        opened, asked = self._open[os.path.abspath(root)], (*chunks, optimizer)
+        return any(
+            len(checked) == len(asked) and all(map(operator.is_, checked, asked))
+            for checked in (opened.checked, *([opened.checked_alone] if alone else []))
+        )
+
+    def note_checked(
+        self, root: str, chunks: list[Any], optimizer: Any, *, alone: bool = False
+    ) -> None:
+        opened, checked = self._open[os.path.abspath(root)], (*chunks, optimizer)
+        if alone:
+            opened.checked_alone = checked
+        else:
+            opened.checked = checked
+
+    def resumed(self, root: str, iteration: int) -> None:
+        """Note that training continues from a checkpoint in storage, perhaps an older one."""
+        self._open[os.path.abspath(root)].reports.found(iteration)
+
+    def saved(
+        self, root: str, save: around.AnnouncedSave, report: SaveReport, *, memory_only: bool
+    ) -> None:
+        """Remember what to say when `save` is committed, or report why it was skipped."""
+        if report.is_repeat:
+            return
+        opened = self._open[os.path.abspath(root)]
+        if not memory_only:
+            opened.reports.wanted(save.iteration)
+        if report.refusal is not None:
+            opened.reports.skipped(save.iteration, report.refusal)
+        opened.unwritten = save if memory_only or report.refusal is not None else None
+        if not memory_only and not report.skipped:
+            opened.announced[save.iteration] = save
 
     def wait_copied(self) -> None:
         """Return when nothing is being copied: the state of the model may change."""
+        self._forget_inherited()
         for each in self._open.values():
             each.checkpointer.link.stager.wait_copied()
 
-    def finalize(self, *, blocking: bool) -> None:
+    def finalize(self, *, blocking: bool, last: bool = False, announces: bool = True) -> None:
         """Report what became of the saves; with `blocking`, of all of them.
+
+        Args:
+            last: training ends here, so what it called for last must be in storage.
+            announces: say so, in Megatron's words, if there is something to wait for.
 
         Raises:
             SaveFailedError: a save failed and `on_failure` is `raise`, or `failures_in_a_row` did.
         """
+        self._forget_inherited()
         failures = []
         for each in self._open.values():
-            if blocking and each.checkpointer.pending:
+            if last:
+                self._write_last(each)
+            if blocking and announces and each.checkpointer.pending:
                 around.announce_drain(checkpointing().get_args())
             outcomes = each.checkpointer.wait() if blocking else each.checkpointer.poll()
             # Whoever follows the log or the latest artifact must end up with the newest.
@@ -106,64 +199,111 @@ class Session:
         if reasons := [reason for reason in failures if reason]:
             raise SaveFailedError("; ".join(reasons))
 
+    def _write_last(self, each: _Open) -> None:
+        """Save to storage what was called for last, if it was skipped or is in memory only."""
+        save, each.unwritten = each.unwritten, None
+        if save is None or around.saves_after_training(checkpointing().get_args(), save.iteration):
+            return
+        try:
+            if each.checkpointer.write_last() is None:
+                return
+        except UnsupportedError as error:
+            each.reports.wanted(save.iteration)
+            each.reports.skipped(save.iteration, str(error))
+            return
+        each.reports.wanted(save.iteration)
+        each.announced[save.iteration] = save
+        if each.checkpointer.rank == 0:
+            print(
+                f"  flashckpt: the last save, iteration {save.iteration}, is written to storage "
+                "before the job ends",
+                flush=True,
+            )
+
     def _report(self, each: _Open, outcome: Outcome) -> bool:
         """Log one outcome; return whether it is a success."""
-        rank = each.checkpointer.rank
         own = each.checkpointer.traces.end(outcome.save_id)
         failures = each.failures_in_a_row + 1 if outcome.error is not None else 0
         write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
         if outcome.kept:
-            if rank == 0:
-                print(
-                    f"  flashckpt: iteration {outcome.iteration} kept in host memory, not in "
-                    f"storage, after {outcome.seconds:.3f} s",
-                    flush=True,
-                )
+            each.reports.kept(outcome)
             return True
         save = each.announced.pop(outcome.iteration, None)
-        if outcome.error is None:
-            if save is not None:
-                around.announce_committed(checkpointing().get_args(), save)
-            if rank == 0:
-                print(
-                    f"  flashckpt: iteration {outcome.iteration} durable after "
-                    f"{outcome.seconds:.3f} s",
-                    flush=True,
-                )
-            return True
-        logger.error(
-            "rank %d: iteration %d was not saved: %s; training goes on, the previous checkpoint is "
-            "intact",
-            rank,
-            outcome.iteration,
-            outcome.error,
-        )
-        return False
+        if outcome.error is not None:
+            each.reports.failed(outcome)
+            return False
+        if save is not None:
+            around.announce_committed(checkpointing().get_args(), save)
+        each.reports.committed(outcome)
+        return True
 
     def close(self, *, leave: bool) -> None:
         """Hang up; with `leave`, give the host memory back (no restart is expected)."""
-        for each in self._open.values():
+        for root, each in self._open.items():
+            state = each.checkpointer.model_state
+            agreed = (state.quantized_keys, state.copied_keys, state.differing_keys)
+            self._agreed[root] = agreed
             each.checkpointer.close(leave=leave)
         self._open.clear()
 
-    def at_exit(self) -> None:
+    def end(self) -> bool:
         """Wait for pending saves, so that a job that ends right after its last save commits it.
 
         After an unhandled exception wait for no save: other ranks may be dead, this rank's GPU may
         hang, and a restart waits for this process to end. The agent finishes alone and keeps the
         slots.
+
+        Do nothing in a forked child, which may come here by `sys.exit`: its parent still trains,
+        and the outcomes are the parent's.
+
+        Returns:
+            False if the process must exit with a status that says that the last save has failed.
         """
-        if forks.depth() != self._fork_depth:  # a child of a data loader, whose parent still trains
-            return
         crashed = getattr(sys, "last_value", None) is not None
         try:
-            self.finalize(blocking=not crashed)
+            self.finalize(blocking=not crashed, last=not crashed)
         except SaveFailedError as error:
             logger.error("%s", error)
         if crashed:
             self.abandon()
+            return True
+        self.close(leave=True)
+        return self._ended_well()
+
+    def _ended_well(self) -> bool:
+        """Report on rank 0 which last saves are not durable; return whether all is well.
+
+        Rank 0 decides alone: nothing is committed without it. If other ranks exited with their
+        own status, the launcher might end rank 0 before it has said why.
+        """
+        reports = [each for each in self._reports.values() if each.rank == 0]
+        self._reports.clear()
+        verdicts = [said for each in reports if (said := each.verdict()) is not None]
+        fails = self.config.exit_nonzero_unless_durable
+        if not fails:
+            status = "the exit status does not tell ('exit_nonzero_unless_durable' is false)"
+        elif exit_status.is_success():
+            status = "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)"
         else:
-            self.close(leave=True)
+            status = "the exit status is the one that the script has chosen"
+        retry = ""
+        if self.config.agent.persist_on_leave:
+            retry = "; if all ranks have staged it, the agents try to write it after this exit"
+        for said in verdicts:
+            logger.error("%s%s; %s", said, retry, status)
+        return not (verdicts and fails)
+
+    def at_exit(self) -> None:
+        """End the session, and the process with status 1 if the last save is not durable."""
+        # Before the end: a handler of SIGTERM that calls `sys.exit` cannot set the status any more.
+        succeeds = exit_status.is_success()
+        try:
+            ended_well = self.end()
+        except BaseException:  # Ctrl-C among others; Python ignores what a handler at exit raises
+            logger.exception("nothing tells whether the last save is durable")
+            ended_well = not self.config.exit_nonzero_unless_durable
+        if succeeds and not ended_well:
+            exit_status.fail()
 
     def abandon(self) -> None:
         """Hang up after a crash; the agent keeps the slots for a restart."""

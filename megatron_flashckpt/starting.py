@@ -8,33 +8,46 @@ releases before core 0.7, which have no such call, of what Megatron calls in its
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
+import platform
 import time
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 from megatron.core import package_info
 
 import megatron_flashckpt
-from megatron_flashckpt import node_memory
+from megatron_flashckpt import node_memory, probe
 from megatron_flashckpt.agent.rendezvous import agent_directory
+from megatron_flashckpt.agent.run_messages import BeginRun
+from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, Retention
+from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.layout.completeness import Tally, tally
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
+from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.expectation import Expected, expect
-from megatron_flashckpt.megatron_lm.features import exists
+from megatron_flashckpt.megatron_lm.features import exists, has_async_utils
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.memory.available import shown
 from megatron_flashckpt.node_link import slab_nbytes
-from megatron_flashckpt.node_memory import Need, shown
+from megatron_flashckpt.node_memory import Need
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
 from megatron_flashckpt.session import session
+from megatron_flashckpt.storage.posix import PosixStorage
 
 #: Sums of as many remainders as there can be ranks stay below 2**63.
 _PRIME = 2**45 - 55
+#: Seconds that agents have to write and free memory of an earlier run, if the node lacks it.
+_RELEASE_S = 60.0
 #: What Megatron's `train` calls before every step, in every release.
 _BEFORE_STEP = "update_num_microbatches"
 
@@ -53,26 +66,46 @@ def check(model: list[Any], optimizer: Any) -> None:
         return
     keys = together(lambda: _check_own(margs, model, optimizer))
     state = session.checkpointer(margs.save).model_state
-    # One number first: nearly always no rank has FP8 or FP4 weights.
-    everyone = gather_objects(keys) if reduce_int(bool(keys), "max") else []
-    state.note_quantized(frozenset().union(*everyone))
+    # One number first: nearly always no rank has FP8 or FP4 weights, or lacks the nodes.
+    wants = reduce_int(bool(keys) or state.lacks_nodes, "max")
+    everyone = gather_objects((keys, _node(margs))) if wants else []
+    quantized = frozenset[str]().union(*(theirs for theirs, _ in everyone))
+    state.note_quantized(quantized)
     if everyone:
+        session.note_nodes([node for _, node in everyone])
+    if quantized:
         together(lambda: _check_derived(state, *_saved(margs, model, optimizer)))
 
 
 def check_alone(model: list[Any], optimizer: Any) -> None:
-    """Do the checks of `check` on this rank alone, for saves before any load or training step."""
+    """Do the checks of `check` on this rank alone, for saves before any load or training step.
+
+    All that `begin` does is left to the first of these.
+    """
     margs = stock.checkpointing().get_args()
-    if _is_checked(margs, model, optimizer):
+    if _is_checked(margs, model, optimizer, alone=True):
         return
-    if _check_own(margs, model, optimizer) and parallel.model_cut()[1] > 1:
+    keys = _check_own(margs, model, optimizer)
+    agreed = session.checkpointer(margs.save).model_state.quantized_keys
+    if not keys <= agreed and parallel.model_cut()[1] > 1:
         raise self_check.refusal(
             [
                 "the stages of a pipeline have not agreed on their FP8 or FP4 weights: call "
                 "load_checkpoint or Megatron's train_step before the first save"
             ]
         )
-    _note_checked(margs, model, optimizer)
+    _note_checked(margs, model, optimizer, alone=True)
+
+
+def claim() -> None:
+    """Become the writer of the save directory, unless this run is that already. Collective.
+
+    Raises:
+        OtherWriterError: another run writes there; nothing was changed.
+    """
+    margs = stock.checkpointing().get_args()
+    if margs.save and not getattr(margs, "skip_train", False):
+        session.checkpointer(margs.save).claim()
 
 
 def begin(model: list[Any], optimizer: Any) -> None:
@@ -82,29 +115,29 @@ def begin(model: list[Any], optimizer: Any) -> None:
 
     Raises:
         UnsupportedError: as `check`; or some element would be saved not at all, or twice.
-        StorageError: the slabs of a node's ranks do not fit into its memory together.
+        OtherWriterError: as `claim`.
+        StorageError: the slabs of a node's ranks do not fit into its memory together, or the save
+            directory cannot hold checkpoints.
     """
     margs = stock.checkpointing().get_args()
     if not margs.save or _is_checked(margs, model, optimizer):
         return
     started = time.perf_counter()
     check(model, optimizer)
+    claim()
     checkpointer = session.checkpointer(margs.save)
     chunks, saved = _saved(margs, model, optimizer)
     state = checkpointer.model_state
     expected = together(lambda: expect(state, chunks, saved))
     geometry = state.geometry(chunks)
-    pieces = [
-        piece
-        for piece in expected.pieces
-        if piece.kind != MASTER or state.derives_key(geometry, piece.key)
-    ]
-    _add_up(tally(pieces, state.stands_for(chunks, saved), (WEIGHT, BUFFER, MASTER)))
-    needs = _needs(checkpointer, expected)
-    node_memory.check(needs, checkpointer.config.slots)
+    pieces = _of_the_model(state, geometry, expected.pieces)
+    _add_up(tally(pieces, state.stands_for(chunks)))
+    needs = _fitting(checkpointer, expected)
+    _probe(margs, checkpointer)
     _announce(margs, checkpointer, expected, needs, started)
     checkpointer.prepare(expected)
     checkpointer.start_run()
+    state.copied_keys = _copied(geometry.copied_keys)
     _note_checked(margs, model, optimizer)
 
 
@@ -145,11 +178,16 @@ def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
 def train_step(*args: Any, **kwargs: Any) -> Any:
     """Do what Megatron's own `train_step` does; before the first, `begin`; after it, rehearse.
 
+    In releases whose loop does not ask for the outcomes of saves, ask for them before every step.
+
     Raises:
         UnsupportedError: as `begin`; or the first step made state that cannot be saved.
+        SaveFailedError: as `maybe_finalize_async_save`, in releases that do not have it.
     """
     step = stock.original("training", "train_step")
     margs = stock.checkpointing().get_args()
+    if not _asks_every_iteration():
+        session.finalize(blocking=False)
     if not margs.save or session.has_stepped:
         return step(*args, **kwargs)
     named = stock.bind(step, args, kwargs)
@@ -177,18 +215,41 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     return result
 
 
+@functools.cache
+def _asks_every_iteration() -> bool:
+    """Return whether Megatron's loop calls `maybe_finalize_async_save` in every iteration."""
+    return has_async_utils()
+
+
 def _saved(margs: Any, model: list[Any], optimizer: Any) -> tuple[list[Any], Any]:
     """Return the unwrapped chunks, and the optimizer unless it is not to be saved."""
     return stock.unwrap(model), None if getattr(margs, "no_save_optim", False) else optimizer
 
 
-def _is_checked(margs: Any, model: list[Any], optimizer: Any) -> bool:
+def _is_checked(margs: Any, model: list[Any], optimizer: Any, *, alone: bool = False) -> bool:
     session.checkpointer(margs.save)
-    return session.is_checked(margs.save, *_saved(margs, model, optimizer))
+    return session.is_checked(margs.save, *_saved(margs, model, optimizer), alone=alone)
 
 
-def _note_checked(margs: Any, model: list[Any], optimizer: Any) -> None:
-    session.note_checked(margs.save, *_saved(margs, model, optimizer))
+def _note_checked(margs: Any, model: list[Any], optimizer: Any, *, alone: bool = False) -> None:
+    session.note_checked(margs.save, *_saved(margs, model, optimizer), alone=alone)
+
+
+def _of_the_model(state: ModelState, geometry: ModelGeometry, pieces: list[Piece]) -> list[Piece]:
+    """Return weights and buffers, masters that are saved in place of weights among the weights.
+
+    Layers that share a key may be saved in either way: only 16-bit weights are made of masters.
+    """
+    weights = {(piece.key, piece.offset, piece.shape) for piece in pieces if piece.kind == WEIGHT}
+    return [
+        msgspec.structs.replace(piece, kind=WEIGHT) if piece.kind == MASTER else piece
+        for piece in pieces
+        if piece.kind != MASTER
+        or (
+            state.derives_key(geometry, piece.key)
+            and (piece.key, piece.offset, piece.shape) not in weights
+        )
+    ]
 
 
 def _check_own(margs: Any, model: list[Any], optimizer: Any) -> frozenset[str]:
@@ -196,9 +257,15 @@ def _check_own(margs: Any, model: list[Any], optimizer: Any) -> frozenset[str]:
     state = session.checkpointer(margs.save).model_state
     chunks, saved = _saved(margs, model, optimizer)
     self_check.check(margs, state, chunks, saved)
+    ensure(margs.save)
     # Where no agent can be, no save would ever be committed.
     agent_directory(margs.save, session.config.runtime_dir)
     return state.geometry(chunks).quantized_keys
+
+
+def _node(margs: Any) -> tuple[str, str]:
+    """Return what tells nodes apart: the host, and where its agent is."""
+    return platform.node(), str(agent_directory(margs.save, session.config.runtime_dir))
 
 
 def _check_derived(state: ModelState, chunks: list[Any], saved: Any) -> None:
@@ -230,12 +297,55 @@ def _add_up(mine: dict[str, Tally]) -> None:
     )
 
 
-def _needs(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
+def _copied(mine: frozenset[str]) -> frozenset[str]:
+    """Return the keys of which any rank that holds a part of the same model replica has a copy.
+
+    Collective.
+    """
+    return mine.union(*gather_objects(mine, parallel.model_parallel_group()))
+
+
+def _fitting(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
+    """Return the need of each rank, in rank order, if all nodes have the memory. Collective.
+
+    Ranks of an earlier run that this one does not have may still hold some: the agents, which learn
+    of the run here, get time to free it.
+
+    Raises:
+        StorageError: on all ranks alike, as `node_memory.check`.
+    """
+    run_id, slots = checkpointer.agree(), checkpointer.config.slots
+    needs = _needs(checkpointer, expected)
+    ranks = node_memory.neighbours(needs, checkpointer.rank)
+    checkpointer.link.begin_run(BeginRun(run_id, ranks))
+    try:
+        node_memory.check(needs, slots)
+    except StorageError:
+        needs = _needs(checkpointer, expected, checkpointer.link.holder(_RELEASE_S))
+        node_memory.check(needs, slots)
+    return needs
+
+
+def _needs(checkpointer: Checkpointer, expected: Expected, holder: str = "") -> list[Need]:
     """Return the need of each rank, in rank order. Collective."""
     config = checkpointer.config
+    with contextlib.suppress(FlashCkptError):  # the first save will meet the same trouble
+        checkpointer.link.reclaim()
+    agent = str(agent_directory(checkpointer.root, config.runtime_dir))
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
     held = int(slab * _held_for_others(config))
-    return node_memory.gather_needs(slab, held, is_there=checkpointer.link.has_slab)
+    is_there = checkpointer.link.has_slab
+    return node_memory.gather_needs(slab, held, is_there=is_there, agent=agent, holder=holder)
+
+
+def _probe(margs: Any, checkpointer: Checkpointer) -> None:
+    """Raise on all ranks if the save directory cannot hold checkpoints. Collective."""
+    wait_s = checkpointer.config.probe_wait_s
+    if getattr(margs, "skip_train", False):  # such a job may only read there
+        return
+    is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    storage = PosixStorage(checkpointer.root)
+    probe.check(storage, checkpointer.rank, is_first_of_node=is_first_of_node, wait_s=wait_s)
 
 
 def _announce(

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 
 import msgspec
 
-from megatron_flashckpt.layout.cost import RankCost
+from megatron_flashckpt.layout.cost import PlanOrigin, RankCost
 
 #: What a save does on the training thread, from the call to its return.
 SAVE = "save"
@@ -108,18 +108,21 @@ class Recorder:
         """Return when the training loop continues, at once without `in_loop`, or at the timeout."""
         self._has_returned.wait(timeout_s)
 
-    def staged_cost(self, staged_s: float, *, blocking: bool) -> RankCost:
+    def staged_cost(self, staged_s: float, plan: PlanOrigin, *, blocking: bool) -> RankCost:
         """Return the timings of this rank's part of the save, up to the staged slot.
 
         Args:
             staged_s: seconds from the call until all was in host memory.
+            plan: how this rank came by its plan.
             blocking: True if training waited for that; else it continued after the early copies.
         """
         blocked_s = self._loop_s
         if blocked_s is None:
             returned = [span.end for span in self.spans if span.name == EARLY and not blocking]
             blocked_s = returned[0] - self.started if returned else staged_s
-        return RankCost(started_at=self.started_at, blocked_s=blocked_s, staged_s=staged_s)
+        return RankCost(
+            started_at=self.started_at, blocked_s=blocked_s, staged_s=staged_s, plan=plan
+        )
 
     def first_sent(self) -> tuple[Span, ...]:
         """Return all that was recorded, with which an agent gets to know the save."""

@@ -17,6 +17,7 @@ from bench_restart import bench_restart
 from bench_save import add_arguments, run
 from bench_scale import bench_scale
 from bench_share import bench_share
+from bench_writers import bench_writers
 from rich.console import Console
 
 from megatron_flashckpt.config import AgentConfig
@@ -49,6 +50,9 @@ def main() -> None:
     share = commands.add_parser("share", help="replicas that read once and send, or read it all")
     share.add_argument("--rounds", type=int, default=3)
     share.add_argument("--replicas", type=int, default=4)
+    writers = commands.add_parser("writers", help="how many replicas should write, and where")
+    writers.add_argument("--rounds", type=int, default=5)
+    writers.add_argument("--mib", type=int, nargs="+", default=[8, 128], help="held alike")
     scale = commands.add_parser("scale", help="the commit, and a plan, for ever more ranks")
     scale.add_argument("--most", type=int, default=65_536, help="ranks")
     idle = commands.add_parser("idle", help="copies into memory that lay idle, as slots do")
@@ -80,6 +84,9 @@ def main() -> None:
         return
     if args.command == "idle":
         bench_idle(out, args.mib, args.seconds, args.rounds)
+        return
+    if args.command == "writers":
+        bench_writers(out, args.mib, args.rounds)
         return
     if args.command == "save":
         run(out, args)

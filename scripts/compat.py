@@ -25,7 +25,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import compat_upstream
-from compat_release import FEATURES, CellError, NotHereError, Release
+from compat_moves import follows_dlrover, follows_torch, leaves_to_torch
+from compat_release import FEATURES as OF_RELEASE
+from compat_release import CellError, NotHereError, Release
 from compat_tree import REPO, Tree, end_nurseries
 from rich.console import Console
 from rich.progress import Progress
@@ -34,6 +36,13 @@ from patches import TAGS
 
 TICK, CROSS, NONE = "\u2713", "\u2717", "-"
 README = REPO / "README.md"
+#: In this order: later ones look at what earlier ones have left. What one returns is worth a note.
+FEATURES: dict[str, Callable[[Release], str | None]] = {
+    **OF_RELEASE,
+    "converted from DLRover: resumes bit for bit": follows_dlrover,
+    "converted from Megatron's `torch`: resumes bit for bit": follows_torch,
+    "converted to Megatron's `torch`: stock resumes": leaves_to_torch,
+}
 #: What `--readme` writes stands between these lines.
 BEGIN, FINISH = "<!-- scripts/compat --readme -->\n", "<!-- end of scripts/compat -->\n"
 
@@ -73,7 +82,8 @@ def try_all(release: Release, tag: str, revision: str, done: Callable[[], object
                 marks[name] = TICK
             except NotHereError as reason:
                 marks[name] = NONE
-                notes.append(f"{tag}, {name}: {reason}")
+                if str(reason):
+                    notes.append(f"{tag}, {name}: {reason}")
             except CellError as error:
                 marks[name] = CROSS
                 notes.append(f"{tag}, {name}: {error}")

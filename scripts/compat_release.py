@@ -34,15 +34,18 @@ class CellError(Exception):
 
 
 class NotHereError(Exception):
-    """There is nothing to try: the release does not have it, or does not do it on a CPU itself."""
+    """There is nothing to try: the release does not have it, or does not do it on a CPU itself.
+
+    Its message becomes a note below the table; an empty one does not.
+    """
 
 
 class Release:
     """The runs of one release. Every feature is a method that raises CellError; order matters."""
 
     def __init__(self, tree: Tree, where: Path) -> None:
-        self._tree = tree
-        self._where = where
+        self.tree = tree
+        self.where = where
         self._format: str | None = None
         """In which stock's own checkpoints were written, if it can write any here."""
         self._unwritten = ""
@@ -52,22 +55,22 @@ class Release:
 
     def trains(self) -> None:
         """Stock runs on this machine at all: the reference. It saves, too, if it can."""
-        if sorted(self._stock.figures) != list(range(1, END + 1)):
-            raise CellError(self._stock.reason("stock itself does not train here"))
+        if sorted(self.stock.figures) != list(range(1, END + 1)):
+            raise CellError(self.stock.reason("stock itself does not train here"))
 
     def saves(self) -> None:
         """Unedited, through the launcher: trains as stock does, and both saves are committed."""
         run = self._launched
-        if run.figures != self._stock.figures:
+        if run.figures != self.stock.figures:
             raise CellError(run.reason("trains otherwise than stock"))
         self._committed(run, "A")
 
     def resumes(self) -> None:
         """Patched with patches/<tag>.patch: goes on from storage as if it had never stopped."""
-        save = truncated_copy(self._where / "A", self._where / "B", HALF)
+        save = truncated_copy(self.where / "A", self.where / "B", HALF)
         flags = (*TP2, *self._newest)
-        run = self._run("B", flags, save=save, tree=self._patched, door="stock")
-        self._same_end(run, save)
+        run = self.run("B", flags, save=save, tree=self._patched, door="stock")
+        self.same_end(run, save)
 
     def checks(self) -> None:
         """Checks itself before the first step: with the launcher, and patched without --load."""
@@ -78,13 +81,13 @@ class Release:
 
     def refuses(self) -> None:
         """Every other release's patch is refused by name, or is the same; nothing is changed."""
-        tree = self._tree.copy(self._where / "refusing")
+        tree = self.tree.copy(self.where / "refusing")
         before = {path: (tree.root / path).read_bytes() for path in self._training(tree)}
-        for other in set(TAGS) - {self._tree.tag}:
+        for other in set(TAGS) - {self.tree.tag}:
             try:
                 apply(tree.root, other)
             except PatchError as error:
-                if f"take patches/{self._tree.tag}.patch" not in str(error):
+                if f"take patches/{self.tree.tag}.patch" not in str(error):
                     raise CellError(f"{other}: {error}") from error
             else:
                 raise CellError(f"patches/{other}.patch is applied")
@@ -93,47 +96,46 @@ class Release:
 
     def reshards(self) -> None:
         """With the imports swapped by hand, under PP2 x DP2: the same losses but for rounding."""
-        save = truncated_copy(self._where / "A", self._where / "D", HALF)
-        run = self._run("D", PP2, save=save, tree=self._swapped(), door="stock")
+        save = truncated_copy(self.where / "A", self.where / "D", HALF)
+        run = self.run("D", PP2, save=save, tree=self._swapped(), door="stock")
         for iteration in (HALF + 1, END):
             for found, expected in zip(
-                run.figures.get(iteration, (0.0, 0.0)), self._stock.figures[iteration], strict=True
+                run.figures.get(iteration, (0.0, 0.0)), self.stock.figures[iteration], strict=True
             ):
                 if abs(found - expected) > 0.02 * expected:
                     raise CellError(run.reason(f"iteration {iteration}: {found}, not {expected}"))
         shapes = [
             {name: tuple(whole.shape) for name, whole in assemble(root, END).items()}
-            for root in (self._where / "A", save)
+            for root in (self.where / "A", save)
         ]
         if shapes[0] != shapes[1]:
             raise CellError(run.reason("saves other tensors than under TP2 x DP2"))
 
     def restarts(self) -> None:
         """A rank is killed while it saves, all are started again: memory, bit for bit."""
-        save = self._where / "C"
-        fault = f"rank1:save.granted:2:KILL:{self._where / 'killed'}"
-        run = self._run("C", TP2, save=save, env={"FLASHCKPT_FAULT": fault}, restarts=1)
+        save = self.where / "C"
+        fault = f"rank1:save.granted:2:KILL:{self.where / 'killed'}"
+        run = self.run("C", TP2, save=save, env={"FLASHCKPT_FAULT": fault}, restarts=1)
         if f"iteration {HALF} was restored from memory" not in run.log:
             raise CellError(run.reason("was not restored from memory"))
-        self._same_end(run, save)
+        self.same_end(run, save)
 
     def distributes(self) -> None:
         """All of these runs with the distributed optimizer: each replica saves its own part."""
-        if self._tree.tag in PLAIN_ONLY:
+        if self.tree.tag in PLAIN_ONLY:
             raise NotHereError(NO_DISTRIBUTED)
         masters = [
-            {name for of, name in tensors(self._where / "A", END) if of == rank}
-            for rank in range(4)
+            {name for of, name in tensors(self.where / "A", END) if of == rank} for rank in range(4)
         ]
         if not all(any(name.startswith("master/") for name in of_rank) for of_rank in masters):
             raise CellError("a rank saves no part of the masters")
 
     def overlaps(self) -> None:
         """Overlapped reduce and gather: every weight that is saved is its master, rounded."""
-        if self._tree.tag in PLAIN_ONLY:
+        if self.tree.tag in PLAIN_ONLY:
             raise NotHereError(NO_DISTRIBUTED)
         self._committed(self._overlapped, "E")
-        wholes = assemble(self._where / "E", END)
+        wholes = assemble(self.where / "E", END)
         stale = [
             key
             for kind, key in wholes
@@ -153,29 +155,29 @@ class Release:
 
     def mixes_experts(self) -> None:
         """Four experts on two ranks (EP2): goes on from storage as if it had never stopped."""
-        whole = self._run("G", EXPERTS, save=self._where / "G", ranks=2)
+        whole = self.run("G", EXPERTS, save=self.where / "G", ranks=2)
         if sorted(whole.figures) != list(range(1, END + 1)):
             if "experts of Megatron's legacy models are not saved" in whole.log:
                 raise NotHereError("refused with a message: its experts are of the legacy model")
-            stock = self._run("H", EXPERTS, door="stock", ranks=2)
+            stock = self.run("H", EXPERTS, door="stock", ranks=2)
             if sorted(stock.figures) != list(range(1, END + 1)):
                 raise NotHereError(stock.reason("stock does not train experts here"))
             raise CellError(whole.reason("does not train as stock does"))
-        save = truncated_copy(self._where / "G", self._where / "I", HALF)
-        self._same_end(self._run("I", EXPERTS, save=save, ranks=2), save, whole, "G")
+        save = truncated_copy(self.where / "G", self.where / "I", HALF)
+        self.same_end(self.run("I", EXPERTS, save=save, ranks=2), save, whole, "G")
 
     def takes_over(self) -> str | None:
         """Goes on from what stock has saved, in place and bit for bit; the next save is ours."""
         if self._format is None:
             raise NotHereError(self._unwritten)
-        save = truncated_copy(self._where / "stock", self._where / "F", HALF)
-        run = self._run("F", (*TP2, *self._format.split()), save=save)
+        save = truncated_copy(self.where / "stock", self.where / "F", HALF)
+        run = self.run("F", (*TP2, *self._format.split()), save=save)
         try:
-            self._same_end(run, save)
+            self.same_end(run, save)
         except CellError:
-            save = truncated_copy(self._where / "stock", self._where / "J", HALF)
-            stock = self._run("J", (*TP2, *self._format.split()), save=save, door="stock")
-            if stock.figures.get(END) == self._stock.figures[END]:
+            save = truncated_copy(self.where / "stock", self.where / "J", HALF)
+            stock = self.run("J", (*TP2, *self._format.split()), save=save, door="stock")
+            if stock.figures.get(END) == self.stock.figures[END]:
                 raise
             raise NotHereError(stock.reason("stock itself does not go on from it here")) from None
         return f"from its torch format; {self._unwritten}" if self._unwritten else None
@@ -183,22 +185,22 @@ class Release:
     # ------------------------------------------------------------------ runs that several look at
 
     @functools.cached_property
-    def _stock(self) -> Run:
+    def stock(self) -> Run:
         """Stock, saving in the newest of its formats that it can write on this machine."""
-        save = self._where / "stock"
+        save = self.where / "stock"
         for number, flags in enumerate(self._formats()):
-            run = self._run(f"stock-{number}", (*TP2, *flags.split()), save=save, door="stock")
+            run = self.run(f"stock-{number}", (*TP2, *flags.split()), save=save, door="stock")
             if END in run.figures and (save / TRACKER).is_file():
                 self._format = flags
                 return run
             self._unwritten = run.reason(f"with '{flags}' stock itself does not save here")
             shutil.rmtree(save, ignore_errors=True)
-        return self._run("stock", TP2, door="stock")
+        return self.run("stock", TP2, door="stock")
 
     def _formats(self) -> tuple[str, ...]:
-        if self._tree.knows("ckpt_format"):
+        if self.tree.knows("ckpt_format"):
             return "--ckpt-format torch_dist", "--ckpt-format torch"
-        return ("--use-dist-ckpt", "") if self._tree.knows("use_dist_ckpt") else ("",)
+        return ("--use-dist-ckpt", "") if self.tree.knows("use_dist_ckpt") else ("",)
 
     @property
     def _newest(self) -> list[str]:
@@ -207,17 +209,17 @@ class Release:
 
     @functools.cached_property
     def _launched(self) -> Run:
-        return self._run("A", (*TP2, *self._newest), save=self._where / "A")
+        return self.run("A", (*TP2, *self._newest), save=self.where / "A")
 
     @functools.cached_property
     def _overlapped(self) -> Run:
         """Patched, without `--load`, with what overlaps."""
         overlap = ("--overlap-grad-reduce", "--overlap-param-gather")
-        flags = () if self._tree.tag in PLAIN_ONLY else overlap
-        return self._run(
+        flags = () if self.tree.tag in PLAIN_ONLY else overlap
+        return self.run(
             "E",
             (*flags, *self._asynchronous),
-            save=self._where / "E",
+            save=self.where / "E",
             load=False,
             tree=self._patched,
             door="stock",
@@ -227,25 +229,25 @@ class Release:
     @functools.cached_property
     def _asynchronous(self) -> tuple[str, ...]:
         """The flags of an asynchronous save; none: this release has no such thing."""
-        if not self._tree.knows("async_save"):
+        if not self.tree.knows("async_save"):
             return ()
         # Without these later releases switch it off, or want a package that needs a GPU.
         more = {
             "use_persistent_ckpt_worker": "--use-persistent-ckpt-worker",
             "async_strategy": "--async-strategy mcore",
         }
-        given = [*self._newest, *(it for name, it in more.items() if self._tree.knows(name))]
+        given = [*self._newest, *(it for name, it in more.items() if self.tree.knows(name))]
         return ("--async-save", *" ".join(given).split())
 
     @functools.cached_property
     def _patched(self) -> Tree:
-        tree = self._tree.copy(self._where / "patched")
-        apply(tree.root, self._tree.tag)
+        tree = self.tree.copy(self.where / "patched")
+        apply(tree.root, self.tree.tag)
         return tree
 
     def _swapped(self) -> Tree:
         """Return a tree in which somebody has swapped the imports of `training.py`."""
-        tree = self._tree.copy(self._where / "swapped")
+        tree = self.tree.copy(self.where / "swapped")
         for path in self._training(tree):
             (tree.root / path).write_text(swapped((tree.root / path).read_text()))
         return tree
@@ -257,7 +259,7 @@ class Release:
     # ------------------------------------------------------------------ what is asked of a run
 
     def _committed(self, run: Run, name: str) -> None:
-        save = self._where / name
+        save = self.where / name
         tracker = save / TRACKER
         if not tracker.is_file() or tracker.read_text() != str(END):
             raise CellError(run.reason("the last save is not committed"))
@@ -265,18 +267,22 @@ class Release:
             if not (save / iteration_dir(iteration) / "manifest.json").is_file():
                 raise CellError(run.reason(f"no save of iteration {iteration} in our format"))
 
-    def _same_end(self, run: Run, save: Path, whole: Run | None = None, name: str = "A") -> None:
+    def same_end(self, run: Run, save: Path, whole: Run | None = None, name: str = "A") -> None:
         """Raise unless a run from HALF on ends as `whole` does, which has saved to `name`."""
-        expected = (whole or self._stock).figures
+        self.same_figures(run, whole)
+        wrong = differing(tensors(self.where / name, END), tensors(save, END))
+        if wrong:
+            raise CellError(run.reason(f"not bit-equal at the end: {', '.join(map(str, wrong))}"))
+
+    def same_figures(self, run: Run, whole: Run | None = None) -> None:
+        """Raise unless a run from HALF on prints what `whole` (else stock) does."""
+        expected = (whole or self.stock).figures
         # In its second line after a start 0.16.1 and later print the mean of two losses.
         for iteration in (HALF + 1, END):
             if run.figures.get(iteration) != expected[iteration]:
                 raise CellError(run.reason(f"iteration {iteration} is not as if uninterrupted"))
-        wrong = differing(tensors(self._where / name, END), tensors(save, END))
-        if wrong:
-            raise CellError(run.reason(f"not bit-equal at the end: {', '.join(map(str, wrong))}"))
 
-    def _run(
+    def run(
         self,
         name: str,
         flags: tuple[str, ...],
@@ -290,18 +296,18 @@ class Release:
         ranks: int = 4,
     ) -> Run:
         arguments = [*flags, "--train-iters", str(END)]
-        if self._tree.tag not in PLAIN_ONLY:
+        if self.tree.tag not in PLAIN_ONLY:
             arguments.append(DISTRIBUTED)
         if save is not None:
             arguments += ["--save", str(save), "--save-interval", str(HALF)]
             arguments += ["--load", str(save)] if load else []
-        log = self._where / f"{name}.log"
+        log = self.where / f"{name}.log"
         environment = {
-            "FLASHCKPT_RUNTIME_DIR": str(self._where / "run"),
+            "FLASHCKPT_RUNTIME_DIR": str(self.where / "run"),
             "FLASHCKPT_AGENT__GRACE_S": "120",
             **(env or {}),
         }
-        return (tree or self._tree).run(arguments, log, door, environment, restarts, ranks)
+        return (tree or self.tree).run(arguments, log, door, environment, restarts, ranks)
 
 
 #: In this order: later ones look at what earlier ones have left. What one returns is worth a note.

@@ -99,6 +99,8 @@ def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
         "LOCAL_WORLD_SIZE": str(RANKS),
         "FLASHCKPT_RUNTIME_DIR": str(where / "run"),
         "FLASHCKPT_RESTORE_FROM_MEMORY": "false",
+        # The status is pytest's, whose tests may end with a save that fails on purpose.
+        "FLASHCKPT_EXIT_NONZERO_UNLESS_DURABLE": "false",
     }
     stores = {
         door: dist.TCPStore("localhost", 0, None, True, wait_for_workers=False) for door in DOORS

@@ -208,3 +208,22 @@ def test_idle_compares_memory_that_lay_idle_with_memory_in_use(script) -> None:
     ]
     assert rows[0][2] == "1.00"
     assert all(float(share) > 0 for *_, share in rows)
+
+
+def test_writers_are_compared_on_every_kind_of_storage(script) -> None:
+    bench, told = script("bench_writers"), io.StringIO()
+    bench.bench_writers(Console(file=told, width=140), [1], 1)
+    rows = told.getvalue().splitlines()[2:]
+    assert len(rows) == len(bench.KINDS)
+    for kind, row in zip(bench.KINDS, rows, strict=True):
+        assert kind.name in row
+        assert all(float(seconds) > 0 for seconds in row.split()[-len(bench.POLICIES) :])
+
+
+def test_every_way_of_writing_covers_each_element_once(script) -> None:
+    bench = script("bench_writers")
+    for policy in bench.POLICIES:
+        parts = sorted(bench.part_of(replica, 1001, policy) for replica in range(bench.REPLICAS))
+        written = [part for part in parts if part[0] < part[1]]
+        assert [start for start, _ in written] == [0, *(end for _, end in written[:-1])]
+        assert written[-1][1] == 1001

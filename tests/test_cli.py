@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,12 +18,14 @@ import msgspec
 import pytest
 
 from megatron_flashckpt import FORMAT_VERSION, __version__, cli
+from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.console import printable
 from megatron_flashckpt.layout.names import TRACKER, failure_name, removal_name
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.test_fence import OLD, claim_of
 from tests.restore.made import Made, make, persist, pieces_of_rank, snapshot
 
 Run = Callable[..., "Ran"]
@@ -245,6 +249,40 @@ def test_prune_removes_what_no_rule_keeps_and_a_dry_run_only_says_so(
     assert (ran.status, ran.out) == (0, "iter_0000015: removed\n")
     assert sorted(path.name for path in save.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
     assert run("prune", save).out == f"{save}: every checkpoint is kept by a rule\n"
+
+
+def test_prune_leaves_the_directory_to_a_job_that_trains(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    storage, done = PosixStorage(save), threading.Event()
+    claims.put(storage, claim_of(OLD))
+    assert run("ls", save).lines[-1].startswith("claimed by run aaaaaaaa (agent ")
+
+    def renew() -> None:
+        former = claim_of(OLD, renewed_at=0.0)
+        claims.put(storage, former)
+        for number in itertools.count(1):
+            renewed = claim_of(OLD, renewed_at=float(number))
+            assert claims.renew(storage, former, renewed)
+            former = renewed
+            if done.wait(0.02):
+                return
+
+    writer = threading.Thread(target=renew)
+    writer.start()
+    try:
+        ran = run("prune", save)
+        assert "iter_0000010: would be removed" in run("prune", save, "--dry-run").out
+    finally:
+        done.set()
+        writer.join()
+    only_line(
+        ran, r".*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there, .*nothing was removed.*"
+    )
+    assert run("prune", save).out == "iter_0000010: removed\n", "nobody renews the claim any more"
 
 
 def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:

@@ -89,6 +89,8 @@ def test_a_double_underscore_names_a_nested_setting():
     )
     assert config.agent.grace_s == 60.0
     assert config.replicated == Replicated(weight="first", optimizer="share")
+    config = load_config(environ={"FLASHCKPT_REPLICATED__OPTIMIZER": "2"})
+    assert config.replicated == Replicated(weight="share", optimizer=2)
 
 
 @pytest.mark.parametrize(("name", "default"), fields_of(Config).items())
@@ -178,6 +180,8 @@ def test_a_section_that_is_no_section_is_refused(write, text):
         ("runtime_dir", "7"),
         ("agent.grace_s", "never"),
         ("replicated.weight", "last"),
+        ("replicated.weight", "0"),
+        ("replicated.optimizer", "1.5"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, text):

@@ -24,16 +24,18 @@ HOME = Path(megatron_flashckpt.__file__).parent
 
 #: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
 LAYERS = (
-    {"errors", "metrics"},
+    {"errors", "metrics", "waits"},
     {""},
-    {"faults", "forks"},
+    {"faults", "forks", "exit_status"},
     {"config", "console"},
     {"layout", "storage"},
     {"tracing"},
     {"memory"},
     {"agent", "restore", "megatron_lm"},
-    {"node_link", "node_memory", "scalars", "loop_timer"},
-    {"peering", "outstanding", "run_id"},
+    {"joining"},
+    {"node_link", "node_memory", "probe", "scalars", "loop_timer", "foreign"},
+    {"peering", "outstanding", "run_id", "save_reports", "save_request", "shared_templates"},
+    {"claiming"},
     {"checkpointer", "inspection", "verification"},
     {"convert", "planning", "report"},
     {"session", "saved_job", "held_slot", "in_memory"},
@@ -52,6 +54,7 @@ TORCH_FREE = (
     "",
     "errors",
     "metrics",
+    "waits",
     "faults",
     "forks",
     "config",
@@ -68,6 +71,7 @@ TORCH_FREE_AT_START += ("verification",)
 KNOW_MEGATRON = {
     "megatron_lm",
     "checkpointer",
+    "save_request",
     "convert",
     "planning",
     "session",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import resource
 
 import pytest
 
 from megatron_flashckpt import node_memory
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.memory.available import Limit, limits
-from megatron_flashckpt.node_memory import Need, around, check, gather_needs
+from megatron_flashckpt.memory.available import Limit, ProcessLimit, limits, process_limits
+from megatron_flashckpt.node_memory import Need, around, check, gather_needs, neighbours
 
 GIB = 2**30
 BEGIN = (
@@ -109,3 +111,49 @@ def test_the_need_of_a_rank_has_its_limits(monkeypatch: pytest.MonkeyPatch) -> N
     (mine,) = gather_needs(5, 6, is_there=True)
     assert (mine.host, mine.slab_nbytes, mine.held_nbytes, mine.is_there) == ("n7", 5, 6, True)
     assert [limit[:2] for limit in mine.limits] == [limit[:2] for limit in limits()]
+
+
+def test_a_limit_of_one_process_on_files_or_addresses_refuses_its_slab_until_it_is_there() -> None:
+    needs = [need("n0", 6, 100) for _ in range(12)]
+    bound = ProcessLimit("file size limit (ulimit -f)", 5 * GIB)
+    needs[1:] = [dataclasses.replace(each, process_limits=(bound,)) for each in needs[1:]]
+    with pytest.raises(StorageError) as raised:
+        check(needs, 2)
+    assert raised.value.errno == errno.EFBIG
+    lines = raised.value.strerror.splitlines()
+    assert lines[0].startswith("the 2 checkpoint slots of a rank exceed a limit of its process")
+    assert lines[1] == (
+        "  n0: rank 1 needs 6.0 GiB in one piece; its file size limit (ulimit -f) leaves 5.0 GiB"
+    )
+    assert lines[11:] == [
+        "  and 1 more",
+        "raise that limit where the job is started, lower 'slots', or use more ranks",
+    ]
+    check([dataclasses.replace(each, is_there=True) for each in needs], 2)
+
+
+def test_the_limits_of_a_process_are_those_that_the_kernel_holds() -> None:
+    """The address space that is taken already does not count as left."""
+    limit = 2**44
+    former = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, former[1]))
+    try:
+        found = {bound.name: bound.left_nbytes for bound in process_limits()}
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, former)
+    assert 0 < found["address space limit (ulimit -v)"] < limit
+
+
+def test_a_refusal_names_who_holds_memory() -> None:
+    held = "agent 77 holds 30.00 GiB: 30.00 GiB of rank 2 (iteration 5, being written)"
+    needs = [dataclasses.replace(need("n0", 60, 50), holder=held) for _ in range(2)]
+    assert refusal([*needs, need("n1", 60, 50)]) == (
+        f"n0: 2 ranks (0 to 1) need 120.0 GiB; the machine has 50.0 GiB left; {held}\n"
+        "  n1: rank 2 needs 60.0 GiB; the machine has 50.0 GiB left"
+    )
+
+
+def test_ranks_of_one_host_are_neighbours_if_they_have_one_agent() -> None:
+    places = [("n0", "/run/a"), ("n0", "/run/b"), ("n1", "/run/a"), ("n0", "/run/a")]
+    needs = [dataclasses.replace(need(host, 1, 2), agent=agent) for host, agent in places]
+    assert [neighbours(needs, rank) for rank in range(4)] == [(0, 3), (1,), (2,), (0, 3)]

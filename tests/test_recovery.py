@@ -18,7 +18,7 @@ from megatron_flashckpt.errors import (
     StorageError,
 )
 from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir, next_attempt
 from megatron_flashckpt.recovery import Candidates, Named, named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 
@@ -96,11 +96,63 @@ def test_what_somebody_has_gone_back_from_is_not_used_instead(storage: PosixStor
     assert tried(storage, [held(6)], {"4": DAMAGE}) == ["4", "2"]
 
 
+def test_damage_never_hides_what_is_newer_and_intact(storage: PosixStorage) -> None:
+    storage.put(TRACKER, b"2")
+    assert tried(storage, [], {"2": DAMAGE}) == ["2", "6"]
+    assert tried(storage, [], {"2": DAMAGE, "6": DAMAGE}) == ["2", "6", "4"]
+    storage.put(TRACKER, b"4")
+    assert tried(storage, [], {"4": DAMAGE, "2": DAMAGE}) == ["4", "2", "6"]
+
+
 def test_a_tracker_that_names_nothing_finds_the_newest(storage: PosixStorage) -> None:
     storage.put(TRACKER, b"5")
     assert tried(storage, [], {"5": NotCommittedError("not there")}) == ["5", "6"]
     storage.put(TRACKER, b"?")
     assert tried(storage, [], {}) == ["6"]
+
+
+MINE, BASE, OTHER = "a" * 8, "b" * 8, "c" * 8
+
+
+@pytest.mark.parametrize(
+    ("save_id", "iteration", "lineage", "used"),
+    [
+        (f"{MINE}0003", 6, (), True),
+        (f"{MINE}0001", 4, (), True),
+        (f"{BASE}0009", 4, (f"{BASE}0009",), True),
+        # Of the start before, which has committed it after this one had resumed from memory.
+        (f"{BASE}0008", 4, (f"{BASE}0009",), True),
+        (next_attempt(f"{MINE}0003"), 6, (f"{BASE}0009",), True),
+        # A damaged manifest says nothing.
+        (None, 6, (f"{BASE}0009",), True),
+        (f"{OTHER}0009", 6, (f"{BASE}0009",), False),
+        (f"{OTHER}0009", 4, (f"{BASE}0009",), False),
+        (f"{OTHER}0009", 4, ("",), False),
+        # An agent that replaced another one knows nothing: older ones get the benefit of the doubt.
+        (f"{OTHER}0009", 6, (), False),
+        (f"{OTHER}0009", 4, (), True),
+    ],
+)
+def test_memory_that_does_not_continue_what_is_in_storage_is_not_used(
+    storage: PosixStorage,
+    caplog: pytest.LogCaptureFixture,
+    save_id: str | None,
+    iteration: int,
+    lineage: tuple[str, ...],
+    used: bool,
+) -> None:
+    slab: Any = None
+    offer = Offer(0, 6, f"{MINE}0003", False, None)
+    memory = [InMemory(slab, offer, -1, frozenset(lineage))]
+    named = Named(iteration, save_id=save_id)
+    candidates = Candidates(storage, named, memory, rank=0, fall_back=True)
+    assert candidates.current == (memory[0] if used else iteration)
+    assert candidates.strange != used
+    said = [record.getMessage() for record in caplog.records]
+    expected = f"6 in host memory (save {MINE}0003) is not used: {storage.place}/iter_000000"
+    assert [expected in line and f"holds save {save_id}" in line for line in said] == [True] * (
+        not used
+    )
 
 
 @pytest.mark.parametrize(

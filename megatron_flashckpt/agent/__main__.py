@@ -1,10 +1,8 @@
-"""`python -m megatron_flashckpt.agent`: started by the first rank of a node, never by hand."""
+"""`python -m megatron_flashckpt.agent`: started by a node's first rank or by `flashckpt agent`."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -14,8 +12,9 @@ from typing import get_args
 
 from megatron_flashckpt import faults
 from megatron_flashckpt.agent.node import AgentOptions
-from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
-from megatron_flashckpt.agent.server import Agent, listen
+from megatron_flashckpt.agent.reception import raise_limit
+from megatron_flashckpt.agent.server import Agent
+from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 from megatron_flashckpt.storage.direct_io import DirectMode
 
 
@@ -31,6 +30,7 @@ class _ErrorSeen(logging.Handler):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="megatron_flashckpt.agent")
     parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--runtime-dir")
     parser.add_argument("--root", required=True)
     parser.add_argument("--grace-s", type=float, required=True)
     parser.add_argument("--persist-threads", type=int, required=True)
@@ -45,23 +45,26 @@ def main() -> int:
     parser.add_argument("--history", type=int, required=True)
     parser.add_argument("--trace-directory", required=True)
     parser.add_argument("--trace-keep", type=int, required=True)
+    parser.add_argument("--foreground", action="store_true")
     arguments = parser.parse_args()
+    options = _options(arguments)
+    if arguments.foreground:
+        # Others start faster without what it needs.
+        from megatron_flashckpt.agent import foreground
+
+        return foreground.serve(arguments.runtime_dir, options)
 
     try:
-        lock = os.open(arguments.directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # An agent that leaves removes its files while it still holds the lock. If it did so since
-        # we opened them, they are no longer what others see: whoever started us starts another.
-        for fd, name in ((lock, LOCK), (sys.stderr.fileno(), LOG)):
-            if not os.path.samestat(os.fstat(fd), os.stat(arguments.directory / name)):
-                return 0
+        upkeep = Upkeep(arguments.directory, arguments.runtime_dir)
+        if not upkeep.writes_log:
+            return 0  # the log that we were given went with an agent that has left since
     except (BlockingIOError, FileNotFoundError):
         return 0  # another agent serves this directory, or has just left, directory and all
 
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        format=LOG_FORMAT,
     )
     errors = _ErrorSeen(logging.ERROR)
     logging.getLogger().addHandler(errors)
@@ -70,6 +73,7 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
     faults.this_is("agent")
+    raise_limit()
     # The parent returns as soon as trainers can connect, so that whoever started it can reap it and
     # the agent is nobody's child; no thread has been started yet, so forking is safe.
     ready, tell = os.pipe()
@@ -79,10 +83,22 @@ def main() -> int:
     os.close(ready)
     # Not before the fork: whoever connects is told by the kernel who called `listen`, and must be
     # told who serves (`protocol.peer`), to end it when it hangs.
-    listener = listen(arguments.directory, SOCKET)
+    agent = Agent(upkeep, options)
     os.write(tell, b"1")
     os.close(tell)
-    options = AgentOptions(
+    logging.info("agent %d serves %s", os.getpid(), arguments.root)
+    signal.signal(signal.SIGTERM, lambda *_: agent.end_soon())
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    agent.serve()
+    upkeep.leave(keep_log=errors.seen)
+    logging.shutdown()
+    # Without the threads, which the interpreter would wait for: one may be writing to a storage
+    # that hangs.
+    os._exit(0)
+
+
+def _options(arguments: argparse.Namespace) -> AgentOptions:
+    return AgentOptions(
         root=arguments.root,
         grace_s=arguments.grace_s,
         persist_threads=arguments.persist_threads,
@@ -97,23 +113,8 @@ def main() -> int:
         history=arguments.history,
         trace_directory=arguments.trace_directory,
         trace_keep=arguments.trace_keep,
+        foreground=arguments.foreground,
     )
-    logging.info("agent %d serves %s", os.getpid(), arguments.root)
-    agent = Agent(listener, options)
-    signal.signal(signal.SIGTERM, lambda *_: agent.end_soon())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    agent.serve()
-    # Socket first: from here on a trainer that comes finds nobody and starts a new agent.
-    (arguments.directory / SOCKET).unlink(missing_ok=True)
-    if not errors.seen:
-        (arguments.directory / LOG).unlink(missing_ok=True)
-        (arguments.directory / LOCK).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            arguments.directory.rmdir()
-    logging.shutdown()
-    # Without the threads, which the interpreter would wait for: one may be writing to a storage
-    # that hangs.
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -19,7 +20,19 @@ from typing import TypeVar
 import megatron_flashckpt
 from megatron_flashckpt import forks
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory
+from megatron_flashckpt.agent.claim import RunKey
+from megatron_flashckpt.agent.endings import KILLED, why_not_started
+from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, agent_directory, holder
+from megatron_flashckpt.agent.run_messages import (
+    AskHeld,
+    BeginRun,
+    Configure,
+    Configured,
+    Held,
+    HeldSlab,
+)
+from megatron_flashckpt.agent.save_directory import ensure, identity_of
+from megatron_flashckpt.agent.settings import AgentSettings, flags, settings_of
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, SaveFailedError
 from megatron_flashckpt.layout.cost import RankCost
@@ -29,9 +42,15 @@ from megatron_flashckpt.tracing import Span
 logger = logging.getLogger(__name__)
 
 _R = TypeVar("_R")
+#: Longest wait for digests of what an earlier incarnation left: gigabytes at memory speed.
+_DIGESTED_S = 120.0
 _RETRY_S = 0.02
 #: A wait for something long is asked for in slices, so that a hung agent is noticed.
 _SLICE_S = 5.0
+#: Seconds that an agent has to restore its socket, and between two looks at who holds the lock.
+_SILENT_S = 10.0
+_PROBE_S = 0.5
+_TEMPLATE_SLICE_S = 1.0
 #: How finely the patience with an agent is counted.
 _PATIENCE_PARTS = 10
 
@@ -48,16 +67,23 @@ class AgentClient:
     another can take its place and training goes on.
     """
 
-    def __init__(self, sock: socket.socket, rank: int, directory: Path, answer_s: float) -> None:
+    def __init__(
+        self, sock: socket.socket, rank: int, directory: Path, answer_s: float, identity: str = ""
+    ) -> None:
+        """Args: `identity`: of the save directory; see `save_directory.identity_of`."""
         self._sock = sock
         self._lock = threading.Lock()
+        self.directory = directory
+        """Where agent and trainers meet."""
         self._log = directory / LOG
         self._answer_s = answer_s
         #: Why nothing more can be asked: after an answer that did not come, the next one would be
         #: taken for it.
         self._ended: str | None = None
-        welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION), p.Welcome)[0]
+        self._was_killed = False
+        welcome = self._ask(p.Hello(rank, p.PROTOCOL_VERSION, identity), p.Welcome)[0]
         self.agent_pid = welcome.pid
+        self.facts = welcome.facts
         if welcome.former_pid:
             logger.warning(
                 "rank %d: process %d, an earlier one of this rank, still runs on this node; it "
@@ -79,10 +105,12 @@ class AgentClient:
                 body, received = p.receive(self._sock)
             except (OSError, EOFError) as error:
                 if isinstance(error, TimeoutError):
+                    self._was_killed = True
                     self._end_agent()
                 self._ended = self._ended or str(error) or "connection closed"
                 raise _HungUpError(
                     f"the agent of this node is gone ({self._ended}); log of it: {self._log}"
+                    + ("" if self._was_killed else f"; if that has no reason, {KILLED}")
                 ) from error
         reply = p.decode_reply(body)
         if isinstance(reply, expected):
@@ -130,17 +158,38 @@ class AgentClient:
         self._ask(p.DetachSlab(), p.Done)
 
     def take(self) -> tuple[Slab | None, tuple[p.Offer, ...]]:
-        """Return the slab that an earlier incarnation of this rank left, and what is in it."""
-        reply, fd = self._ask(p.TakeSlab(), p.SlabOffer)
-        if fd is None:
-            return None, ()
-        slab = Slab.attach(fd)
-        slab.read_only = reply.read_only
-        return slab, reply.offers
+        """Return the slab that an earlier incarnation of this rank left, and what is in it.
+
+        Waits until the agent has digested all of that.
+
+        Raises:
+            AgentError: this process has no descriptor left for the slab, or the agent is gone.
+        """
+        deadline = time.monotonic() + _DIGESTED_S
+        while True:
+            reply, fd = self._ask(p.TakeSlab(), p.SlabOffer)
+            if not reply.present:
+                return None, ()
+            if fd is None:
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise AgentError(
+                    f"the slab's descriptor did not arrive: this process may open {limit} files; "
+                    "raise its limit ('ulimit -n')"
+                )
+            if not reply.is_digesting or time.monotonic() > deadline:
+                slab = Slab.attach(fd)
+                slab.read_only = reply.read_only
+                return slab, reply.offers
+            os.close(fd)
+            time.sleep(_RETRY_S)
 
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Say which save training goes on from; newer slots of other saves are emptied."""
         self._ask(p.Adopt(save_id, iteration), p.Done)
+
+    def hold(self, key: RunKey) -> None:
+        """Say which run this rank is of."""
+        self._ask(p.Hold(key.epoch, key.run_id), p.Done)
 
     def acquire(self, iteration: int, save_id: str, wait_s: float) -> int:
         """Return a slot to stage into, or -1 if none became free in time.
@@ -165,8 +214,12 @@ class AgentClient:
         self._ask(p.Abandon(iteration, save_id, reason), p.Done)
 
     def fetch_template(self, fingerprint: str) -> bytes | None:
-        """Return a template that another rank published."""
-        return self._ask(p.GetTemplate(fingerprint), p.TemplateReply)[0].encoded
+        """Return a template that another rank published; None: this rank is to compute it."""
+        request = p.GetTemplate(fingerprint, _TEMPLATE_SLICE_S)
+        while True:
+            reply = self._ask(request, p.TemplateReply, None, _TEMPLATE_SLICE_S)[0]
+            if not reply.computing:
+                return reply.encoded
 
     def publish_template(self, fingerprint: str, encoded: bytes) -> None:
         """Share a template with the other ranks of this node."""
@@ -200,6 +253,24 @@ class AgentClient:
         while not self._ask(request, p.Recovered, None, _SLICE_S)[0].ended:
             pass
 
+    def configure(self, settings: AgentSettings) -> None:
+        """Give the agent the settings of this run; one that an earlier run started has others."""
+        changed = self._ask(Configure(settings), Configured)[0].changed
+        if changed:
+            logger.info(
+                "agent %d, which an earlier run started, changed its settings to this run's: %s",
+                self.agent_pid,
+                ", ".join(changed),
+            )
+
+    def begin_run(self, run: BeginRun) -> None:
+        """Say which ranks of this node the run has; the agent frees the memory of others."""
+        self._ask(run, p.Done)
+
+    def held(self, wait_s: float = 0.0) -> tuple[HeldSlab, ...]:
+        """Return whose memory the agent holds; wait until that of departed ranks is freed."""
+        return self._ask(AskHeld(wait_s), Held, None, wait_s)[0].slabs
+
     def leave(self) -> None:
         """Say that this rank ends as planned."""
         self._ask(p.Leave(), p.Done)
@@ -217,9 +288,11 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
     Raises:
         AgentError: it did not answer in time, or the socket directory is not private.
     """
-    directory = agent_directory(root, config.runtime_dir)
     deadline = time.monotonic() + config.agent.start_timeout_s
+    silent = _SilentHolder(min(_SILENT_S, config.agent.start_timeout_s / 2))
+    ensure(root)
     while True:
+        directory = agent_directory(root, config.runtime_dir)
         sock = _new_socket()
         try:
             sock.connect(str(directory / SOCKET))
@@ -228,7 +301,10 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
                     f"{directory / SOCKET}: belongs to user {p.peer(sock).uid}; "
                     "remove it or set 'runtime_dir'"
                 )
-            return AgentClient(sock, rank, directory, config.agent.answer_timeout_s)
+            patience_s = config.agent.answer_timeout_s
+            client = AgentClient(sock, rank, directory, patience_s, identity_of(root))
+            client.configure(settings_of(config))
+            return client
         except (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, _HungUpError):
             # Also where an agent has just left, directory and all: start over. But a refusal (an
             # agent of another release or user) is final.
@@ -239,11 +315,57 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         if time.monotonic() > deadline:
             raise AgentError(
                 f"no agent answered at {directory / SOCKET} within "
-                f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}"
+                f"{config.agent.start_timeout_s:.0f} s; its log: {directory / LOG}; if that has "
+                "no reason, the node is slow: raise 'agent.start_timeout_s'"
             )
         if local_rank == 0:
-            _start(agent_directory(root, config.runtime_dir), root, config)
+            directory = agent_directory(root, config.runtime_dir)
+            if silent.is_none(directory):
+                _start(directory, root, config)
         time.sleep(_RETRY_S)
+
+
+class _SilentHolder:
+    """Ends an agent that holds the lock of its directory and has no socket that anybody reaches.
+
+    An agent restores its socket within a second or two; one that does not is stopped or hangs.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._pid: int | None = None
+        self._since = 0.0
+        self._looked_at = -_PROBE_S
+
+    def is_none(self, directory: Path) -> bool:
+        """Return whether an agent can be started; one that has been silent for long is killed."""
+        now = time.monotonic()
+        if now - self._looked_at < _PROBE_S:
+            return self._pid is None
+        self._looked_at = now  # now and then: a lock that is looked at cannot be taken
+        pid = holder(directory)
+        if pid is None or pid != self._pid:
+            self._pid, self._since = pid, now
+        elif now - self._since > self._patience_s:
+            self._since = now
+            held = f"{directory / LOCK}: is held by process {pid or '?'}, which has no socket there"
+            if not pid or not _is_agent_of(pid, directory):
+                logger.error("%s and is not seen from here; end it on this node", held)
+                return False
+            logger.error("%s: killed", held)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return self._pid is None
+
+
+def _is_agent_of(pid: int, directory: Path) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    # An agent may have moved from where it was started, but keeps the name of its directory.
+    of_directory = any(word.endswith(b"/" + os.fsencode(directory.name)) for word in words)
+    return b"megatron_flashckpt.agent" in words and of_directory
 
 
 def _new_socket() -> socket.socket:
@@ -259,14 +381,8 @@ def _close(sock: socket.socket) -> None:
         sock.close()
 
 
-def _start(directory: Path, root: str, config: Config) -> None:
-    """Return when an agent listens in `directory` (or another is about to, or leaving).
-
-    It has a session of its own and no parent, so it survives whatever ends the trainers.
-
-    Raises:
-        AgentError: it could not be started; the message holds the last line it said.
-    """
+def agent_environment() -> dict[str, str]:
+    """Return the environment for a new agent."""
     # The variables of a torchrun worker must not make the agent look like one (and tools that
     # hook workers must not load torch into it).
     environment = {
@@ -278,45 +394,43 @@ def _start(directory: Path, root: str, config: Config) -> None:
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (package_parent, os.environ.get("PYTHONPATH")))
     )
-    command = [
+    return environment
+
+
+def agent_command(directory: Path, root: str, config: Config) -> list[str]:
+    """Return the command that starts an agent with the settings of `config`."""
+    return [
         *(sys.executable, "-m", "megatron_flashckpt.agent"),
         *("--directory", str(directory), "--root", root),
-        *("--grace-s", str(config.agent.grace_s)),
-        *("--persist-threads", str(config.agent.persist_threads)),
-        *("--write-threads", str(config.agent.write_threads)),
-        *(
-            ()
-            if config.agent.write_mib_per_s is None
-            else ("--write-mib-per-s", str(config.agent.write_mib_per_s))
-        ),
-        *("--writer-nice", str(config.agent.writer_nice)),
-        *("--direct-io", config.agent.direct_io),
-        *("--commit-timeout-s", str(config.agent.commit_timeout_s)),
-        *("--slow-save-s", str(config.agent.slow_save_s)),
-        *("--sigterm-timeout-s", str(config.agent.sigterm_timeout_s)),
-        "--persist-on-leave" if config.agent.persist_on_leave else "--no-persist-on-leave",
-        *("--history", str(config.history)),
-        *("--trace-directory", config.trace.directory or ""),
-        *("--trace-keep", str(config.trace.keep)),
+        *(("--runtime-dir", os.path.abspath(config.runtime_dir)) if config.runtime_dir else ()),
+        *flags(settings_of(config)),
     ]
+
+
+def _start(directory: Path, root: str, config: Config) -> None:
+    """Return when an agent listens in `directory` (or another is about to, or leaving).
+
+    It has a session of its own and no parent, so it survives the trainers. Who ends their Slurm
+    step, container or systemd unit ends it as well: `agent/life.py`.
+
+    Raises:
+        AgentError: it could not be started; the message holds the last line it said.
+    """
     try:
         fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except FileNotFoundError:
         return  # an agent has just left, directory and all: the caller tries again
     with open(fd, "ab") as log:
+        begun = log.tell()
         status = subprocess.run(
-            command,
+            agent_command(directory, root, config),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=environment,
+            env=agent_environment(),
             start_new_session=True,
             cwd="/",
             check=False,
         ).returncode
     if status:
-        lines = (directory / LOG).read_text(errors="replace").splitlines()
-        raise AgentError(
-            f"the agent ended with status {status}: {lines[-1] if lines else 'no output'}; "
-            f"its log: {directory / LOG}"
-        )
+        raise AgentError(why_not_started(status, directory / LOG, begun))

@@ -22,6 +22,7 @@ from megatron_flashckpt.agent.pending import PendingSave, gave_up
 from megatron_flashckpt.agent.record_files import check_shards, read_records
 from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.errors import (
+    CorruptCheckpointError,
     FlashCkptError,
     FormatVersionError,
     StorageError,
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: How often a node that waits for two files looks at all that there are.
 _LIST_EVERY_S = 30.0
+#: How often the node of rank 0, while it waits, looks whether another run has taken over.
+_FENCED_S = 1.0
 #: How long the committing agent retries storage that reports errors which may pass.
 _TROUBLE_S = 20.0
 #: Pauses before a note of a failure is put again.
@@ -61,6 +64,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, save.error
         if save.past is not None:
             return True, save.past.error
+        if save.fence is not None:
+            save.fence.check(save.storage, _FENCED_S if 0 in save.metas else _LIST_EVERY_S)
         present = _look(save)
         failure = _failure_elsewhere(save, present)
         if failure is not None:
@@ -128,6 +133,7 @@ def commit(save: PendingSave) -> None:
         CorruptCheckpointError: the records contradict each other, or a shard is not there.
         StorageError: the tracker still names the previous checkpoint.
     """
+    _check_commits(save)
     storage, meta = save.storage, save.metas[0]
     with phase("read records"):
         records = read_records(storage, save.iteration, save.save_id, meta.world_size)
@@ -149,7 +155,7 @@ def commit(save: PendingSave) -> None:
         storage.put(common, meta.common, durable="contents")
         reach("commit.common")
         storage.put(f"{save.directory}/{names.MANIFEST}", manifest.encode_manifest(merged))
-    save.cost = merged.cost
+    save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
     reach("commit.manifest")
     _publish(save)
 
@@ -157,11 +163,15 @@ def commit(save: PendingSave) -> None:
 def _publish(save: PendingSave) -> None:
     """Move the tracker to a save whose manifest is there, then tidy up."""
     storage, meta = save.storage, save.metas[0]
-    previous = None
+    # One that is committed after a later save is no newest checkpoint for a moment: what Megatron
+    # would remove by now is itself.
+    previous: int | None = save.iteration
     if save.superseded_by is None and not _is_overtaken(save):
         previous = tracked_iteration(storage)
         with phase("tracker"):
-            storage.put(names.TRACKER, str(save.iteration).encode())
+            storage.put(
+                names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save)
+            )
         reach("commit.tracker")
     try:
         with phase("tidy up"):
@@ -179,6 +189,22 @@ def _publish(save: PendingSave) -> None:
     except (FlashCkptError, OSError) as error:
         # The checkpoint is committed; untidiness must not make it look failed.
         logger.warning("committed iteration %d, but: %s", save.iteration, error)
+
+
+def _check_commits(save: PendingSave) -> None:
+    """Raise unless this agent is the one that commits."""
+    if save.fence is not None:
+        save.fence.check_commits(save.storage)
+
+
+def _check_named(save: PendingSave) -> None:
+    """Raise unless the tracker may name `save` now: this agent may have hung since the manifest."""
+    _check_commits(save)
+    if not save.storage.present(save.directory, [names.MANIFEST]):
+        raise CorruptCheckpointError(
+            f"{save.storage.place}/{save.directory}: its manifest is gone since it was committed, "
+            f"so {names.TRACKER} does not name it; find out what else removes files there"
+        )
 
 
 def _is_overtaken(save: PendingSave) -> bool:
@@ -215,6 +241,8 @@ def forget(save: PendingSave) -> None:
     sweeper removes them after a later commit.
     """
     try:
+        if save.fence is not None:
+            save.fence.check(save.storage)  # the later run removes them
         if not _may_remove(save):
             logger.warning(
                 "iteration %d: rank 0's node has not said that the save failed and may commit it; "
@@ -246,11 +274,14 @@ def _may_remove(save: PendingSave) -> bool:
     """Return whether nobody can commit `save` any more."""
     if 0 in save.metas or save.called_off or save.outlived:
         return True  # this agent decides, or the agent or the ranks of the job have decided
-    if save.superseded_by == save.iteration or save.persist_failed or save.past is not None:
+    if save.superseded_by == save.iteration or save.past is not None:
         return True
-    return names.failure_name(0, save.save_id) in save.storage.present(
-        save.directory, [names.failure_name(0, save.save_id)]
-    )
+    note = names.failure_name(0, save.save_id)
+    # A rank may have failed after its record was published: storage did the put and reported an
+    # error, or an agent that is gone had published the record.
+    records = {names.record_name(rank, save.save_id) for rank in save.failed}
+    present = save.storage.present(save.directory, {note, *records})
+    return note in present or not records <= present
 
 
 def is_persisted(save: PendingSave, rank: int) -> bool:
@@ -268,7 +299,7 @@ def _is_committed(save: PendingSave, present: set[str]) -> bool:
     found = _committed(save.storage, save.iteration) if names.MANIFEST in present else None
     if found is None or found.save_id != save.save_id:
         return False
-    save.cost = found.cost
+    save.cost, save.differing, save.compared = found.cost, found.differing, found.compared
     return True
 
 

@@ -14,7 +14,6 @@ from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,13 @@ class Committer:
         save = self.pending.setdefault(
             save_id,
             PendingSave(
-                PosixStorage(meta.root, self._node.direct_io),
+                self._node.storage_at(meta.root),
                 header.iteration,
                 save_id,
                 time.monotonic(),
                 inherited=inherited,
                 staged_as=header.save_id,
+                fence=self._node.fence,
             ),
         )
         save.metas[number] = meta
@@ -77,7 +77,9 @@ class Committer:
                     save.called_slow = True
                     notice = f"not durable {waited:.0f} s after it was staged: {awaited_by(save)}"
                     logger.warning("iteration %d: %s", save.iteration, notice)
-                    for number in save.metas:
+                    # Rank 0 speaks for the job, and the first slow rank for its node.
+                    slow = sorted(set(save.metas) - save.persisted)[:1]
+                    for number in {*slow, 0} & set(save.metas):
                         told = p.Notice(save.iteration, notice)
                         self._node.ranks[number].notices.append(told)
                 if waited > self._node.options.commit_timeout_s + _HUNG_S:
@@ -155,6 +157,8 @@ class Committer:
         """Mark the slots and tell the outcome, once. The lock is held."""
         if error is None and save.past is None:
             self._supersede(save)
+            if save.superseded_by is None:
+                self._node.stored = save.save_id
             if save.superseded_by is None and 0 in save.metas:  # this agent moved the tracker
                 self._node.committed = save.iteration
         if self.pending.get(save.save_id) is not save:
@@ -163,7 +167,16 @@ class Committer:
         if error is None:
             logger.info("committed iteration %d after %.3f s", save.iteration, seconds)
         del self.pending[save.save_id]
-        outcome = p.Outcome(save.iteration, save.save_id, error, seconds, cost=save.cost)
+        outcome = p.Outcome(
+            save.iteration,
+            save.save_id,
+            error,
+            seconds,
+            cost=save.cost,
+            differing=save.differing,
+            compared=save.compared,
+            failed_ranks=tuple(sorted(save.failed)),
+        )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
         if save.outlived:
             state = SlotState.EMPTY
@@ -178,6 +191,15 @@ class Committer:
     def is_pending(self, iteration: int) -> bool:
         with self._node.changed:
             return any(save.iteration == iteration for save in self.pending.values())
+
+    def owed(self, number: int) -> set[str]:
+        """Return the saves of a rank that have no outcome yet. The lock is held.
+
+        Also those that its present connection has not staged: the rank may look for them in storage
+        when nothing is owed any more, but not before.
+        """
+        staged = {save.staged_as for save in self.pending.values() if number in save.metas}
+        return self._node.ranks[number].awaited | staged
 
     def tell(self, rank: Trainer, outcome: p.Outcome) -> None:
         """Have the rank's trainer told at its next poll, if it is the one that staged the save."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -12,9 +13,13 @@ import time
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.departed import Departed
 from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError, process_of
 from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.reception import GREETING_NBYTES, Strangers
+from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.templates import TemplateStore
@@ -32,11 +37,15 @@ _UNCOMMITTED = 8
 class Conversations:
     """Everything that trainers can ask of the agent."""
 
-    def __init__(self, node: Node, saves: Saves, committer: Committer) -> None:
+    def __init__(
+        self, node: Node, saves: Saves, committer: Committer, strangers: Strangers
+    ) -> None:
         self._node = node
+        self._strangers = strangers
         self._saves = saves
         self._committer = committer
         self._templates = TemplateStore(node.changed)
+        self.departed = Departed(node, committer)
         self.connections = 0
         self.last_seen = time.monotonic()
         self.parting = False
@@ -46,7 +55,12 @@ class Conversations:
         """Talk with whoever has connected, in a thread of its own."""
         with self._node.changed:
             self.connections += 1
-        threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+        self._strangers.add(connection)
+        try:
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+        except (RuntimeError, MemoryError) as error:  # no thread is left, or no memory
+            self._strangers.turned_away(str(error))
+            self._end(None, connection)
 
     def _converse(self, connection: socket.socket) -> None:
         number: int | None = None
@@ -71,21 +85,39 @@ class Conversations:
                 p.send(connection, *answer)
                 if isinstance(request, p.Poll):
                     self._node.traces.write_told()
-        except (EOFError, OSError, msgspec.MsgspecError, FlashCkptError) as error:
-            if not isinstance(error, EOFError):
-                logger.warning("rank %s: connection ended (%s)", number, error)
+        except EOFError:
+            pass
+        except (OSError, msgspec.MsgspecError, FlashCkptError) as error:
+            self._say_ended(number, error)
+        except Exception:  # whatever it is, it concerns this connection only
+            logger.exception("rank %s: connection ended", number)
         finally:
-            connection.close()
-            self._farewell(number, connection)
+            self._end(number, connection)
+
+    def _end(self, number: int | None, connection: socket.socket) -> None:
+        self._strangers.remove(connection)
+        connection.close()
+        self._farewell(number, connection)
+
+    def _say_ended(self, number: int | None, error: Exception) -> None:
+        if number is None:
+            self._strangers.turned_away(f"no greeting ({error})")
+        else:
+            logger.warning("rank %d: connection ended (%s)", number, error)
 
     def _greet(self, connection: socket.socket, process: RankProcess | None) -> int | None:
-        body, fd = p.receive(connection)
+        body, fd = p.receive(connection, GREETING_NBYTES)
         if fd is not None:
             os.close(fd)
         hello = p.decode_request(body)
+        self._strangers.remove(connection)
+        connection.settimeout(None)
         if not isinstance(hello, p.Hello) or hello.protocol != p.PROTOCOL_VERSION:
             reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"
             p.send(connection, p.Refused(reason))
+            return None
+        if (why_not := self._node.held.why_not(hello.directory)) is not None:
+            p.send(connection, p.Refused(why_not))
             return None
         with self._node.changed:
             rank = self._node.ranks.setdefault(hello.rank, Trainer())
@@ -95,29 +127,32 @@ class Conversations:
                 logger.warning("rank %d: refused process %d", hello.rank, p.peer(connection).pid)
                 answer: p.Reply = p.Refused(str(error))
             else:
+                self._begin_incarnation(hello.rank, connection, former)
                 former_pid = 0 if former is None else former.pid
-                self._begin_incarnation(hello.rank, connection, former_pid)
-                answer = p.Welcome(os.getpid(), self._node.options.root, former_pid)
+                facts = self._node.facts()
+                answer = p.Welcome(os.getpid(), self._node.options.root, former_pid, facts)
         p.send(connection, answer)
         return hello.rank if isinstance(answer, p.Welcome) else None
 
-    def _begin_incarnation(self, number: int, connection: socket.socket, former_pid: int) -> None:
+    def _begin_incarnation(
+        self, number: int, connection: socket.socket, former: RankProcess | None
+    ) -> None:
         """Serve the rank on `connection` only. The lock is held."""
         rank = self._node.ranks[number]
-        if former_pid:
+        if former is not None:
             logger.warning(
                 "rank %d: process %d takes the place of process %d, which still runs",
                 number,
                 p.peer(connection).pid,
-                former_pid,
+                former.pid,
             )
             if rank.connection is not None:
                 # Ends the wait of its thread for a request; the process is told when it reconnects.
                 with contextlib.suppress(OSError):
                     rank.connection.shutdown(socket.SHUT_RDWR)
             if rank.slots is not None:
-                rank.slots.former_pid = former_pid
-        rank.left = False
+                rank.slots.note_former(former)
+        rank.left, rank.run = False, None
         rank.connection = connection
         self._node.traces.first_rank = min(self._node.ranks)
         self.parting = False
@@ -133,8 +168,11 @@ class Conversations:
             # A successor of the same rank may have connected already: its slots are not ours.
             if number is not None and rank is not None and rank.connection is connection:
                 rank.connection = None
+                self._templates.release(number)
                 self._inherit(number)
                 rank.forget_saves()
+                if not rank.left:
+                    self._saves.digest_unread(rank)
             self._node.changed.notify_all()
 
     def _answer(
@@ -145,6 +183,12 @@ class Conversations:
             taken = self._attach(number, Slab.attach(fd), process)
             reach("agent.attached")
             return (p.Attached(taken),)
+        if isinstance(request, p.AttachSlab):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise AgentError(
+                f"the slab's descriptor did not arrive: the agent may open {limit} files; raise "
+                "its limit ('ulimit -n')"
+            )
         if fd is not None:
             os.close(fd)
         if isinstance(request, p.DetachSlab):
@@ -162,9 +206,14 @@ class Conversations:
                 case p.TakeSlab():
                     if rank.slots is None:
                         return (p.SlabOffer(False, ()),)
-                    offers = tuple(rank.slots.offers(self._node.committed))
-                    read_only = rank.slots.former_pid > 0
-                    return p.SlabOffer(True, offers, read_only), rank.slots.slab.fd
+                    read_only = rank.slots.former_pid() > 0
+                    self._saves.digest_unread(rank)
+                    offers = tuple(rank.slots.offers(self._node.committed, self._node.lineage))
+                    reply = p.SlabOffer(True, offers, read_only, rank.slots.is_digesting)
+                    return reply, rank.slots.slab.fd
+                case p.Hold():
+                    self._hold(number, RunKey(request.epoch, request.run_id))
+                    return (p.Done(),)
                 case p.Adopt():
                     self._adopt(number, request)
                     return (p.Done(),)
@@ -177,7 +226,8 @@ class Conversations:
                     self._saves.abandon(number, request)
                     return (p.Done(),)
                 case p.GetTemplate():
-                    return (p.TemplateReply(self._templates.get(request.fingerprint)),)
+                    wanted = (number, request.fingerprint, request.wait_s)
+                    return (p.TemplateReply(*self._templates.get(*wanted)),)
                 case p.PutTemplate():
                     self._templates.put(request.fingerprint, request.encoded)
                     return (p.Done(),)
@@ -192,6 +242,13 @@ class Conversations:
                 case p.EndPeers():
                     self._end_peers()
                     return (p.Done(),)
+                case Configure():
+                    return (Configured(self._saves.configure(number, request.settings)),)
+                case BeginRun():
+                    self.departed.begin_run(number, request)
+                    return (p.Done(),)
+                case AskHeld():
+                    return (Held(self.departed.held(request.wait_s)),)
                 case p.Leave():
                     rank.left = True
                     self._node.changed.notify_all()
@@ -292,9 +349,9 @@ class Conversations:
         rank = self._served(number, process)
         if rank.slots is None:
             raise AgentError("a slot was asked for before a slab was attached")
-        if rank.slots.former_pid:
+        if former_pid := rank.slots.former_pid():
             raise AgentError(
-                f"process {rank.slots.former_pid}, an earlier one of rank {number}, may still "
+                f"process {former_pid}, an earlier one of rank {number}, may still "
                 "write to this slab; attach another one"
             )
         deadline = time.monotonic() + wait_s
@@ -312,11 +369,17 @@ class Conversations:
         reach("agent.granted")
         return p.Granted(index)
 
+    def _hold(self, number: int, key: RunKey) -> None:
+        self._node.ranks[number].run = key
+        self._node.fence.hold(key, has_rank_0=number == 0)
+        self._node.changed.notify_all()
+
     def _adopt(self, number: int, request: p.Adopt) -> None:
         rank = self._node.ranks[number]
         if rank.slots is not None:
             rank.slots.adopt(request.save_id, request.iteration)
         self._node.committed = min(self._node.committed, request.iteration)
+        self._node.resumed_from = request.save_id or ""
         awaited = set().union(*(each.awaited for each in self._node.ranks.values()))
         for save in self._committer.pending.values():
             # Of an older save everything is staged, or will never be: all ranks have started anew.
@@ -336,7 +399,7 @@ class Conversations:
     def _poll(self, number: int, wait_s: float, process: RankProcess | None) -> p.Outcomes:
         rank = self._served(number, process)
         deadline = time.monotonic() + wait_s
-        while not rank.untold and not rank.notices and rank.awaited:
+        while not rank.untold and not rank.notices and self._committer.owed(number):
             if not self._node.changed.wait(deadline - time.monotonic()):
                 break
             self._served(number, process)
@@ -344,4 +407,4 @@ class Conversations:
         for outcome in told:
             self._node.traces.told(outcome.save_id, number)
         notices, rank.notices = tuple(rank.notices), []
-        return p.Outcomes(told, len(rank.awaited), notices)
+        return p.Outcomes(told, len(self._committer.owed(number)), notices)

@@ -13,16 +13,18 @@ class Pace:
     """Lets bytes pass at no more than a rate; shared by all threads that write."""
 
     def __init__(self, mib_per_s: float | None = None) -> None:
-        self._s_per_byte = 0.0 if mib_per_s is None else 1 / (mib_per_s * 2**20)
+        self.limit(mib_per_s)
         self._lock = threading.Lock()
         self._lifted = threading.Event()
         #: When all bytes that have been let pass will have taken their time.
         self._free_at = 0.0
 
+    def limit(self, mib_per_s: float | None) -> None:
+        """Let bytes pass at another rate from now on; None: as fast as they come."""
+        self._s_per_byte = 0.0 if mib_per_s is None else 1 / (mib_per_s * 2**20)
+
     def wait(self, nbytes: int) -> None:
         """Return when these bytes may be written."""
-        if not self._s_per_byte:
-            return
         with self._lock:
             start = max(time.monotonic(), self._free_at)
             self._free_at = start + nbytes * self._s_per_byte

@@ -30,7 +30,11 @@ class RankProcess(NamedTuple):
 
 def process_of(connection: socket.socket) -> RankProcess | None:
     """Return the process at the other end; None if it lives in a pid namespace unseen from here."""
-    pid = p.peer(connection).pid
+    return process_with(p.peer(connection).pid)
+
+
+def process_with(pid: int) -> RankProcess | None:
+    """Return the process that has `pid`; None if there is none."""
     state, started = _state_of(pid) if pid > 0 else ("", 0)
     return RankProcess(started, pid) if state else None
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest, names
-from megatron_flashckpt.storage.base import Storage, parse_temporary_name
+from megatron_flashckpt.storage.base import Storage, is_probe, parse_temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,9 @@ class Sweeper:
         try:
             for name in self._storage.list(""):
                 iteration = names.parse_iteration_dir(name)
-                if parse_temporary_name(name) in (names.TRACKER, names.HISTORY):
+                former = parse_temporary_name(name)
+                of_a_start = former == names.CLAIM or is_probe(name)
+                if former in (names.TRACKER, names.HISTORY) or (until is None and of_a_start):
                     found.files.append(name)
                 elif (
                     iteration is not None
@@ -121,8 +123,23 @@ class Sweeper:
     def _look_into(self, directory: str, iteration: int, found: Leftovers) -> None:
         listed = self._storage.list(directory)
         if names.MANIFEST not in listed:
-            mine = [f"{directory}/{name}" for name in listed if _is_ours(name)]
-            found.halves[directory] = [name for name in mine if self._storage.kind(name) == "file"]
+            whole = _committed_once(listed)
+            if whole:
+                logger.warning(
+                    "%s/%s: the manifest of save %s is missing, but the save was committed; its "
+                    "files stay; put the manifest back, or remove the directory yourself",
+                    self._storage.place,
+                    directory,
+                    ", ".join(sorted(whole)),
+                )
+            mine = [
+                f"{directory}/{name}"
+                for name in listed
+                if _is_ours(name) and names.save_id_of(name) not in whole
+            ]
+            files = [name for name in mine if self._storage.kind(name) == "file"]
+            if files:  # an empty directory may be one that somebody is about to fill
+                found.halves[directory] = files
             return
         self._clean.add(iteration)
         # Whether all is as it should be shows without reading the manifest.
@@ -140,6 +157,16 @@ class Sweeper:
                     logger.info("removed %d files that crashes left", count)
             except OSError as error:
                 logger.warning("left behind by an earlier crash: %s", error)
+
+
+def _committed_once(listed: list[str]) -> set[str]:
+    """Return the saves in a directory without a manifest that had one, which somebody removed.
+
+    A commit writes the common state last and needs the records of all ranks, which go when the
+    manifest has come. So a save with its common state and without any record was committed.
+    """
+    attempts = {names.save_id_of(name) for name in listed if name.endswith(_OF_ATTEMPTS)}
+    return set(filter(None, map(names.save_id_of_common, listed))) - attempts
 
 
 def beside(storage: Storage, directory: str, save_id: str) -> list[str]:

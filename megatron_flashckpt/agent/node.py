@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.claim import RunKey
+from megatron_flashckpt.agent.fence import Fence, FencedStorage
 from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
+from megatron_flashckpt.agent.life import AgentFacts, own_life
+from megatron_flashckpt.agent.save_directory import HeldDirectory
+from megatron_flashckpt.agent.settings import AgentSettings, differences
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.agent.traces import Traces
-from megatron_flashckpt.storage.direct_io import DirectIo, DirectMode
+from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from megatron_flashckpt.agent.peers.redundancy import Redundancy
 
 
-@dataclasses.dataclass
-class AgentOptions:
+class AgentOptions(AgentSettings, frozen=True, kw_only=True):
     """What the agent is started with."""
 
     root: str
-    grace_s: float
-    persist_threads: int
-    write_threads: int
-    write_mib_per_s: float | None
-    writer_nice: int
-    direct_io: DirectMode
-    commit_timeout_s: float
-    slow_save_s: float
-    sigterm_timeout_s: float
-    persist_on_leave: bool
-    history: int = 0
-    """Saves that the history in the save directory tells of."""
-    trace_directory: str = ""
-    """Empty: no traces."""
-    trace_keep: int = 1
+    foreground: bool = False
+    """`flashckpt agent --foreground`: not started by a trainer, and outlives all of them."""
 
 
 class Trainer:
@@ -55,6 +48,8 @@ class Trainer:
         self.left = False
         self.connection: socket.socket | None = None
         self.incarnations = Incarnations()
+        self.run: RunKey | None = None
+        """The run of the connected trainer, if it has told of one."""
 
     def forget_saves(self) -> None:
         """Tell a later trainer nothing of what this one has staged.
@@ -72,7 +67,9 @@ class Node:
     def __init__(self, options: AgentOptions) -> None:
         self.options = options
         self.direct_io = DirectIo(options.direct_io)
-        self.storage = PosixStorage(options.root, self.direct_io)
+        self.fence = Fence()
+        self.storage = self.storage_at(options.root)
+        self.held = HeldDirectory(options.root)
         self.flow = Flow(options.write_threads, Pace(options.write_mib_per_s))
         self.traces = Traces(options.root, options.trace_directory, options.trace_keep)
         self.changed = threading.Condition()
@@ -80,6 +77,42 @@ class Node:
         self.peers: Redundancy | None = None
         self.committed = -1
         """Iteration of the newest checkpoint that is known to be in storage."""
+        self.stored: str | None = None
+        """The newest save that was seen committed; None if none was."""
+        self.resumed_from: str | None = None
+        """The save that training resumed from; empty: from none; None: nobody has said."""
+        self._facts = AgentFacts(time.time(), options.foreground, own_life())
+
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        """See `protocol.Offer`."""
+        return tuple(save for save in (self.stored, self.resumed_from) if save is not None)
+
+    def facts(self) -> AgentFacts:
+        """Return what a trainer that joins is told of this agent. The caller holds the lock."""
+        held = [rank.slots.offers() for rank in self.ranks.values() if rank.slots is not None]
+        iterations = sorted({offer.iteration for offers in held for offer in offers})
+        return msgspec.structs.replace(self._facts, iterations=tuple(iterations))
+
+    def configure(self, settings: AgentSettings) -> tuple[str, ...]:
+        """Take other settings; return what they change. The caller holds the lock.
+
+        What is being written goes on as it began, but for the rate limit, which all writes share.
+        """
+        former = self.options
+        if settings.direct_io != former.direct_io:  # or what was learnt would be lost
+            self.direct_io = DirectIo(settings.direct_io)
+        self.options = AgentOptions(
+            root=former.root, foreground=former.foreground, **msgspec.structs.asdict(settings)
+        )
+        self.flow.pace.limit(settings.write_mib_per_s)
+        self.flow = Flow(settings.write_threads, self.flow.pace)
+        self.traces.configure(settings.trace_directory, settings.trace_keep)
+        return differences(former, settings)
+
+    def storage_at(self, root: str) -> FencedStorage:
+        """Return the save directory, as one of its trainers calls it."""
+        return FencedStorage(PosixStorage(root, self.direct_io), self.fence)
 
     def own_slots(self) -> dict[int, RankSlots]:
         with self.changed:
@@ -101,6 +134,7 @@ class Node:
         self.retire_slots(rank)
         rank.slots = slots
         self.committed = max(self.committed, slots.committed)
+        self.stored = self.stored or slots.stored
         self.drop_retired(rank)
 
     def drop_retired(self, rank: Trainer) -> None:
@@ -120,7 +154,7 @@ class Node:
     def is_stuck(self) -> bool:
         """Return whether a shard of a save that was given up is still being written."""
         return any(
-            slots.busy
+            slots.is_persisting
             for rank in self.ranks.values()
             for slots in (rank.slots, *rank.retired)
             if slots is not None

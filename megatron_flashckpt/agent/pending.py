@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.history import PastSave
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
@@ -28,7 +29,12 @@ class PendingSave:
     """What it took until it was staged, by rank of this node."""
     cost: SaveCost | None = None
     """What it took in all, once it is committed."""
+    differing: tuple[str, ...] = ()
+    compared: bool = False
+    """What its manifest says of copies, once it is committed."""
     error: str | None = None
+    failed: set[int] = dataclasses.field(default_factory=set)
+    """Ranks of this node whose part has failed. A rank may have published its record before."""
     superseded_by: int | None = None
     """Iteration of a save that was staged later and committed earlier."""
     outlived: bool = False
@@ -41,8 +47,6 @@ class PendingSave:
     """When storage began to report errors which may pass; `time.monotonic`."""
     called_off: bool = False
     """The committing agent has left a note that the save failed."""
-    persist_failed: bool = False
-    """A rank of this node has no commit record and gets none, so nobody can commit the save."""
     called_slow: bool = False
     """Its trainers were told that it takes long."""
     inherited: bool = False
@@ -56,6 +60,9 @@ class PendingSave:
 
     staged_as: str = ""
     """The id that its slots have: another one if it failed before, and is written after all."""
+
+    fence: Fence | None = None
+    """Of the agent, which may have been overtaken by another run; None: there is no other."""
 
     @property
     def directory(self) -> str:

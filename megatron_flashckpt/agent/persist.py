@@ -7,12 +7,13 @@ import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import msgspec
 import xxhash
 
 from megatron_flashckpt.agent.flow import Flow
+from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.layout.names import iteration_dir, record_name, shard_name
@@ -37,6 +38,7 @@ def persist_slot(
     meta: SlotMeta,
     cost: RankCost | None = None,
     flow: Flow = Flow(),  # noqa: B008, a frozen one
+    known: Callable[[], tuple[str, ...] | None] = lambda: None,
 ) -> tuple[str, ...]:
     """Make the slot's shard durable, then its commit record; return the chunk digests.
 
@@ -44,14 +46,16 @@ def persist_slot(
 
     Args:
         cost: timings of the save on this rank up to the staged slot, if they are known.
+        known: returns the digests of all chunks if something else has read the slot by now.
 
     Raises:
         StorageError: nothing of the attempt is left behind.
+        CorruptCheckpointError: the slot changed between both readings; likewise.
     """
     # Closed at once, whatever happens: a slab with views of it in use cannot be given back.
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
         return write_shard(
-            storage, header.iteration, header.save_id, meta, data_section, cost, flow
+            storage, header.iteration, header.save_id, meta, data_section, cost, flow, known
         )
 
 
@@ -124,6 +128,21 @@ def _write_chunks(
     return [digests[number] for number in range(len(digests))]
 
 
+def _check_unchanged(
+    digests: list[str], known: tuple[str, ...] | None, rank: int, iteration: int
+) -> None:
+    """Raise CorruptCheckpointError if a slot was read before and had other digests."""
+    changed = [
+        n for n, pair in enumerate(zip(digests, known or (), strict=False)) if len({*pair}) > 1
+    ]
+    if changed:
+        raise CorruptCheckpointError(
+            f"rank {rank}: iteration {iteration} was not written: chunks {changed[:8]} of its slot "
+            "changed after its trainer had gone; host memory is damaged or another process writes "
+            "to it"
+        )
+
+
 def write_shard(
     storage: Storage,
     iteration: int,
@@ -132,6 +151,7 @@ def write_shard(
     chunks: Iterator[memoryview],
     cost: RankCost | None = None,
     flow: Flow = Flow(),  # noqa: B008, a frozen one
+    known: Callable[[], tuple[str, ...] | None] = lambda: None,
 ) -> tuple[str, ...]:
     """Make one rank's shard durable, then its commit record; return the chunk digests.
 
@@ -140,9 +160,11 @@ def write_shard(
             released when it is written. With more than one of `flow.threads`, several are in use
             at a time.
         cost: timings of the save on this rank up to the staged slot, if they are known.
+        known: returns the digests that the chunks must have, if there are such.
 
     Raises:
         StorageError: nothing of the attempt is left behind.
+        CorruptCheckpointError: the chunks have other digests; likewise.
     """
     directory = iteration_dir(iteration)
 
@@ -161,6 +183,7 @@ def write_shard(
     try:
         digests = _write_chunks(writer, data_offset, chunks, flow)
         reach("persist.chunks")
+        _check_unchanged(digests, known(), meta.rank, iteration)
         encoded = fill_in(undigested, digests)
         # Header after data: a file cut short by a crash has no header and cannot pass for a shard.
         writer.write_at(0, encoded)
@@ -184,6 +207,8 @@ def write_shard(
         template_nbytes=meta.template.nbytes,
         placement=meta.placement,
         metrics=meta.metrics,
+        differing=meta.differing,
+        sums=meta.sums,
         cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
     # Commit record last: its presence means that every byte above is durable. It need not be: a

@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from megatron_flashckpt.agent.life import AgentFacts
+from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_FRAME_NBYTES = 256 * 1024 * 1024
 
 _LENGTH = struct.Struct("<I")
@@ -39,6 +41,9 @@ class Offer(msgspec.Struct, frozen=True):
     """It came from other nodes: nobody here knows whether it was ever durable."""
     committed: int = -1
     """Iteration of the newest checkpoint that the agent knows to be in storage; -1: of none."""
+    lineage: tuple[str, ...] = ()
+    """Saves that this one continues: the newest that the agent saw committed, and the one that
+    training resumed from (empty if from none). Nothing: the agent was told of neither."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -54,6 +59,11 @@ class Outcome(msgspec.Struct, frozen=True):
     """It was for host memory only, and is there."""
     cost: SaveCost | None = None
     """Of a committed save, if it is known."""
+    differing: tuple[str, ...] = ()
+    compared: bool = False
+    """What the manifest of a committed save says of copies."""
+    failed_ranks: tuple[int, ...] = ()
+    """Ranks of this node whose own part has failed; others may have failed elsewhere."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +71,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     protocol: int
+    directory: str = ""
+    """Which directory the save directory is for the trainer; empty if it does not exist."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -68,6 +80,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     root: str
     former_pid: int = 0
     """Earlier process of this rank that still runs, and that is served no more; 0: none."""
+    facts: AgentFacts | None = None
 
 
 class AttachSlab(msgspec.Struct, frozen=True, tag=True):
@@ -98,6 +111,15 @@ class SlabOffer(msgspec.Struct, frozen=True, tag=True):
     offers: tuple[Offer, ...]
     read_only: bool = False
     """An earlier process of this rank still runs and may write to the slab's other slots."""
+    is_digesting: bool = False
+    """True if offers without digests will have them soon: ask again."""
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """The rank is of this run, which claims the save directory. Reply: Done. See `agent.claim`."""
+
+    epoch: int
+    run_id: str
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True):
@@ -144,13 +166,16 @@ class Abandon(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetTemplate(msgspec.Struct, frozen=True, tag=True):
-    """Reply: TemplateReply."""
+    """Wants a template; waits up to `wait_s` for a rank that computes it. Reply: TemplateReply."""
 
     fingerprint: str
+    wait_s: float = 0.0
 
 
 class TemplateReply(msgspec.Struct, frozen=True, tag=True):
     encoded: bytes | None
+    computing: bool = False
+    """True: another rank is still computing the template; ask again."""
 
 
 class PutTemplate(msgspec.Struct, frozen=True, tag=True):
@@ -207,6 +232,7 @@ class PeersOpened(msgspec.Struct, frozen=True, tag=True):
     identity: Identity
     host: str
     port: int
+    threads: int
 
 
 class PeerNode(msgspec.Struct, frozen=True):
@@ -271,6 +297,7 @@ Request = (
     | AttachSlab
     | DetachSlab
     | TakeSlab
+    | Hold
     | Adopt
     | Acquire
     | Staged
@@ -282,6 +309,9 @@ Request = (
     | JoinPeers
     | EndPeers
     | Recover
+    | Configure
+    | BeginRun
+    | AskHeld
     | Leave
 )
 Reply = (
@@ -293,6 +323,8 @@ Reply = (
     | Outcomes
     | PeersOpened
     | Recovered
+    | Configured
+    | Held
     | Done
     | Refused
 )
@@ -314,18 +346,18 @@ def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) ->
         sock.sendall(memoryview(frame)[sent:])
 
 
-def receive(sock: socket.socket) -> tuple[bytes, int | None]:
+def receive(sock: socket.socket, limit_nbytes: int = MAX_FRAME_NBYTES) -> tuple[bytes, int | None]:
     """Return one frame's body and the descriptor that came with it (the caller owns it).
 
     Raises:
         EOFError: the other side closed the connection.
-        AgentError: the frame is larger than any that this protocol has.
+        AgentError: the frame is larger than `limit_nbytes`.
     """
     fds: list[int] = []
     try:
         prefix = _receive_exactly(sock, _LENGTH.size, fds)
         (length,) = _LENGTH.unpack(prefix)
-        if length > MAX_FRAME_NBYTES:
+        if length > limit_nbytes:
             raise AgentError(f"a frame of {length} bytes is not of this protocol")
         body = _receive_exactly(sock, length, fds)
     except BaseException:

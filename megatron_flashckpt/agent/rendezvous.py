@@ -1,21 +1,35 @@
 """Where an agent and its trainers find each other: a private directory per save directory.
 
-    /tmp/flashckpt-<uid>/<16 hex digits of the save directory>/agent.sock   the socket
-                                                              lock          held by the agent
-                                                              agent.log     what it says
+    <base>/<16 hex digits of the save directory>/agent.sock   the socket
+                                                 lock         held by the agent; holds its pid
+                                                 agent.log    what it says
 
 The directory is keyed by the save directory, so that a restarted job finds the agent that holds
-its memory. No ports and no shared-memory names: nothing to clash with, nothing to guess.
+its memory: by its path and by what it is, because other directories may be at that path in other
+containers of the node, or later. No ports and no shared-memory names: nothing to clash with,
+nothing to guess.
+
+All processes of a user on a node must find the same directory, also if only some of them have
+`XDG_RUNTIME_DIR` (a login shell has it, `srun` and cron do not). So there is one shared base that
+they all see, `/tmp/flashckpt-<uid>`. An agent prefers to live below `XDG_RUNTIME_DIR`, which no
+cleaner empties; then the shared base holds a symbolic link to its directory. If another user has
+taken the name of the shared base, it is `/tmp/flashckpt-<uid>-<time>-<random>` instead: nobody else
+can own a directory in the name of this user, so the user's processes find it by its owner.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import secrets
 import stat
+import time
 from pathlib import Path
 
 import xxhash
 
+from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.errors import AgentError
 
 SOCKET = "agent.sock"
@@ -24,16 +38,19 @@ LOG = "agent.log"
 
 #: unix(7): 108 with the final zero.
 _MAX_SOCKET_PATH_NBYTES = 107
+_TEMPORARY = Path("/tmp")
+#: Attempts to agree with other processes that look for a directory at the same moment.
+_ATTEMPTS = 20
 
 
-def private_directory(path: Path) -> Path:
+def private_directory(path: Path, *, parents: bool = True) -> Path:
     """Create `path` (mode 0700) or check that nobody else can reach into it.
 
     Raises:
         AgentError: it is a link, belongs to another user, or is open to others.
     """
     try:
-        path.mkdir(mode=0o700, parents=True)
+        path.mkdir(mode=0o700, parents=parents)
     except FileExistsError:
         pass
     except OSError as error:
@@ -44,7 +61,7 @@ def private_directory(path: Path) -> Path:
     try:
         status = path.lstat()
     except FileNotFoundError:
-        return private_directory(path)  # the agent that it was of has just left
+        return private_directory(path, parents=parents)  # its agent has just left
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise AgentError(
             f"{path}: is not a directory of user {os.getuid()}; remove it or set 'runtime_dir'"
@@ -63,12 +80,158 @@ def agent_directory(root: str, runtime_dir: str | None) -> Path:
     Raises:
         AgentError: it is not private, or its path is too long for a socket.
     """
-    base = Path(runtime_dir or f"/tmp/flashckpt-{os.getuid()}").absolute()
-    directory = base / xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(root)))
-    if len(os.fsencode(directory / SOCKET)) > _MAX_SOCKET_PATH_NBYTES:
-        raise AgentError(
-            f"{directory / SOCKET}: more than {_MAX_SOCKET_PATH_NBYTES} bytes, too long for a "
-            "socket; set 'runtime_dir' to a shorter path"
-        )
-    private_directory(base)
-    return private_directory(directory)
+    named = f"{os.path.realpath(root)}\0{identity_of(root)}"
+    return directory_of(xxhash.xxh3_64_hexdigest(os.fsencode(named)), runtime_dir)
+
+
+def directory_of(key: str, runtime_dir: str | None, *, parents: bool = True) -> Path:
+    """Return the directory `key`, which is made if need be; see `agent_directory`.
+
+    Args:
+        parents: make the directory that `runtime_dir` lies in, too.
+    """
+    if runtime_dir:
+        base = Path(runtime_dir).absolute()
+        if _is_too_long(base / key):
+            raise AgentError(
+                f"{base / key / SOCKET}: more than {_MAX_SOCKET_PATH_NBYTES} bytes, too long for a "
+                "socket; set 'runtime_dir' to a shorter path"
+            )
+        private_directory(base, parents=parents)
+        return private_directory(base / key)
+    preferred = _of_session()
+    if preferred is not None and _is_too_long(preferred / key):
+        preferred = None
+    entry = _shared_base() / key
+    for _ in range(_ATTEMPTS):
+        found = _entered(entry)
+        if found is not None:
+            return found
+        if preferred is None:
+            if (made := _made(entry)) is not None:
+                return made
+            continue
+        place = private_directory(private_directory(preferred) / key)
+        with contextlib.suppress(FileExistsError):
+            entry.symlink_to(place)
+            return place
+        # Another process was faster; it may have had another environment.
+        if _entered(entry) != place:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+    raise AgentError(f"{entry}: changes all the time; set 'runtime_dir'")
+
+
+def leave(directory: Path, runtime_dir: str | None) -> None:
+    """Remove the empty directory of an agent that has ended, and the link to it."""
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+    if not runtime_dir and not directory.exists():
+        with contextlib.suppress(OSError, AgentError):
+            entry = _shared_base() / directory.name
+            if entry.is_symlink() and Path(os.readlink(entry)) == directory:
+                entry.unlink()
+
+
+def shared_paths(key: str) -> list[Path]:
+    """Return the shared base and the entry in it that leads to the directory `key`."""
+    base = _shared_base()
+    return [base, base / key]
+
+
+def holder(directory: Path) -> int | None:
+    """Return the pid of the agent that holds the lock of `directory`; None if none does.
+
+    0: the lock is held, but does not say by whom.
+    """
+    try:
+        fd = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.read(fd, 32).strip()
+        return int(text) if text.isdigit() else 0
+    finally:
+        os.close(fd)
+    return None
+
+
+def _is_too_long(directory: Path) -> bool:
+    return len(os.fsencode(directory / SOCKET)) > _MAX_SOCKET_PATH_NBYTES
+
+
+def _of_session() -> Path | None:
+    """Return the base below `XDG_RUNTIME_DIR`, if that is a private directory of this user."""
+    named = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not os.path.isabs(named) or not _is_private(Path(named)):
+        return None
+    base = Path(named) / "flashckpt"
+    usable = _is_private(base) if os.path.lexists(base) else os.access(named, os.W_OK | os.X_OK)
+    return base if usable else None
+
+
+def _shared_base() -> Path:
+    """Return the base that all processes of this user find, whatever their environment."""
+    usual = _TEMPORARY / f"flashckpt-{os.getuid()}"
+    # Looked for first: once some process had to make one, all others follow.
+    if others := _of_our_own(usual.name):
+        return others[0]
+    try:
+        return private_directory(usual)
+    except AgentError:
+        name = f"{usual.name}-{time.time_ns():016x}-{secrets.token_hex(4)}"
+        made = private_directory(_TEMPORARY / name)
+    first = _of_our_own(usual.name)[0]
+    if first != made:  # the older one counts, and its maker may not have seen this one
+        with contextlib.suppress(OSError):
+            made.rmdir()
+    return first
+
+
+def _of_our_own(usual: str) -> list[Path]:
+    """Return the private directories of this user that stand in for `usual`, oldest first."""
+    with os.scandir(_TEMPORARY) as found:
+        names = sorted(it.name for it in found if it.name.startswith(f"{usual}-"))
+    return [path for name in names if _is_private(path := _TEMPORARY / name)]
+
+
+def _is_private(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return (
+        stat.S_ISDIR(status.st_mode)
+        and status.st_uid == os.getuid()
+        and not stat.S_IMODE(status.st_mode) & 0o077
+    )
+
+
+def _entered(entry: Path) -> Path | None:
+    """Return the directory that an entry of the shared base is or leads to; None: there is none."""
+    if entry.is_symlink():
+        with contextlib.suppress(OSError):
+            place = Path(os.readlink(entry))
+            if _is_private(place):
+                return place
+            entry.unlink()  # its session is over, or its agent has left
+        return None
+    return _made(entry) if os.path.lexists(entry) else None
+
+
+def _made(entry: Path) -> Path | None:
+    """Return the directory at an entry of the shared base, made if need be.
+
+    Returns None if another process has just made a link of it, to a directory of its session.
+
+    Raises:
+        AgentError: it is not private.
+    """
+    try:
+        return private_directory(entry)
+    except AgentError:
+        if entry.is_symlink():
+            return None
+        raise

@@ -24,6 +24,18 @@ from megatron_flashckpt.storage.base import Storage, read_whole
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
+#: The time of the day when this process started, and that of a clock which nobody sets.
+_STARTED = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _now() -> float:
+    """Return the seconds since 1970, however far somebody has set the clock forward meanwhile.
+
+    A clock that jumps ahead must not make all checkpoints look old. One that is set back keeps
+    them for longer, which costs space only.
+    """
+    wall, steady = _STARTED
+    return min(time.time(), wall + time.clock_gettime(time.CLOCK_BOOTTIME) - steady)
 
 
 def why_kept(
@@ -135,7 +147,7 @@ def superfluous(
         retain_interval=retain_interval,
         tracked=tracked,
         previous=previous,
-        now=time.time(),
+        now=_now(),
     )
     if rules.best is not None and not any(rules.best.metric in it.metrics for it in commits):
         logger.warning(

@@ -13,9 +13,10 @@ from megatron_flashckpt.agent.commit import forget, is_persisted, leave_note
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.flow import give_way
 from megatron_flashckpt.agent.history import told_of
-from megatron_flashckpt.agent.node import Node
+from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
+from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.faults import reach
@@ -25,6 +26,9 @@ from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
+#: Slots of a node that are digested at a time after a crash.
+_UNREAD_THREADS = 4
+
 
 class Saves:
     """Sees to it that what trainers stage is read, and that the committer knows of it."""
@@ -32,21 +36,46 @@ class Saves:
     def __init__(self, node: Node, committer: Committer) -> None:
         self._node = node
         self._committer = committer
+        self._make_pools()
+        #: Ids of the saves whose writing began after the last trainer had left.
+        self._written_last: set[str] = set()
+
+    def _make_pools(self) -> None:
+        options = self._node.options
+        self._pools_of = (options.persist_threads, options.writer_nice)
 
         def pool(threads: int, name: str) -> concurrent.futures.ThreadPoolExecutor:
-            nice = node.options.writer_nice
+            nice = options.writer_nice
             return concurrent.futures.ThreadPoolExecutor(threads, name, give_way, (nice,))
 
-        self._pool = pool(node.options.persist_threads, "persist")
+        self._pool = pool(options.persist_threads, "persist")
         # Digests and notes take a second and must not wait for shards, which take minutes.
         self._digest_pool = pool(1, "digest")
         self._note_pool = pool(1, "note")
-        #: Ids of the saves whose writing began after the last trainer had left.
-        self._written_last: set[str] = set()
+        # Trainers that need a core are gone by then, and their successors wait for it.
+        self._unread_pool = pool(_UNREAD_THREADS, "digest")
+
+    def configure(self, number: int, settings: AgentSettings) -> tuple[str, ...]:
+        """Take the settings of the run of a rank; return what they change. The lock is held.
+
+        If they ask for other threads, the former ones end after what they have been given.
+        """
+        changed = self._node.configure(settings)
+        if changed:
+            logger.info("rank %d: settings changed: %s", number, ", ".join(changed))
+            self._node.changed.notify_all()
+        if self._pools_of != (self._node.options.persist_threads, self._node.options.writer_nice):
+            former = (self._pool, self._digest_pool, self._note_pool, self._unread_pool)
+            self._make_pools()
+            for pool in former:
+                pool.shutdown(wait=False)
+        return changed
 
     def close(self) -> None:
         """End the threads, unless storage keeps them."""
         self._digest_pool.shutdown()
+        # Nobody comes back for what dead trainers left: that memory is about to be freed.
+        self._unread_pool.shutdown(wait=False, cancel_futures=True)
         if not self._committer.pending and not self._node.is_stuck():
             self._pool.shutdown()
             self._note_pool.shutdown()
@@ -95,7 +124,8 @@ class Saves:
         """Take the digests of a slot that is meant for memory only; then it counts as kept."""
         info = slots.infos[slot.index]
         with self._node.changed:
-            still_there = self._node.ranks[number].slots is slots and slot.header == header
+            rank = self._node.ranks.get(number)  # None: its memory is not wanted any more
+            still_there = rank is not None and rank.slots is slots and slot.header == header
             info.persisting = info.persisting or still_there
         with self._node.traces.recording(header.iteration, header.save_id, number):
             digests = digest_slot(slot, header) if still_there else None
@@ -104,16 +134,43 @@ class Saves:
                 info.persisting, info.digests = False, digests
             seconds = time.monotonic() - started
             outcome = p.Outcome(header.iteration, header.save_id, None, seconds, kept=True)
-            self._committer.tell(self._node.ranks[number], outcome)
-            self._node.drop_retired(self._node.ranks[number])
+            if rank is not None:
+                self._committer.tell(rank, outcome)
+                self._node.drop_retired(rank)
             self._node.changed.notify_all()
+
+    def digest_unread(self, rank: Trainer) -> None:
+        """Begin to digest what a trainer that is gone has left and nothing has read to its end.
+
+        Whatever changes from then on is neither restored nor persisted. The caller holds the lock.
+        """
+        if rank.slots is None:
+            return
+        for slot, info in rank.slots.undigested():
+            info.digesting = True
+            self._unread_pool.submit(self._digest_unread, rank, slot, info)
+
+    def _digest_unread(self, rank: Trainer, slot: Slot, info: SlotInfo) -> None:
+        header = slot.header
+        digests: tuple[str, ...] | None = None
+        try:
+            digests = digest_slot(slot, header)
+        finally:
+            with self._node.changed:
+                info.digesting = False
+                now = slot.header
+                if (now.save_id, now.iteration) == (header.save_id, header.iteration):
+                    # What was taken as it was written counts: that is what is in storage.
+                    info.digests = info.digests or digests
+                self._node.drop_retired(rank)
+                self._node.changed.notify_all()
 
     def abandon(self, number: int, request: p.Abandon) -> None:
         reason = f"rank {number}: {request.reason}"
         save = self._committer.pending.get(request.save_id)
         if save is not None:
             save.error = save.error or reason
-            save.persist_failed = True
+            save.failed.add(number)
             self._node.changed.notify_all()
         else:
             # Nobody here has staged it yet: ranks that will, here or elsewhere, find the note.
@@ -138,7 +195,7 @@ class Saves:
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
         seconds = time.monotonic() - started
         with self._node.changed:
-            info.persisting, info.digests = False, digests
+            info.persisting, info.digests = False, digests or info.digests
             self._report(number, save, header, error, seconds)
             self._node.drop_retired(self._node.ranks[number])
             given_up = self._committer.pending.get(save.save_id) is not save
@@ -160,7 +217,9 @@ class Saves:
         meta, cost = save.metas[number], save.costs.get(number)
         traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
-            return persist_slot(save.storage, slot, header, meta, cost, self._node.flow)
+            return persist_slot(
+                save.storage, slot, header, meta, cost, self._node.flow, lambda: info.digests
+            )
 
     def _report(
         self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float
@@ -169,7 +228,7 @@ class Saves:
         save.persisted.add(number)
         if error is not None:
             save.error = save.error or error
-            save.persist_failed = True
+            save.failed.add(number)
             return
         logger.info(
             "rank %d: persisted iteration %d, %d bytes in %.3f s (%.2f GB/s)",

@@ -6,21 +6,21 @@ behind one lock, whose condition is notified on every change; nothing slow happe
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 import time
-from pathlib import Path
 
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversation import Conversations
+from megatron_flashckpt.agent.keeper import ClaimKeeper
 from megatron_flashckpt.agent.node import AgentOptions, Node
+from megatron_flashckpt.agent.pending import awaited_by
+from megatron_flashckpt.agent.reception import Reception, Strangers
 from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-_BACKLOG = 128
 #: Seconds for which an agent that nobody has talked to yet stays.
 _UNCLAIMED_S = 60.0
 
@@ -28,29 +28,54 @@ _UNCLAIMED_S = 60.0
 class Agent:
     """One per node and save directory. `serve` runs until the agent is not needed any more."""
 
-    def __init__(self, listener: socket.socket, options: AgentOptions) -> None:
-        self._listener = listener
+    def __init__(
+        self, upkeep: Upkeep, options: AgentOptions, *, unclaimed_s: float = _UNCLAIMED_S
+    ) -> None:
+        """Listen.
+
+        Args:
+            unclaimed_s: seconds that it waits for its first trainer.
+        """
+        self._upkeep = upkeep
         self._node = Node(options)
         self._committer = Committer(self._node)
+        self._claim = ClaimKeeper(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
-        self._talks = Conversations(self._node, self._saves, self._committer)
+        strangers = Strangers()
+        self._talks = Conversations(self._node, self._saves, self._committer, strangers)
+        self._reception = Reception(upkeep.listen(), strangers)
+        self._unclaimed_s = unclaimed_s
         #: When to end, at the latest; set by a signal.
         self._deadline: float | None = None
+        self.unfinished = False
+        """True: when it was told to end, a save was not durable in time."""
+        self.all_left = False
+        """True: all trainers have ended as planned, and nothing is being written any more."""
 
     def serve(self) -> None:
         """Accept trainers until all have left, or none has come back for the grace time."""
         self._committer.start()
-        self._listener.settimeout(_TICK_S)
+        self._claim.start()
         while not self._may_leave():
             self._committer.watch()
-            with contextlib.suppress(TimeoutError):
-                connection, _ = self._listener.accept()
+            self._talks.departed.release()
+            listener = self._upkeep.look()
+            if listener is not None:
+                self._reception.listen_on(listener)
+            connection = self._reception.accept(_TICK_S)
+            if connection is not None:
                 self._talks.begin(connection)
+        with self._node.changed:
+            ranks = self._node.ranks.values()
+            self.all_left = bool(ranks) and all(rank.left for rank in ranks)
+            self.all_left = self.all_left and not self._node.is_stuck()
         self._saves.close()
         self._committer.close()
+        self._claim.close()
         if self._node.peers is not None:
             self._node.peers.close()
         self._node.give_up_slots()
+        self._reception.close()
 
     def end_soon(self) -> None:
         """Have `serve` return when all that is staged is durable and no trainer is left.
@@ -66,13 +91,25 @@ class Agent:
         with self._node.changed:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 for save in self._committer.pending.values():
-                    logger.error("told to end: iteration %d is not durable", save.iteration)
+                    logger.error(
+                        "told to end: iteration %d is not durable: %s; it had at most %g s "
+                        "('agent.sigterm_timeout_s')",
+                        *(save.iteration, awaited_by(save), self._node.options.sigterm_timeout_s),
+                    )
+                    self.unfinished = True
+                return True
+            if not self._talks.connections and self._node.held.is_gone():
+                logger.error(
+                    "%s: was removed, or another directory is in its place: what is in memory is "
+                    "given up",
+                    self._node.options.root,
+                )
                 return True
             if self._talks.connections or (self._committer.pending and not self._talks.parting):
                 self._talks.last_seen = time.monotonic()
             if self._talks.connections or self._committer.pending:
                 return False
-            patience = self._node.options.grace_s if self._node.ranks else _UNCLAIMED_S
+            patience = self._node.options.grace_s if self._node.ranks else self._unclaimed_s
             if (
                 self._talks.parting
                 or self._deadline is not None
@@ -82,14 +119,3 @@ class Agent:
                 self._talks.parting = self._saves.persist_rest()
                 return not self._talks.parting
             return False
-
-
-def listen(directory: Path, name: str) -> socket.socket:
-    """Return a listening socket in `directory`; replaces the one of a dead agent."""
-    path = directory / name
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(path))
-    path.chmod(0o600)
-    listener.listen(_BACKLOG)
-    return listener

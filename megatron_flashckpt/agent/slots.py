@@ -10,9 +10,10 @@ import itertools
 import time
 from collections.abc import Sequence
 
+from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotState
+from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, Slot, SlotHeader, SlotState
 
 
 @dataclasses.dataclass
@@ -29,6 +30,8 @@ class SlotInfo:
     inherited: bool = False
     """Another agent had it first, and may have come to any point of making it durable."""
     digests: tuple[str, ...] | None = None
+    digesting: bool = False
+    """Its bytes are being read for their digests alone: must not be overwritten."""
     recovered: bool = False
     """Its bytes came from other nodes."""
 
@@ -40,8 +43,7 @@ class RankSlots:
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
-        self.former_pid = 0
-        """Earlier process of the rank that may still write to slots which it had acquired."""
+        self._former: set[RankProcess] = set()
         self.infos = [SlotInfo() for _ in slab.slots]
         # A slab that outlived its first agent is not empty: its newest checkpoint goes last.
         for slot in sorted(slab.slots, key=lambda slot: slot.header.iteration):
@@ -49,10 +51,49 @@ class RankSlots:
             info.sequence = next(self._sequence)
             info.inherited = slot.header.state in (SlotState.STAGED, SlotState.KEPT)
 
+    def note_former(self, process: RankProcess) -> None:
+        """Note an earlier process of the rank, which may still write to slots that it acquired."""
+        self._former.add(process)
+
+    def former_pid(self) -> int:
+        """Return the pid of an earlier process that may still write to this slab; 0: there is none.
+
+        What it had begun and not handed over is emptied when it has ended.
+        """
+        if not self._former:
+            return 0
+        self._former = {process for process in self._former if process.is_alive}
+        if self._former:
+            return max(self._former).pid
+        for slot, info in zip(self.slab.slots, self.infos, strict=True):
+            state = slot.header.state
+            in_hand = state in (SlotState.STAGED, SlotState.KEPT) and not info.claimed
+            if state == SlotState.STAGING or in_hand:
+                slot.set_header(EMPTY_HEADER)
+        return 0
+
     @property
     def busy(self) -> bool:
+        """Whether any slot is still being persisted or digested."""
+        return self.is_persisting or self.is_digesting
+
+    @property
+    def is_persisting(self) -> bool:
         """Whether any slot is still being persisted."""
         return any(info.persisting for info in self.infos)
+
+    @property
+    def is_digesting(self) -> bool:
+        """Whether the digests of any slot are being taken because its trainer is gone."""
+        return any(info.digesting for info in self.infos)
+
+    def undigested(self) -> list[tuple[Slot, SlotInfo]]:
+        """Return the complete slots that have no digests, nor will soon."""
+        return [
+            (slot, info)
+            for slot, info in zip(self.slab.slots, self.infos, strict=True)
+            if slot.header.state in COMPLETE and info.digests is None and not info.digesting
+        ]
 
     def busy_for(self) -> float:
         """Return the seconds for which the oldest read goes on."""
@@ -72,7 +113,7 @@ class RankSlots:
         slots = self.slab.slots
         complete = [i for i, slot in enumerate(slots) if slot.header.state in COMPLETE]
         newest = max(complete, key=lambda i: self.infos[i].sequence, default=-1)
-        free = [i for i, info in enumerate(self.infos) if not info.persisting]
+        free = [i for i, it in enumerate(self.infos) if not (it.persisting or it.digesting)]
         free = [i for i in free if newest_too or i != newest]
         if not free:
             return -1
@@ -85,11 +126,12 @@ class RankSlots:
         self.infos[index] = SlotInfo(sequence=next(self._sequence))
         return index
 
-    def offers(self, committed: int = -1) -> list[Offer]:
+    def offers(self, committed: int = -1, lineage: tuple[str, ...] = ()) -> list[Offer]:
         """Return every complete checkpoint, newest first.
 
         Args:
             committed: iteration of the newest checkpoint that is known to be in storage.
+            lineage: saves that these continue; see `protocol.Offer`.
         """
         found = []
         for slot, info in zip(self.slab.slots, self.infos, strict=True):
@@ -97,7 +139,7 @@ class RankSlots:
             if header.state in COMPLETE:
                 durable = header.state == SlotState.DURABLE
                 which = (slot.index, header.iteration, header.save_id)
-                offer = Offer(*which, durable, info.digests, info.recovered, committed)
+                offer = Offer(*which, durable, info.digests, info.recovered, committed, lineage)
                 found.append((info.sequence, offer))
         return [offer for _, offer in sorted(found, key=lambda pair: -pair[0])]
 
@@ -140,9 +182,17 @@ class RankSlots:
     @property
     def committed(self) -> int:
         """Iteration of the newest checkpoint here that is in storage; -1 if there is none."""
+        return max((header.iteration for header in self._durable()), default=-1)
+
+    @property
+    def stored(self) -> str | None:
+        """The newest save here that is in storage; None if there is none."""
+        durable = self._durable()
+        return max(durable, key=lambda header: header.iteration).save_id if durable else None
+
+    def _durable(self) -> list[SlotHeader]:
         headers = [slot.header for slot in self.slab.slots]
-        durable = [it.iteration for it in headers if it.state == SlotState.DURABLE]
-        return max(durable, default=-1)
+        return [header for header in headers if header.state == SlotState.DURABLE]
 
     def discard_torn(self) -> None:
         """Empty what a dead trainer was still copying."""

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,8 @@ _MOST = 8
 #: Number of an agent's process in the trace: beyond those of ranks.
 _AGENT = 1_000_000
 _NAME = re.compile(r"iter_\d{7,}-[0-9a-f]{8,32}-rank_\d{5,}\.trace\.json")
+#: What is read of a trace to see which save directory it is of: more than the longest path.
+_TAIL_NBYTES = 2**14
 #: What the threads of a trainer are called for people.
 _TRACKS = {"MainThread": "training", "flashckpt-stage": "copies"}
 _TOLD = "outcome told"
@@ -49,8 +52,9 @@ class Traces:
     """The phases of the node's saves. Does nothing at all unless a directory is given."""
 
     def __init__(self, root: str, directory: str, keep: int) -> None:
-        self._directory = Path(root, directory) if directory else None
-        self._keep = keep
+        self._root = root
+        #: Whether a file in the directory is a trace of this save directory.
+        self._known: dict[Path, bool] = {}
         self.first_rank = 0
         """The lowest one of this node, which tells its files from those of others."""
         self._lock = threading.Lock()
@@ -59,6 +63,12 @@ class Traces:
         self._saves: dict[str, _Save] = {}
         #: Saves of which something was told since they were written.
         self._unwritten: set[str] = set()
+        self.configure(directory, keep)
+
+    def configure(self, directory: str, keep: int) -> None:
+        """Put traces elsewhere, or keep others, from now on."""
+        self._directory = Path(self._root, directory) if directory else None
+        self._keep = keep
 
     def add(self, iteration: int, save_id: str, rank: int | None, spans: Iterable[Span]) -> None:
         """Remember phases of a save."""
@@ -110,43 +120,60 @@ class Traces:
             self._write(save_id)
 
     def _write(self, save_id: str) -> None:
+        directory = self._directory  # of now: a later run may put its traces elsewhere
         with self._lock:
             save = self._saves.get(save_id)
-            if self._directory is None or save is None:
+            if directory is None or save is None:
                 return
             spans = list(save.spans)
         suffix = f"-rank_{self.first_rank:05d}.trace.json"
         name = f"{iteration_dir(save.iteration)}-{save_id}{suffix}"
-        encoded = msgspec.json.encode(chrome_trace(save.iteration, save_id, self.first_rank, spans))
-        temporary = self._directory / temporary_name(name)
+        encoded = msgspec.json.encode(
+            chrome_trace(save.iteration, save_id, self.first_rank, spans, self._root)
+        )
+        temporary = directory / temporary_name(name)
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             try:
                 temporary.write_bytes(encoded)
                 # What a save's outcome adds to its trace makes it no newer than the next one's.
                 os.utime(temporary, (save.began, save.began))
-                os.replace(temporary, self._directory / name)
+                os.replace(temporary, directory / name)
             finally:
                 temporary.unlink(missing_ok=True)
-            self._prune(suffix)
+            self._prune(directory, suffix)
         except OSError as error:
             logger.warning("no trace of iteration %d: %s", save.iteration, error)
 
-    def _prune(self, suffix: str) -> None:
-        """Delete this node's traces but for the newest ones."""
-        assert self._directory is not None
+    def _prune(self, directory: Path, suffix: str) -> None:
+        """Delete this node's traces of this save directory but for the newest ones."""
         mine = [
             path
-            for path in self._directory.iterdir()
-            if path.name.endswith(suffix) and _NAME.fullmatch(path.name)
+            for path in directory.iterdir()
+            if path.name.endswith(suffix) and _NAME.fullmatch(path.name) and self._is_mine(path)
         ]
         mine.sort(key=lambda path: path.stat().st_mtime_ns)
         for path in mine[: -self._keep]:
             path.unlink(missing_ok=True)
 
+    def _is_mine(self, path: Path) -> bool:
+        """Return whether a file is a trace of this save directory: several jobs may share one."""
+        if path not in self._known:
+            self._known[path] = False
+            if stat.S_ISREG(path.lstat().st_mode):
+                with open(path, "rb") as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_NBYTES))
+                    said = b'"root":' + msgspec.json.encode(self._root)
+                    self._known[path] = said in file.read()
+        return self._known[path]
+
 
 def chrome_trace(
-    iteration: int, save_id: str, first_rank: int, spans: Iterable[tuple[int | None, Span]]
+    iteration: int,
+    save_id: str,
+    first_rank: int,
+    spans: Iterable[tuple[int | None, Span]],
+    root: str,
 ) -> dict[str, Any]:
     """Return the trace of one save on one node, as Perfetto and chrome://tracing read it.
 
@@ -154,6 +181,7 @@ def chrome_trace(
 
     Args:
         first_rank: the lowest one of the node.
+        root: the save directory.
     """
     to_wall = time.time() - time.monotonic()
     host = socket.gethostname()
@@ -174,7 +202,8 @@ def chrome_trace(
     for pid in sorted({pid for pid, _ in tracks}):
         name = f"rank {pid}" if pid < _AGENT else f"agent on {host}"
         events.append(_name("process_name", pid, 0, name))
-    said = {"iteration": iteration, "save": save_id, "host": host}
+    # At the end of the file, where `_is_mine` looks for it.
+    said = {"iteration": iteration, "save": save_id, "host": host, "root": root}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": said}
 
 

@@ -45,7 +45,11 @@ def add_parser(commands: Any, iteration: Callable[[str], int]) -> None:
     parser.add_argument(
         "--weights-only", action="store_true", help="leave out all that only training needs"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there already")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the result of an earlier conversion; nothing else is ever replaced",
+    )
     parser.add_argument(
         "--accept-damage",
         action="store_true",

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from megatron_flashckpt.errors import LayoutError
-from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.errors import LayoutError, UnsupportedError
+from megatron_flashckpt.layout.piece import WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box, intersection
 
 
@@ -27,6 +27,7 @@ class GlobalTensor:
     kind: str
     """`weight`, `buffer`, `master`, or the optimizer's name of a state (`exp_avg`, ...)."""
     dtype: torch.dtype
+    """Of all boxes but those of `others`."""
     shape: Shape
     boxes: tuple[Box, ...]
     """Disjoint regions that the source holds, in its natural units. Together they are the whole
@@ -34,7 +35,10 @@ class GlobalTensor:
     read: Callable[[Box], torch.Tensor]
     """Return the contents of any region that `boxes` cover, contiguous, in the region's shape.
 
-    Raises CorruptCheckpointError if the source cannot be trusted there."""
+    Raises CorruptCheckpointError if the source cannot be trusted there, and UnsupportedError if the
+    region has boxes of several types."""
+    others: Mapping[Box, torch.dtype] = dataclasses.field(default_factory=dict)
+    """Types of boxes that are not of type `dtype`: layers that share a key may differ."""
 
     @property
     def name(self) -> str:
@@ -43,7 +47,29 @@ class GlobalTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all boxes."""
-        return sum(math.prod(shape) for _, shape in self.boxes) * self.dtype.itemsize
+        return sum(math.prod(box[1]) * self.dtype_of(box).itemsize for box in self.boxes)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Types of all boxes."""
+        return {self.dtype_of(box) for box in self.boxes} or {self.dtype}
+
+    def dtype_of(self, box: Box) -> torch.dtype:
+        """Return the type of one of `boxes`."""
+        return self.others.get(box, self.dtype)
+
+    def dtype_at(self, region: Box) -> torch.dtype:
+        """Return the type of the elements of a region.
+
+        Raises:
+            UnsupportedError: they are of several types.
+        """
+        if not self.others:
+            return self.dtype
+        found = {self.dtype_of(box) for box in self.boxes if intersection(box, region) is not None}
+        if len(found) > 1:
+            raise several_types(self.name, found)
+        return next(iter(found), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,19 +116,46 @@ def read_region(
 ) -> torch.Tensor:
     """Return a region that is put together from whole boxes, which are read one at a time.
 
+    Args:
+        dtype: of a region without elements; else it is that of the boxes.
+
     Raises:
+        UnsupportedError: the region has boxes of several types.
         LayoutError: the boxes do not cover it.
     """
-    found = torch.empty(region[1], dtype=dtype)
-    left = found.numel()
+    found: torch.Tensor | None = None
+    left = math.prod(region[1])
     for box in boxes:
         common = intersection(box, region)
         if common is not None:
-            found[_within(common, region)] = read_box(box)[_within(common, box)]
+            part = read_box(box)
+            if found is None:
+                found = torch.empty(region[1], dtype=part.dtype)
+            elif found.dtype != part.dtype:
+                raise several_types(name, {found.dtype, part.dtype})
+            found[_within(common, region)] = part[_within(common, box)]
             left -= math.prod(common[1])
     if left:
         raise LayoutError(f"{name}: {left} elements at {region[0]} are in no box of the source")
-    return found
+    return torch.empty(region[1], dtype=dtype) if found is None else found
+
+
+def several_types(name: str, dtypes: Iterable[torch.dtype]) -> UnsupportedError:
+    """Return the error that says that a region of tensor `name` is of several types."""
+    listed = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return UnsupportedError(
+        f"{name}: has layers of several element types ({listed}), which the destination cannot "
+        "keep in one tensor; convert to flashckpt or safetensors"
+    )
+
+
+def rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
+    """Return the weight that `master` rounds to."""
+
+    def read(region: Box) -> torch.Tensor:
+        return master.read(region).to(dtype)
+
+    return dataclasses.replace(master, kind=WEIGHT, dtype=dtype, read=read)
 
 
 def _within(part: Box, box: Box) -> tuple[slice, ...]:

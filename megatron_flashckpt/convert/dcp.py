@@ -23,6 +23,7 @@ from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import Shape
 
 METADATA = ".metadata"
+_ANOTHER = "convert another iteration"
 
 #: Modules whose dataclasses and enums `.metadata` may hold.
 _MODULES = {module.__name__: module for module in (metadata, planner, filesystem)} | {
@@ -136,7 +137,7 @@ class Reader:
         found = pickles.load(io.BytesIO(self._bytes(name, offset)), where)
         shape = self.tensors[name].chunks[offset]
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
-            raise CorruptCheckpointError(f"{where}: is not a tensor of shape {shape}")
+            raise CorruptCheckpointError(f"{where}: is not a tensor of shape {shape}; {_ANOTHER}")
         return found.contiguous()
 
     def _bytes(self, name: str, offset: Shape | None) -> bytes:
@@ -144,24 +145,27 @@ class Reader:
             info = self._storage[name, offset]
         except KeyError:
             raise CorruptCheckpointError(
-                f"{self.directory}/{METADATA}: does not say where {name} at {offset} is"
+                f"{self.directory}/{METADATA}: does not say where {name} at {offset} is; {_ANOTHER}"
             ) from None
         if getattr(info, "transform_descriptors", None):
             raise UnsupportedError(
                 f"{self.directory}: {name} was written with extensions "
-                f"{info.transform_descriptors}, which this release does not know"
+                f"{info.transform_descriptors}, which this release does not know; let Megatron "
+                "load it and save it without them"
             )
         file = self.directory / info.relative_path
         if file.parent != self.directory:
-            raise CorruptCheckpointError(f"{self.directory}/{METADATA}: names {file} outside of it")
+            raise CorruptCheckpointError(
+                f"{self.directory}/{METADATA}: names {file} outside of it; {_ANOTHER}"
+            )
         try:
             with open(file, "rb") as stream:
                 stream.seek(info.offset)
                 found = stream.read(info.length)
         except FileNotFoundError:
-            raise CorruptCheckpointError(f"{file}: is missing; convert another iteration") from None
+            raise CorruptCheckpointError(f"{file}: is missing; {_ANOTHER}") from None
         if len(found) != info.length:
             raise CorruptCheckpointError(
-                f"{file}: ends before {info.offset + info.length} bytes; convert another iteration"
+                f"{file}: ends before {info.offset + info.length} bytes; {_ANOTHER}"
             )
         return found

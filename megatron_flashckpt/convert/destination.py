@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import uuid
@@ -12,34 +13,43 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.convert import former_export
 from megatron_flashckpt.errors import ConfigError, StorageError
 from megatron_flashckpt.layout.names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.posix import PosixStorage
+
+logger = logging.getLogger(__name__)
 
 RELEASE = "release"
 
 
 @contextlib.contextmanager
-def new_directory(final: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_directory(final: Path, *, overwrite: bool, mark: bool = True) -> Iterator[Path]:
     """Yield an empty directory, named as `final`, that becomes `final` if the block ends well.
 
     Whatever has that name before stays as it is until then.
 
+    Args:
+        overwrite: replace the result of an earlier conversion. Nothing else is ever replaced.
+        mark: list what the block writes, so that a later conversion may replace it; needless where
+            `former_export` knows the files by themselves.
+
     Raises:
-        ConfigError: something has that name, and `overwrite` was not given.
+        ConfigError: something has that name, and may not be replaced.
     """
-    if final.exists() and not overwrite and (not final.is_dir() or any(final.iterdir())):
-        raise ConfigError(
-            f"{final}: exists already; name another directory, or replace it with --overwrite"
-        )
-    around = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
+    if final.is_symlink() or final.exists():
+        _refuse(final, overwrite=overwrite)
+    number = uuid.uuid4().hex[:8]
+    around = final.with_name(f".{final.name}.{number}.tmp")
     fresh = around / final.name
     fresh.mkdir(parents=True)
     try:
         yield fresh
+        if mark:
+            former_export.mark(fresh)
         for path in (*fresh.rglob("*"), fresh):
             _sync(path)
-        _replace(final, fresh, around / "replaced")
+        _replace(final, fresh, final.with_name(f".{final.name}.{number}.replaced"))
         _sync(final.parent)
     except OSError as error:
         # The source and the storage name their files; what has no name went into open ones.
@@ -47,7 +57,22 @@ def new_directory(final: Path, *, overwrite: bool) -> Iterator[Path]:
             raise
         raise _unwritable(final, error) from error
     finally:
-        shutil.rmtree(around, ignore_errors=True)
+        shutil.rmtree(around, ignore_errors=True)  # nobody else knows its name
+
+
+def _refuse(final: Path, *, overwrite: bool) -> None:
+    """Raise ConfigError if something is at `final` that may not be replaced."""
+    if final.is_mount():
+        raise ConfigError(
+            f"{final}: is a mount point, which nothing replaces; name a directory in it"
+        )
+    if final.is_symlink() or overwrite:
+        former_export.refuse_others(final)
+    elif not final.is_dir() or any(final.iterdir()):
+        raise ConfigError(
+            f"{final}: exists already; name another directory, or replace the result of an earlier "
+            "conversion with --overwrite"
+        )
 
 
 def _replace(final: Path, fresh: Path, aside: Path) -> None:
@@ -56,10 +81,14 @@ def _replace(final: Path, fresh: Path, aside: Path) -> None:
         return
     final.rename(aside)
     try:
+        # Looked at again: the conversion may have taken hours, and users work meanwhile.
+        former_export.refuse_others(aside, final)
         fresh.rename(final)
-    except OSError:
+    except (OSError, ConfigError):
         aside.rename(final)
         raise
+    if not former_export.remove(aside):
+        logger.warning("%s: holds what was put into %s a moment ago; it stays", aside, final)
 
 
 def save(held: Any, path: Path, *, append: bool = False) -> tuple[int, int]:

@@ -4,6 +4,9 @@ Weights are in Megatron's legacy files, in later releases with the param groups.
 shards of the distributed optimizer are in `rank_RRRRR/distrib_optim.pt`, by bucket, param group and
 position in the group: `{bucket: {group: {position: {param, exp_avg, exp_avg_sq[, step]}}}}`. That
 names no parameter, so the shards are laid out again as Megatron lays out its buckets, and proved.
+
+DLRover counts the ranks that have finished, not their files, so it can commit a directory that
+lacks files, or holds files of two saves.
 """
 
 from __future__ import annotations
@@ -21,18 +24,26 @@ import torch
 from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
 from megatron_flashckpt.convert.contents import Contents
 from megatron_flashckpt.convert.legacy import (
+    MODEL_FILE,
     OPTIMIZER_FILE,
     RankFiles,
+    accepts,
     contents_of,
+    has_ranks,
     is_legacy,
     model_parts,
     open_ranks,
+    some,
+    with_weights_of_masters,
 )
-from megatron_flashckpt.convert.legacy_optimizer import GroupClass, class_of
+from megatron_flashckpt.convert.legacy_optimizer import GroupClass, class_of, group_classes
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.megatron_lm import hyper_parameters
+
+#: What is wrong with shards that do not fit.
+MIXED = "DLRover committed files of two saves in one directory"
 
 _Shards = dict[int, dict[int, dict[int, dict[str, Any]]]]
 """Of one rank: tensors by bucket, group, position."""
@@ -40,7 +51,7 @@ _Shards = dict[int, dict[int, dict[int, dict[str, Any]]]]
 
 def is_dlrover(directory: Path) -> bool:
     """Return whether `directory`, of one iteration, holds optimizer state by rank."""
-    return is_legacy(directory) and any(directory.glob("rank_*"))
+    return has_ranks(directory)
 
 
 def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
@@ -48,14 +59,20 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
 
     Raises:
         UnsupportedError: the model cannot be rebuilt, or has experts.
-        CorruptCheckpointError: optimizer state of some rank is not there, or not that of this
-            model, or contradicts the weights.
+        CorruptCheckpointError: files of some rank are not there, or are those of another save or
+            another model.
     """
+    if not is_legacy(directory):
+        raise CorruptCheckpointError(
+            f"{directory}: holds optimizer state by rank, but no mp_rank_*/{MODEL_FILE}: DLRover "
+            "committed it without the weights; convert another iteration"
+        )
     ranks = open_ranks(directory)
     parts = [part for rank in ranks for part in model_parts(rank)]
     if options.weights_only:
         return contents_of(directory, iteration, ranks, parts, None)
     args = ranks[0].state["args"]
+    accept = accepts(ranks[0], options)
     shards = _load_shards(directory, args)
     if buckets.has_experts([rank.model for rank in ranks]):
         raise UnsupportedError(
@@ -63,14 +80,23 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
             "convert the weights alone with --weights-only"
         )
     for rank in ranks:
-        parts += _optimizer_parts(rank, shards)
+        parts += _optimizer_parts(rank, shards, accept=accept)
     if "optimizer" in ranks[0].state:
         saved = [rank.state["optimizer"] for rank in ranks]
         groups = hyper_parameters.merge([legacy_optimizer.hyper_parameters(it) for it in saved])
-        return contents_of(directory, iteration, ranks, parts, groups)
+        contents = contents_of(directory, iteration, ranks, parts, groups)
+        return with_weights_of_masters(contents) if accept else contents
+    if getattr(args, "decoupled_lr", None) is not None or getattr(args, "use_mup", False):
+        raise UnsupportedError(
+            f"{directory}: this DLRover did not save the optimizer's param groups, and with "
+            "--decoupled-lr or --use-mup there are more than can be made up; convert the weights "
+            "alone with --weights-only"
+        )
     steps = _steps(shards)
     groups = [_hyper_parameters(args, max(steps, default=float(iteration)))]
     contents = contents_of(directory, iteration, ranks, parts, groups)
+    if accept:
+        contents = with_weights_of_masters(contents)
     if steps:
         return contents
     warning = (
@@ -78,21 +104,31 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
         "taken for it. That is wrong by the iterations that were skipped, and if the run began "
         "with --finetune"
     )
-    return dataclasses.replace(contents, warnings=(warning,))
+    return dataclasses.replace(contents, warnings=(*contents.warnings, warning))
 
 
 def _load_shards(directory: Path, args: Any) -> list[_Shards]:
     """Return what every rank of the saving job wrote, in the order of ranks."""
-    files = [
-        directory / f"rank_{rank:05d}" / OPTIMIZER_FILE for rank in range(int(args.world_size))
-    ]
+    names = [f"rank_{rank:05d}" for rank in range(int(args.world_size))]
+    present = {path.name for path in directory.iterdir() if path.name.startswith("rank_")}
+    if more := sorted(present - set(names)):
+        raise CorruptCheckpointError(
+            f"{directory}: the job had {len(names)} ranks, but {some(more)} is there, too: "
+            f"{MIXED}; {buckets.REMEDY}"
+        )
+    files = [directory / name / OPTIMIZER_FILE for name in names]
     found = [_of_file(file) if file.is_file() else {} for file in files]
     lost = [str(file) for file, shards in zip(files, found, strict=True) if not shards]
     if lost:
+        reason = (
+            "DLRover writes none where Megatron chains optimizers"
+            if len(lost) == len(files)
+            else "DLRover committed it without them"
+        )
         raise CorruptCheckpointError(
             f"{directory}: {len(lost)} of {len(files)} ranks have no optimizer tensors "
-            f"({', '.join(lost)}), so the optimizer state is not in this checkpoint (DLRover "
-            f"writes none where Megatron chains optimizers); {buckets.REMEDY}"
+            f"({some(lost)}), so the optimizer state is not in this checkpoint ({reason}); "
+            f"{buckets.REMEDY}"
         )
     return found
 
@@ -105,27 +141,63 @@ def _of_file(file: Path) -> _Shards:
     return states[0] if states else {}
 
 
-def _optimizer_parts(rank: RankFiles, shards: list[_Shards]) -> list[Part]:
-    """Return the optimizer state of one place in the model-parallel layout."""
+def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) -> list[Part]:
+    """Return the optimizer state of one place in the model-parallel layout.
+
+    Args:
+        accept: take shards that have the right sizes, whatever the weights are.
+    """
     args = rank.state["args"]
     model = rank.model
     where = f"{rank.directory.parent}: optimizer of (tp {model.tp}, pp {model.pp})"
     stage = len(shards) // args.pipeline_model_parallel_size
     first = model.pp * stage + model.tp
-    replicas = shards[first : first + stage : args.tensor_model_parallel_size]
+    numbers = range(first, first + stage, args.tensor_model_parallel_size)
+    replicas = [shards[number] for number in numbers]
     (chunks,) = buckets.sub_optimizers(model, args, experts=False)
     dtypes = {name: weight.dtype for name, weight in rank.weights.items()}
-    classes = sorted({class_of(it, args) for _, of_chunk in chunks for it in of_chunk})
-    for alignment, multiple in zip(buckets.ALIGNMENTS, (128, 1), strict=True):
-        layout = buckets.buffers(model, args, chunks, dtypes, alignment)
-        owned = _owned(layout, len(replicas), math.lcm(len(replicas), multiple))
-        for order in itertools.permutations(classes):
+    orders = _orders(rank, {class_of(it, args) for _, of_chunk in chunks for it in of_chunk})
+    tried: list[tuple[list[buckets.Buffer], list[list[_Owned]]]] = []
+    fitting: list[list[int]] = []
+    for rules in buckets.RULES:
+        layout = buckets.buffers(model, args, chunks, dtypes, rules)
+        multiple = math.lcm(len(replicas), rules.end_multiple)
+        owned = _owned(layout, len(replicas), multiple)
+        if (layout, owned) in tried:
+            continue
+        tried.append((layout, owned))
+        for order in orders:
             held = _held(owned, replicas, order, args)
-            if held is not None:
-                return _parts(layout, held, rank, where)
+            if held is None:
+                continue
+            strange = [] if accept else _strange(held, rank)
+            if not strange:
+                return _parts(layout, held, rank, where, None if accept else buckets.REMEDY)
+            fitting.append(strange)
+    if not fitting:
+        raise CorruptCheckpointError(
+            f"{where}: shards of other sizes than the args say; {buckets.REMEDY}"
+        )
+    # Where shards of some replicas fit the weights, the layout is right.
+    strange = min(fitting, key=len)
+    files = some([f"rank_{numbers[replica]:05d}" for replica in strange])
     raise CorruptCheckpointError(
-        f"{where}: shards of other sizes than the args say; {buckets.REMEDY}"
+        f"{where}: the shards in {files} are not what the weights in {rank.directory.name} were "
+        f"rounded from: {MIXED}; {buckets.remedy(args)}"
     )
+
+
+def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass, ...]]:
+    """Return the orders that the param groups may have.
+
+    Args:
+        classes: of this rank's parameters.
+    """
+    if "optimizer" not in rank.state:
+        return list(itertools.permutations(sorted(classes)))
+    (saved,) = legacy_optimizer.hyper_parameters(rank.state["optimizer"])
+    order = tuple(group_classes(saved["param_groups"], rank.state["args"]))
+    return [order] if classes <= set(order) else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +225,8 @@ def _owned(layout: list[buckets.Buffer], replicas: int, multiple: int) -> list[l
     return found
 
 
-_Held = dict[buckets.Place, list[tuple[int, dict[str, torch.Tensor]]]]
-"""Per parameter: starts of the shards, and their tensors."""
+_Held = dict[buckets.Place, list[tuple[int, int, dict[str, torch.Tensor]]]]
+"""Shards of each parameter: their start, the replica that owned them, their tensors."""
 
 
 def _held(
@@ -165,7 +237,7 @@ def _held(
 ) -> _Held | None:
     """Return the shards by parameter; None: with groups in this order the sizes are others."""
     found: _Held = defaultdict(list)
-    for mine, shards in zip(owned, replicas, strict=True):
+    for replica, (mine, shards) in enumerate(zip(owned, replicas, strict=True)):
         positions = dict.fromkeys(order, 0)
         for it in mine:
             kind = class_of(it.at.parameter, args)
@@ -174,25 +246,39 @@ def _held(
             if tensors is None or tensors[buckets.MAIN].numel() != it.end - it.start:
                 return None
             positions[kind] += 1
-            found[it.at].append((it.start, tensors))
+            found[it.at].append((it.start, replica, tensors))
     return found
 
 
-def _parts(layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: str) -> list[Part]:
+def _strange(held: _Held, rank: RankFiles) -> list[int]:
+    """Return the replicas with a shard that the weights of `rank` were not rounded from."""
+    strange = set()
+    for at, shards in held.items():
+        weight = rank.weights[at.chunk, at.parameter.name].reshape(-1)
+        for start, replica, tensors in shards:
+            master = tensors[buckets.MAIN].reshape(-1)
+            if not buckets.is_rounded(weight[start : start + master.numel()], master):
+                strange.add(replica)
+    return sorted(strange)
+
+
+def _parts(
+    layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: str, remedy: str | None
+) -> list[Part]:
     def weight(at: buckets.Place) -> torch.Tensor:
         return rank.weights[at.chunk, at.parameter.name]
 
     parts = []
     for buffer in layout:
-        _, tensors = held[buffer.places[0]][0]
+        _, _, tensors = held[buffer.places[0]][0]
         states = {name: value.dtype for name, value in tensors.items() if name != "step"}
         read = functools.partial(_read, held)
-        parts += buckets.buffer_parts(buffer, states, weight, read, where)
+        parts += buckets.buffer_parts(buffer, states, weight, read, where, remedy)
     return parts
 
 
 def _read(held: _Held, state: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
-    shards = sorted((low, tensors[state].reshape(-1)) for low, tensors in held[at])
+    shards = [(low, tensors[state].reshape(-1)) for low, _, tensors in held[at]]
     return torch.cat([shard[max(start - low, 0) : max(end - low, 0)] for low, shard in shards])
 
 

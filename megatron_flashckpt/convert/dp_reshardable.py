@@ -24,7 +24,7 @@ from megatron_flashckpt.convert.parts import ByKey, Part, by_kind, global_tensor
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
-from megatron_flashckpt.megatron_lm.rebuild import rank_models
+from megatron_flashckpt.megatron_lm.rank_models import rank_models
 
 _BUCKET = re.compile(
     r"(?:chained_(?P<sub>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from megatron_flashckpt import inspection
+from megatron_flashckpt import foreign, inspection
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.destination import RELEASE
 from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
 from megatron_flashckpt.convert.legacy import is_legacy, open_legacy
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
+from megatron_flashckpt.convert.overlap import refuse_overlap
 from megatron_flashckpt.convert.safetensors_export import write_safetensors
 from megatron_flashckpt.convert.soundness import refuse_damage
 from megatron_flashckpt.convert.to_legacy import write_legacy
@@ -33,6 +34,7 @@ from megatron_flashckpt.errors import (
 from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir, parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.megatron_lm.legacy_gpt import is_legacy_gpt
 from megatron_flashckpt.storage.posix import PosixStorage
 
 
@@ -79,6 +81,10 @@ class Opened:
     """A source that is ready to be converted."""
 
     format: str
+    root: Path
+    """The save directory."""
+    directory: Path
+    """The checkpoint in it."""
     contents: Contents
 
     @property
@@ -109,7 +115,10 @@ def open_source(root: Path, iteration: int | None, options: Options) -> Opened:
                     "convert another iteration"
                 )
             return Opened(
-                source.name, _weights_only(contents) if options.weights_only else contents
+                source.name,
+                root,
+                directory,
+                _weights_only(contents) if options.weights_only else contents,
             )
     known = ", ".join(source.name for source in SOURCES)
     raise NotCommittedError(
@@ -131,10 +140,17 @@ def convert(
         on_read: called with the bytes just read from the source.
 
     Raises:
-        ConfigError: the result would replace something.
+        ConfigError: the result would replace something, or overlap the source.
         CorruptCheckpointError: the source's optimizer state does not fit its weights.
+        UnsupportedError: no job of the model could load the result.
     """
+    refuse_overlap(opened.root, opened.directory, destination)
     contents = opened.contents
+    if to == "torch_dist" and is_legacy_gpt(contents.args):
+        raise UnsupportedError(
+            f"{contents.place}: is of Megatron's legacy GPT, whose jobs cannot load torch_dist; "
+            "convert it --to torch"
+        )
     if contents.suspicion is not None and contents.optimizer and not options.accept_damage:
         refuse_damage(contents)
     counted = [_counted(tensor, on_read) for tensor in contents.tensors]
@@ -164,6 +180,8 @@ def _named_arguments(place: str) -> Iterator[None]:
 
 def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
     if iteration is not None:
+        if empty := foreign.dlrover_empty(PosixStorage(root), iteration):
+            raise NotCommittedError(empty)
         directory = root / iteration_dir(iteration)
         if not directory.is_dir():
             raise NotCommittedError(

@@ -15,15 +15,19 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
-from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import Part, global_tensors, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
-from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
-from megatron_flashckpt.megatron_lm import hyper_parameters
+from megatron_flashckpt.layout.names import parse_iteration_dir
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
+from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.megatron_lm import hyper_parameters, legacy_gpt
 from megatron_flashckpt.megatron_lm.local_model import RankModel
-from megatron_flashckpt.megatron_lm.rebuild import rank_models
+from megatron_flashckpt.megatron_lm.rank_models import rank_models
 
+#: Problems of one kind that a message names.
+_SHOWN = 4
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 _COMMON = (
@@ -57,6 +61,30 @@ class RankFiles:
         }
 
 
+def some(problems: list[str], separator: str = ", ") -> str:
+    """Return the first few of `problems`, for a message."""
+    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return separator.join(problems[:_SHOWN]) + more
+
+
+def way_out(directory: Path) -> str:
+    """Return how to move a checkpoint that cannot be converted."""
+    if has_ranks(directory):
+        return (
+            "load it with DLRover in a job of the Megatron that wrote it, and save it once with "
+            "that Megatron's own save_checkpoint (swap this import back)"
+        )
+    return (
+        "load it in a job of the Megatron that wrote it, through megatron_flashckpt, which leaves "
+        "it to Megatron's own loader; the job's next save is in the format flashckpt"
+    )
+
+
+def has_ranks(directory: Path) -> bool:
+    """Return whether `directory` holds optimizer state by rank, as DLRover writes it."""
+    return any(path.is_dir() for path in directory.glob("rank_*"))
+
+
 def is_legacy(directory: Path) -> bool:
     """Return whether `directory`, of one iteration, is in this format."""
     return next(directory.glob(f"mp_rank_*/{MODEL_FILE}"), None) is not None
@@ -78,11 +106,47 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
         experts = buckets.has_experts([rank.model for rank in ranks])
         saved = []
         for rank in ranks:
-            found = _optimizer(rank, experts=experts)
+            found = _optimizer(rank, experts=experts, accept=accepts(rank, options))
             parts += found.parts
             saved.append(found.hyper_parameters)
         optimizer = hyper_parameters.merge(saved)
-    return contents_of(directory, iteration, ranks, parts, optimizer)
+    contents = contents_of(directory, iteration, ranks, parts, optimizer)
+    return with_weights_of_masters(contents) if accepts(ranks[0], options) else contents
+
+
+def accepts(rank: RankFiles, options: Options) -> bool:
+    """Return whether weights that contradict their masters are accepted as those of before."""
+    return options.accept_damage and buckets.gathers_late(rank.state["args"])
+
+
+def with_weights_of_masters(contents: Contents) -> Contents:
+    """Return `contents` with the weights that their masters round to."""
+    masters = {it.key: it for it in contents.tensors if it.kind == MASTER}
+    tensors = [
+        _of_master(it, masters[it.key]) if it.kind == WEIGHT and it.key in masters else it
+        for it in contents.tensors
+    ]
+    warning = (
+        "the weights are what the optimizer's masters round to, because of the job's "
+        "--overlap-param-gather and --accept-damage"
+    )
+    return dataclasses.replace(contents, tensors=tensors, warnings=(*contents.warnings, warning))
+
+
+def _of_master(weight: GlobalTensor, master: GlobalTensor) -> GlobalTensor:
+    """Return `weight` as `master` says it; layers of it in fp32 have no master."""
+
+    def read_box(box: Box) -> torch.Tensor:
+        if box not in master.boxes:
+            return weight.read(box)
+        return master.read(box).to(weight.dtype_of(box))
+
+    def read(region: Box) -> torch.Tensor:
+        if region in weight.boxes:
+            return read_box(region)
+        return read_region(region, weight.boxes, read_box, weight.dtype, weight.name)
+
+    return dataclasses.replace(weight, read=read)
 
 
 def contents_of(
@@ -106,6 +170,39 @@ def contents_of(
         optimizer=optimizer,
         rng=_random_states(ranks),
         objects=_objects(ranks),
+        warnings=(
+            *_differing_embeddings(ranks),
+            *(() if optimizer is not None else _doubt(first["args"])),
+        ),
+    )
+
+
+def _differing_embeddings(ranks: list[RankFiles]) -> tuple[str, ...]:
+    """Return whether the copies of tied embeddings are no copies, of which one is converted."""
+    stages = {(rank.model.tp, rank.model.pp): rank.weights for rank in ranks}
+    last = max(pp for _, pp in stages)
+    names = (legacy_gpt.WORDS, legacy_gpt.TIED)
+    for tp in {tp for tp, _ in stages}:
+        held = [
+            [weight for (_, name), weight in stages[tp, pp].items() if name == wanted]
+            for pp, wanted in zip((0, last), names, strict=True)
+        ]
+        if all(held) and not torch.equal(held[0][0], held[1][0]):
+            return (
+                "the tied embeddings of the first and the last pipeline stage differ (a defect of "
+                "Megatron before February 2024 under the distributed optimizer); the first "
+                "stage's are taken, so losses will not be those of the job that saved",
+            )
+    return ()
+
+
+def _doubt(args: Any) -> tuple[str, ...]:
+    """Return what weights without masters cannot prove."""
+    if not (buckets.is_early(args) and buckets.gathers_late(args)):
+        return ()
+    return (
+        "under the job's --overlap-param-gather its Megatron may have saved weights of before the "
+        "last step; nothing is compared when weights are converted alone",
     )
 
 
@@ -127,7 +224,10 @@ def open_ranks(directory: Path) -> list[RankFiles]:
         raise CorruptCheckpointError(
             f"{directory}: no {MODEL_FILE} in {', '.join(lost)}; convert another iteration"
         )
-    ranks = [RankFiles(place, model, _load(place / MODEL_FILE)) for model, place in places.items()]
+    ranks = [
+        RankFiles(place, model, _load(place / MODEL_FILE, model)) for model, place in places.items()
+    ]
+    _refuse_another_save(directory, ranks)
     _refuse_another_model(directory, ranks)
     return ranks
 
@@ -147,11 +247,27 @@ def chunk_key(model: RankModel, number: int) -> str:
     return "model" if len(model.chunks) == 1 else f"model{number}"
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path, model: RankModel) -> dict[str, Any]:
     state = pickles.load(path, str(path), mmap=True)
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{path}: is not a state dict; convert another iteration")
-    return state
+    chunks = [chunk_key(model, number) for number in range(len(model.chunks))]
+    named = {key: legacy_gpt.flattened(state[key]) for key in chunks if key in state}
+    return {**state, **named}
+
+
+def _refuse_another_save(directory: Path, ranks: list[RankFiles]) -> None:
+    """Raise if files are of another iteration than their directory, which a release may be."""
+    expected = parse_iteration_dir(directory.name)
+    wrong = [
+        f"{rank.directory.name} of iteration {rank.state['iteration']}"
+        for rank in ranks
+        if expected is not None and rank.state.get("iteration", expected) != expected
+    ]
+    if wrong:
+        raise CorruptCheckpointError(
+            f"{directory}: holds files of another save: {some(wrong)}; convert another iteration"
+        )
 
 
 def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
@@ -174,8 +290,7 @@ def _refuse_another_model(directory: Path, ranks: list[RankFiles]) -> None:
     if problems:
         raise UnsupportedError(
             f"{directory}: holds another model than the GPT that its args describe: "
-            f"{'; '.join(problems)}; let Megatron itself convert it (--ckpt-convert-format "
-            "torch_dist --ckpt-convert-save DIR)"
+            f"{some(problems, '; ')}; {way_out(directory)}"
         )
 
 
@@ -195,7 +310,7 @@ def _has_optimizer(rank: RankFiles) -> bool:
     return "optimizer" in rank.state or not (released or getattr(args, "no_save_optim", None))
 
 
-def _optimizer(rank: RankFiles, *, experts: bool) -> legacy_optimizer.Found:
+def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimizer.Found:
     args = rank.state["args"]
     distributed = getattr(args, "use_distributed_optimizer", False)
     file = rank.directory / (OPTIMIZER_FILE if distributed else MODEL_FILE)
@@ -208,7 +323,7 @@ def _optimizer(rank: RankFiles, *, experts: bool) -> legacy_optimizer.Found:
     if not distributed:
         return legacy_optimizer.plain(*held, str(file), experts=experts)
     stored = pickles.load(file, str(file), mmap=True)
-    return legacy_optimizer.distributed(*held, stored, str(file), experts=experts)
+    return legacy_optimizer.distributed(*held, stored, str(file), experts=experts, accept=accept)
 
 
 def _random_states(ranks: list[RankFiles]) -> dict[tuple[int, int], list[dict[str, Any]]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,6 +13,7 @@ from megatron_flashckpt.convert.parts import Part, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.param_groups import described, differing
 
 Weights = dict[tuple[int, str], torch.Tensor]
 """Parameters of a rank by chunk and name."""
@@ -36,6 +37,7 @@ def distributed(
     place: str,
     *,
     experts: bool,
+    accept: bool = False,
 ) -> Found:
     """Return the state of the distributed optimizer.
 
@@ -43,9 +45,10 @@ def distributed(
         saved: `optimizer` of the rank's state dict.
         stored: contents of `distrib_optim.pt`.
         place: of that file, for messages.
+        accept: do not compare 16-bit weights with their masters.
 
     Raises:
-        UnsupportedError: written before core 0.6.
+        UnsupportedError: written before 2024, without the sizes of buckets.
         CorruptCheckpointError: the buffers are not those of this model, or contradict the weights.
     """
     subs = buckets.sub_optimizers(model, args, experts=experts)
@@ -60,36 +63,64 @@ def distributed(
         if state is None:
             # Dense state is in the files of the first replica's ranks only.
             continue
-        if not state.get("buckets_coalesced"):
-            raise UnsupportedError(
-                f"{place}: in the layout of before February 2024; let Megatron itself convert it "
-                "(--ckpt-convert-update-legacy-dist-opt-format)"
-            )
         held = {key: value for key, value in state.items() if isinstance(key, int)}
         tensors = [next(iter(held[number].values())) for number in sorted(held)]
         dtypes = {name: weight.dtype for name, weight in weights.items()}
-        stored_numels = [(int(of_buffer["numel_unpadded"]),) for of_buffer in tensors]
-        layout = buckets.layout(model, args, chunks, dtypes, stored_numels, place)
+        stored_numels = _stored_numels(state, tensors, place)
+        layout = buckets.layout(
+            model,
+            args,
+            chunks,
+            dtypes,
+            stored_numels,
+            place,
+            by_bucket=not state.get("buckets_coalesced"),
+        )
         for buffer, of_buffer in zip(layout, tensors, strict=True):
-            parts += _buffer_parts(buffer, of_buffer, weights, place)
+            remedy = None if accept else buckets.remedy(args)
+            parts += _buffer_parts(buffer, of_buffer, weights, place, remedy)
     return Found(parts, hyper_parameters(saved))
 
 
+def _stored_numels(
+    state: dict[str, Any], tensors: list[dict[str, Any]], place: str
+) -> list[tuple[int, ...]]:
+    """Return the sizes of each buffer's buckets, or its own size, as the file says them."""
+    if state.get("buckets_coalesced"):
+        return [(int(of_buffer["numel_unpadded"]),) for of_buffer in tensors]
+    if "per_bucket_numel_unpadded" in state:  # until core 0.6
+        sizes = [next(iter(each.values())) for each in state["per_bucket_numel_unpadded"]]
+        return [tuple(int(numel) for numel in of_buffer) for of_buffer in sizes]
+    raise UnsupportedError(
+        f"{place}: does not say how large its buckets are (written before 2024); convert the "
+        "weights alone with --weights-only, or load and save it once with a Megatron of 2024"
+    )
+
+
 def _buffer_parts(
-    buffer: buckets.Buffer, tensors: dict[str, Any], weights: Weights, place: str
+    buffer: buckets.Buffer,
+    tensors: dict[str, Any],
+    weights: Weights,
+    place: str,
+    remedy: str | None,
 ) -> list[Part]:
     def read(kind: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
-        base = buffer.coalesced_start(at)
-        flat: torch.Tensor = tensors[kind][base + start : base + end]
+        stored = tensors[kind]
+        if isinstance(stored, list):  # a tensor per bucket
+            stored, base = stored[at.bucket], at.start
+        else:
+            base = buffer.coalesced_start(at)
+        flat: torch.Tensor = stored[base + start : base + end]
         return flat
 
     def weight(at: buckets.Place) -> torch.Tensor:
         return weights[at.chunk, at.parameter.name]
 
+    samples = {kind: it[0] if isinstance(it, list) else it for kind, it in tensors.items()}
     states = {
-        kind: tensor.dtype for kind, tensor in tensors.items() if isinstance(tensor, torch.Tensor)
+        kind: tensor.dtype for kind, tensor in samples.items() if isinstance(tensor, torch.Tensor)
     }
-    return buckets.buffer_parts(buffer, states, weight, read, place)
+    return buckets.buffer_parts(buffer, states, weight, read, place, remedy)
 
 
 def plain(
@@ -137,7 +168,7 @@ def _of_parameters(
     """Yield parameter, weight, master and optimizer state of all parameters."""
     masters = saved.get("fp32_from_fp16_params", saved.get("fp32_from_fp16"))
     groups = inner["param_groups"]
-    members = grouped(chunks, args, [group_class(group, args) for group in groups])
+    members = grouped(chunks, args, groups, place)
     problems = []
     for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         if len(group["params"]) != len(parameters):
@@ -155,34 +186,105 @@ def _of_parameters(
             yield parameter, weight, master, inner["state"].get(index, {})
 
 
-GroupClass = tuple[bool, bool]
-"""Whether without weight decay, whether with the learning rate of embeddings."""
+class GroupClass(NamedTuple):
+    """Which parameters Megatron puts into one param group."""
+
+    decayed: bool
+    """False: without weight decay."""
+    decoupled: bool
+    """Whether with the learning rate of `--decoupled-lr`."""
+    scaled: bool
+    """Whether with what `--use-mup` scales: epsilon, or else the learning rate."""
 
 
-def group_class(group: dict[str, Any], args: Any) -> GroupClass:
-    """Return which parameters are in a param group."""
+def group_classes(groups: Sequence[dict[str, Any]], args: Any) -> list[GroupClass]:
+    """Return which parameters are in each param group."""
     rate = getattr(args, "decoupled_lr", None)
-    decoupled = rate is not None and (group.get("is_decoupled_lr") or group.get("max_lr") == rate)
-    return group.get("wd_mult", group.get("pre_wd_mult")) == 0.0, bool(decoupled)
+    mup = _width(args) != 1
+    epsilons = {group["eps"] for group in groups if "eps" in group}
+    scaled_epsilon = None
+    if mup and _scales_epsilon(args) and len(epsilons) > 1:
+        # A restart may have changed --adam-eps, but not which of the two is the scaled one.
+        scaled_epsilon = min(epsilons) if _width(args) > 1 else max(epsilons)
+    found = []
+    for group in groups:
+        # Up to core 0.15 the one mark, since then the other.
+        apart = group.get("is_decoupled_lr") or group.get("default_config") is False
+        scaled = scaled_epsilon is not None and group.get("eps") == scaled_epsilon
+        # With both flags, groups with a scaled epsilon are the hidden layers' and the output's.
+        decoupled = rate is not None and bool(apart)
+        if decoupled and mup and (scaled or not _scales_epsilon(args)):
+            decoupled = group.get("max_lr") == rate
+        if mup and not _scales_epsilon(args):
+            scaled = bool(apart) and not decoupled
+        weight_decay = group.get("wd_mult", group.get("pre_wd_mult"))
+        found.append(GroupClass(weight_decay != 0.0, decoupled, scaled))
+    return found
 
 
 def class_of(parameter: LocalTensor, args: Any) -> GroupClass:
-    """Return what `group_class` returns for the group that the parameter is in."""
+    """Return what `group_classes` returns for the group that the parameter is in."""
     decayed = len(parameter.shape) > 1 and not parameter.name.endswith(".bias")
     if getattr(args, "apply_wd_to_qk_layernorm", False):
         decayed |= "q_layernorm." in parameter.name or "k_layernorm." in parameter.name
     decoupled = getattr(args, "decoupled_lr", None) is not None and parameter.embedding_or_output
-    return not decayed, decoupled
+    if _width(args) == 1:
+        scaled = False
+    elif _scales_epsilon(args):
+        scaled = parameter.scaled
+    else:
+        # SGD scales the rates of all others, and --decoupled-lr takes its own before either.
+        scaled = not decoupled and parameter.scaled != (_optimizer_name(args) == "sgd")
+    return GroupClass(decayed, decoupled, scaled)
+
+
+def _width(args: Any) -> float:
+    """Return how much wider the model is than that which `--use-mup` scales from."""
+    base = getattr(args, "mup_base_hidden_size", None)
+    if not getattr(args, "use_mup", False) or not base:
+        return 1.0
+    return float(args.hidden_size / base)
+
+
+def _optimizer_name(args: Any) -> str:
+    return str(getattr(args, "optimizer", "adam")).lower()
+
+
+def _scales_epsilon(args: Any) -> bool:
+    return "adam" in _optimizer_name(args)
 
 
 def grouped(
-    chunks: list[tuple[int, list[LocalTensor]]], args: Any, classes: list[GroupClass]
+    chunks: list[tuple[int, list[LocalTensor]]],
+    args: Any,
+    groups: Sequence[dict[str, Any]],
+    place: str,
 ) -> list[list[tuple[int, LocalTensor]]]:
-    """Return the parameters of each group, with their chunks, in the order of the optimizer."""
+    """Return the parameters of each group, with their chunks, in the order of the optimizer.
+
+    Args:
+        place: of the groups, for messages.
+
+    Raises:
+        UnsupportedError: the settings of the groups do not say which parameters are in which.
+    """
+    classes = group_classes(groups, args)
     found: list[list[tuple[int, LocalTensor]]] = [[] for _ in classes]
+    unclear = set()
     for number, parameters in chunks:
         for parameter in parameters:
-            found[classes.index(class_of(parameter, args))].append((number, parameter))
+            wanted = class_of(parameter, args)
+            if classes.count(wanted) == 1:
+                found[classes.index(wanted)].append((number, parameter))
+            else:
+                unclear.add(parameter.name)
+    if unclear:
+        telling = differing(groups)
+        raise UnsupportedError(
+            f"{place}: which param group holds {', '.join(sorted(unclear))} cannot be told from "
+            f"the groups' settings {', '.join(described(group, telling) for group in groups)} and "
+            f"the checkpoint's args; {buckets.REMEDY}"
+        )
     return found
 
 
@@ -198,7 +300,10 @@ def _hyper_parameters(inner: dict[str, Any], saved: dict[str, Any]) -> dict[str,
         if isinstance(state.get("step"), torch.Tensor)
     }
     if len(steps) > 1:
-        raise UnsupportedError(f"parameters of one optimizer have different steps {sorted(steps)}")
+        raise UnsupportedError(
+            f"parameters of one optimizer have different steps {sorted(steps)}, but a checkpoint "
+            "has one for all of them; convert the weights alone with --weights-only"
+        )
     return {
         "param_groups": [
             {key: value for key, value in group.items() if key != "params"}

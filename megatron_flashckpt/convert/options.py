@@ -10,7 +10,7 @@ class Options:
     """Settings that every destination takes, whether they mean something to it or not."""
 
     overwrite: bool = False
-    """Replace a checkpoint that is already where the result goes."""
+    """Replace the result of an earlier conversion, if one is where the result goes."""
     weights_only: bool = False
     """Leave out optimizer state, random states and scheduler."""
     accept_damage: bool = False

@@ -6,21 +6,23 @@ import dataclasses
 import functools
 import math
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region, rounded
 from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.names import common_name
-from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT
+from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, UNUSED, WEIGHT
 from megatron_flashckpt.layout.plan import pieces_of
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, Shard
 from megatron_flashckpt.megatron_lm import plain, side_state
-from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
-from megatron_flashckpt.megatron_lm.hyper_parameters import merge
+from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, torch_dtype
+from megatron_flashckpt.megatron_lm.hyper_parameters import merge, without_held
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.base import Storage
 
@@ -37,8 +39,8 @@ class _Run(NamedTuple):
     byte_offset: int
 
 
-_Name = tuple[str, str, str, tuple[int, ...]]
-"""Kind, key, element type, global shape."""
+_Name = tuple[str, str, tuple[int, ...]]
+"""Kind, key, global shape."""
 
 
 def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
@@ -52,6 +54,8 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
     stored.check_whole()
     chunks = _Chunks(stored, options.memory_nbytes)
     tensors: dict[_Name, dict[Box, list[_Run]]] = defaultdict(lambda: defaultdict(list))
+    dtypes: dict[_Name, dict[Box, torch.dtype]] = defaultdict(dict)
+    unused: dict[str, None] = {}
     rank_states: dict[int, _Run] = {}
     for source in stored.sources():
         pieces = pieces_of(source.template, source.placement)
@@ -59,28 +63,51 @@ def open_ours(storage: Storage, iteration: int, options: Options) -> Contents:
             run = _Run(piece.start, piece.end, source.rank, item.byte_offset)
             if piece.kind == RANK_STATE:
                 rank_states[source.rank] = run
-            else:
-                name = (piece.kind, piece.key, piece.dtype, piece.global_shape)
-                tensors[name][piece.offset, piece.shape].append(run)
+            elif not is_copy(piece.kind):
+                if piece.key.endswith(UNUSED):
+                    unused[piece.key] = None
+                    continue
+                name = (piece.kind, piece.key, piece.global_shape)
+                box = piece.offset, piece.shape
+                tensors[name][box].append(run)
+                dtypes[name][box] = torch_dtype(piece.dtype)
     place = f"{stored.place}/{common_name(stored.manifest.save_id)}"
     common = plain.decode_dict(stored.common(), place, side_state.COMMON_STATE)
     all_replicas = bool(getattr(common["args"], "data_parallel_random_init", False))
     states = _side_states(stored, chunks, rank_states, all_replicas=all_replicas)
-    optimizer = merge([state["optimizer"] for _, state in states])
+    optimizer = without_held(merge([state["optimizer"] for _, state in states]))
     return Contents(
         place=stored.place,
         iteration=iteration,
         common=common,
         tensors=sorted(
             _with_weights(
-                [_global_tensor(*found, chunks) for found in tensors.items()], common["args"]
+                [
+                    _global_tensor(name, boxes, dtypes[name], chunks)
+                    for name, boxes in tensors.items()
+                ],
+                common["args"],
             ),
             key=lambda tensor: (tensor.key, tensor.kind),
         ),
         optimizer=optimizer or None,
         rng=_random_states(states, all_replicas=all_replicas),
         objects={name: held for _, state in states for name, held in state["objects"].items()},
+        warnings=_warnings(stored, unused),
     )
+
+
+def _warnings(stored: StoredCheckpoint, unused: Iterable[str]) -> tuple[str, ...]:
+    warnings = [
+        f"{key} is left out: no forward uses it, and other parallel layouts do not have it"
+        for key in unused
+    ]
+    if stored.manifest.differing:
+        warnings.append(
+            "ranks held different values of these tensors, though they should hold the same ones; "
+            "only those of the first rank are converted: " + ", ".join(stored.manifest.differing)
+        )
+    return tuple(warnings)
 
 
 def _side_states(
@@ -114,11 +141,17 @@ def _random_states(
     return {place: list(replicas.values()) for place, replicas in rng.items()}
 
 
-def _global_tensor(name: _Name, boxes: dict[Box, list[_Run]], chunks: _Chunks) -> GlobalTensor:
-    kind, key, dtype_name, global_shape = name
-    dtype = torch_dtype(dtype_name)
+def _global_tensor(
+    name: _Name,
+    boxes: dict[Box, list[_Run]],
+    dtypes: dict[Box, torch.dtype],
+    chunks: _Chunks,
+) -> GlobalTensor:
+    kind, key, global_shape = name
+    first = dtypes[min(dtypes)]
 
     def read_box(box: Box) -> torch.Tensor:
+        dtype = dtypes[box]
         whole = bytearray(math.prod(box[1]) * dtype.itemsize)
         for run in boxes[box]:
             low, high = run.start * dtype.itemsize, run.end * dtype.itemsize
@@ -130,24 +163,43 @@ def _global_tensor(name: _Name, boxes: dict[Box, list[_Run]], chunks: _Chunks) -
     def read(region: Box) -> torch.Tensor:
         if region in boxes:
             return read_box(region)
-        return read_region(region, boxes, read_box, dtype, f"{kind}/{key}")
+        return read_region(region, boxes, read_box, first, f"{kind}/{key}")
 
-    return GlobalTensor(key, kind, dtype, global_shape, tuple(sorted(boxes)), read)
+    others = {box: dtype for box, dtype in dtypes.items() if dtype != first}
+    return GlobalTensor(key, kind, first, global_shape, tuple(sorted(boxes)), read, others)
 
 
 def _with_weights(tensors: list[GlobalTensor], args: Any) -> list[GlobalTensor]:
-    """Add the weights that were not stored because their masters say all (`weights: derive`)."""
-    stored = {tensor.key for tensor in tensors if tensor.kind == WEIGHT}
-    masters = [it for it in tensors if it.kind == MASTER and it.key not in stored]
+    """Add the weights that were not stored because their masters say all (`weights: derive`).
+
+    Layers of other types that share the key were stored as weights.
+    """
+    weights = {tensor.key: tensor for tensor in tensors if tensor.kind == WEIGHT}
     dtype = torch.float16 if getattr(args, "fp16", False) else torch.bfloat16
-    return tensors + [_rounded(master, dtype) for master in masters]
+    derived = {}
+    for master in tensors:
+        if master.kind != MASTER:
+            continue
+        weight = weights.get(master.key)
+        if weight is None:
+            derived[master.key] = rounded(master, dtype)
+        elif not set(master.boxes) & set(weight.boxes) and weight.dtypes.isdisjoint(SIXTEEN_BIT):
+            derived[master.key] = _joined(weight, rounded(master, dtype))
+    kept = [it for it in tensors if it.kind != WEIGHT or it.key not in derived]
+    return kept + list(derived.values())
 
 
-def _rounded(master: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
+def _joined(one: GlobalTensor, other: GlobalTensor) -> GlobalTensor:
+    """Return the tensor of which `one` has some boxes and `other` the rest."""
+    boxes = {box: it for it in (one, other) for box in it.boxes}
+
     def read(region: Box) -> torch.Tensor:
-        return master.read(region).to(dtype)
+        if region in boxes:
+            return boxes[region].read(region)
+        return read_region(region, boxes, lambda box: boxes[box].read(box), one.dtype, one.name)
 
-    return dataclasses.replace(master, kind=WEIGHT, dtype=dtype, read=read)
+    others = {box: it.dtype_of(box) for box, it in boxes.items() if it.dtype_of(box) != one.dtype}
+    return dataclasses.replace(one, boxes=tuple(sorted(boxes)), read=read, others=others)
 
 
 class _Chunks:

@@ -73,7 +73,9 @@ def _global_tensor(key: str, kind: str, boxes: dict[Box, tuple[Part, list[Run]]]
             return read_box(region)
         return read_region(region, boxes, read_box, first.dtype, f"{kind}/{key}")
 
-    return GlobalTensor(key, kind, first.dtype, run.global_shape, tuple(sorted(boxes)), read)
+    others = {box: part.dtype for box, (part, _) in boxes.items() if part.dtype != first.dtype}
+    shape = run.global_shape
+    return GlobalTensor(key, kind, first.dtype, shape, tuple(sorted(boxes)), read, others)
 
 
 def local_tensor(geometry: Geometry, numel: int, tensors: dict[str, GlobalTensor]) -> torch.Tensor:
@@ -81,8 +83,7 @@ def local_tensor(geometry: Geometry, numel: int, tensors: dict[str, GlobalTensor
 
     A padded vocabulary is cut or filled with zeros, as Megatron does.
     """
-    (dtype,) = {tensors[run.key].dtype for run in geometry.runs}
-    local = torch.zeros(numel, dtype=dtype)
+    local = torch.zeros(numel, dtype=local_dtype(geometry, tensors))
     boxes: dict[Box, torch.Tensor] = {}
     for run in geometry.runs:
         box = (run.offset, run.shape)
@@ -93,15 +94,30 @@ def local_tensor(geometry: Geometry, numel: int, tensors: dict[str, GlobalTensor
     return local
 
 
+def local_dtype(geometry: Geometry, tensors: dict[str, GlobalTensor]) -> torch.dtype:
+    """Return the type of the local tensor at `geometry`, out of the global tensors by key."""
+    (dtype,) = {
+        tensors[run.key].dtype_at(_inside(tensors[run.key], (run.offset, run.shape)))
+        for run in geometry.runs
+    }
+    return dtype
+
+
+def _inside(tensor: GlobalTensor, box: Box) -> Box:
+    """Return what of `box` lies in the global shape."""
+    offset, shape = box
+    return offset, tuple(
+        max(min(size - low, n), 0) for low, n, size in zip(offset, shape, tensor.shape, strict=True)
+    )
+
+
 def _read_or_zeros(tensor: GlobalTensor, box: Box) -> torch.Tensor:
     """Return the flattened box; zeros where it leaves the global shape."""
     offset, shape = box
-    there = tuple(
-        max(min(size - low, n), 0) for low, n, size in zip(offset, shape, tensor.shape, strict=True)
-    )
+    _, there = _inside(tensor, box)
     if there == shape:
         return tensor.read(box).reshape(-1)
-    found = torch.zeros(shape, dtype=tensor.dtype)
+    found = torch.zeros(shape, dtype=tensor.dtype_at((offset, there)))
     if all(there):
         found[tuple(slice(n) for n in there)] = tensor.read((offset, there))
     return found.reshape(-1)

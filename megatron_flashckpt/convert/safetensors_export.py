@@ -43,7 +43,11 @@ class _Named:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.source.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.source.dtype_at(self.region)
 
 
 def write_safetensors(contents: Contents, directory: Path, options: Options) -> Path:
@@ -59,7 +63,8 @@ def write_safetensors(contents: Contents, directory: Path, options: Options) -> 
         for named in _unstacked(tensor)
     ]
     files = list(_files(sorted(tensors, key=lambda named: named.name), options.shard_nbytes))
-    with new_directory(directory, overwrite=options.overwrite) as fresh:
+    # Users may name a link to the directory; only what it leads to is replaced.
+    with new_directory(directory.resolve(), overwrite=options.overwrite) as fresh:
         weight_map = {}
         for number, held in enumerate(files, 1):
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -103,12 +108,12 @@ def _files(tensors: list[_Named], limit_nbytes: int) -> Iterator[list[_Named]]:
 
 def _write(path: Path, tensors: list[_Named]) -> None:
     # Wide elements first: every tensor lies aligned, which torch needs to view it in place.
-    tensors = sorted(tensors, key=lambda named: -named.source.dtype.itemsize)
+    tensors = sorted(tensors, key=lambda named: -named.dtype.itemsize)
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for named in tensors:
         entries[named.name] = {
-            "dtype": dtype_name(named.source.dtype),
+            "dtype": dtype_name(named.dtype),
             "shape": list(named.shape),
             "data_offsets": [position, position + named.nbytes],
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
@@ -37,7 +39,7 @@ def masters_that_differ(contents: Contents) -> list[str]:
         if master.kind == MASTER and weight is not None:
             count = sum(_differing(master, weight))
             if count:
-                numel = master.nbytes // master.dtype.itemsize
+                numel = sum(math.prod(shape) for _, shape in master.boxes)
                 found.append(f"{master.key} ({count} of {numel} elements)")
     return found
 
@@ -45,8 +47,9 @@ def masters_that_differ(contents: Contents) -> list[str]:
 def _differing(master: GlobalTensor, weight: GlobalTensor) -> list[int]:
     counts = []
     for box in master.boxes:
-        rounded = master.read(box).to(weight.dtype)
-        bits = _BITS[weight.dtype.itemsize]
-        same = rounded.view(bits) == weight.read(box).view(bits)
+        expected = weight.read(box)
+        rounded = master.read(box).to(expected.dtype)
+        bits = _BITS[expected.dtype.itemsize]
+        same = rounded.view(bits) == expected.view(bits)
         counts.append(int((~same).sum()))
     return counts

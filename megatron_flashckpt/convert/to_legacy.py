@@ -24,8 +24,9 @@ from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import ByKey, by_kind, local_tensor
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
+from megatron_flashckpt.megatron_lm import legacy_gpt
 from megatron_flashckpt.megatron_lm.local_model import Chunk, RankModel
-from megatron_flashckpt.megatron_lm.rebuild import rank_models
+from megatron_flashckpt.megatron_lm.rank_models import rank_models
 
 
 def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
@@ -42,8 +43,10 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     tensors = by_kind(contents.tensors)
     _refuse_another_model(contents, models, tensors)
     experts = buckets.has_experts(models)
+    legacy = legacy_gpt.is_legacy_gpt(contents.args)
     args = copy.copy(contents.args)
-    vars(args).update(ckpt_format="torch", use_dist_ckpt=False)
+    said = {"ckpt_format": "torch", "use_dist_ckpt": False}
+    vars(args).update({name: value for name, value in said.items() if hasattr(args, name)})
     directory = checkpoint_directory(root, contents.iteration, megatron=True)
     with new_directory(directory, overwrite=options.overwrite) as fresh:
         for model in models:
@@ -54,7 +57,9 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
                 "args": args,
                 "iteration": contents.iteration,
                 **{
-                    chunk_key(model, number): _chunk_state(chunk, tensors, contents.objects)
+                    chunk_key(model, number): _chunk_state(
+                        chunk, tensors, contents.objects, legacy=legacy
+                    )
                     for number, chunk in enumerate(model.chunks)
                 },
             }
@@ -72,7 +77,7 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
 
 
 def _chunk_state(
-    chunk: Chunk, tensors: dict[str, ByKey], objects: dict[str, Any]
+    chunk: Chunk, tensors: dict[str, ByKey], objects: dict[str, Any], *, legacy: bool
 ) -> dict[str, Any]:
     held = {
         it.name: local_tensor(it.geometry, it.numel, tensors[kind]).view(it.shape)
@@ -80,10 +85,11 @@ def _chunk_state(
         for it in of_kind
     }
     keys = dict(chunk.objects)
-    return {
+    state = {
         name: held[name] if name in held else objects.get(keys.get(name, ""))
         for name in chunk.state_names
     }
+    return legacy_gpt.nested(state) if legacy else state
 
 
 def _refuse_another_model(

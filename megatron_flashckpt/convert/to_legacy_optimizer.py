@@ -10,8 +10,8 @@ import torch
 
 from megatron_flashckpt.convert import buckets
 from megatron_flashckpt.convert.contents import Contents
-from megatron_flashckpt.convert.legacy_optimizer import group_class, grouped
-from megatron_flashckpt.convert.parts import ByKey, local_tensor
+from megatron_flashckpt.convert.legacy_optimizer import grouped
+from megatron_flashckpt.convert.parts import ByKey, local_dtype, local_tensor
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
@@ -42,10 +42,12 @@ def of_rank(
     if not getattr(contents.args, "use_distributed_optimizer", False):
         _refuse_incomplete(contents, subs, tensors, ())
         states = [
-            _plain(chunks, each, contents.args, tensors)
+            _plain(chunks, each, contents, tensors)
             for chunks, each in zip(subs, saved, strict=True)
         ]
         return Written(_listed(states), None)
+    if not buckets.is_early(contents.args):
+        saved = [_as_met(each, chunks) for each, chunks in zip(saved, subs, strict=True)]
     _refuse_incomplete(contents, subs, tensors, ("exp_avg", "exp_avg_sq"))
     held = [
         # As Megatron does: dense state is in the files of the first replica's ranks only.
@@ -82,6 +84,26 @@ def _saved(contents: Contents, count: int, *, experts: bool) -> list[dict[str, A
     return found
 
 
+def _as_met(saved: dict[str, Any], chunks: _Chunks) -> dict[str, Any]:
+    """Return `saved` with its groups in the order in which this rank's parameters meet them.
+
+    Until core 0.13 Megatron makes the groups of a rank in that order, and its distributed optimizer
+    loads them by number: on a stage without embedding those without weight decay come first. Later
+    ones load them by their settings.
+    """
+    first = next((parameters[0] for _, parameters in chunks if parameters), None)
+    if first is None:
+        return saved
+    without = len(first.shape) == 1 or first.name.endswith(".bias")
+    groups = sorted(saved["param_groups"], key=lambda it: (_multiplier(it) == 0.0) != without)
+    return {**saved, "param_groups": groups}
+
+
+def _multiplier(group: dict[str, Any]) -> float | None:
+    """Return what multiplies the weight decay of a group, under either of Megatron's names."""
+    return group.get("wd_mult", group.get("pre_wd_mult"))
+
+
 def _is_expert(group: dict[str, Any]) -> bool:
     return bool(group.get("is_expert_parallel", False))
 
@@ -101,7 +123,8 @@ def _refuse_incomplete(
         for run in parameter.geometry.runs
     }
     for key in sorted(keys):
-        kinds = (MASTER, *states) if tensors[WEIGHT][key].dtype.itemsize == 2 else states
+        has_masters = any(dtype.itemsize == 2 for dtype in tensors[WEIGHT][key].dtypes)
+        kinds = (MASTER, *states) if has_masters else states
         lost += [f"{kind}/{key}" for kind in kinds if key not in tensors.get(kind, {})]
     if lost:
         raise MissingStateError(
@@ -129,19 +152,19 @@ def _buffers(
     model: RankModel, args: Any, chunks: _Chunks, tensors: dict[str, ByKey]
 ) -> dict[Any, Any]:
     dtypes = {
-        (number, parameter.name): tensors[WEIGHT][parameter.geometry.runs[0].key].dtype
+        (number, parameter.name): local_dtype(parameter.geometry, tensors[WEIGHT])
         for number, parameters in chunks
         for parameter in parameters
     }
+    if buckets.is_early(args):
+        return _early_buffers(
+            buckets.buffers(model, args, chunks, dtypes, buckets.EARLY), args, tensors
+        )
     found: dict[Any, Any] = {"buckets_coalesced": True}
-    layout = buckets.buffers(model, args, chunks, dtypes, buckets.ALIGNMENTS[0])
-    for number, buffer in enumerate(layout):
-        in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
-        grad_dtype = torch.float32 if in_fp32 else buffer.dtype
-        own = WEIGHT if buffer.dtype == torch.float32 else MASTER
+    for number, buffer in enumerate(buckets.buffers(model, args, chunks, dtypes, buckets.RULES[0])):
+        grad_dtype = _grad_dtype(buffer, args)
         held: dict[str, Any] = {}
-        kinds = {buckets.MAIN: own, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-        for name, kind in kinds.items():
+        for name, kind in _kinds(buffer).items():
             flat = torch.zeros(buffer.numel, dtype=torch.float32)
             for at in buffer.places:
                 start = buffer.coalesced_start(at)
@@ -152,12 +175,49 @@ def _buffers(
     return found
 
 
+def _early_buffers(
+    layout: list[buckets.Buffer], args: Any, tensors: dict[str, ByKey]
+) -> dict[Any, Any]:
+    """Return buffers as Megatron of early 2024 keeps them: bucket by bucket, with end padding."""
+    replicas = args.data_parallel_size * getattr(args, "context_parallel_size", 1)
+    padded = [tuple(-(-n // replicas) * replicas for n in it.bucket_numels) for it in layout]
+    dtypes = [_grad_dtype(buffer, args) for buffer in layout]
+    found: dict[Any, Any] = {
+        "per_bucket_numel": [{t: list(it)} for t, it in zip(dtypes, padded, strict=True)],
+        "per_bucket_numel_unpadded": [
+            {t: list(it.bucket_numels)} for t, it in zip(dtypes, layout, strict=True)
+        ],
+    }
+    for number, (buffer, numels, dtype) in enumerate(zip(layout, padded, dtypes, strict=True)):
+        held = {}
+        for name, kind in _kinds(buffer).items():
+            flats = [torch.zeros(numel, dtype=torch.float32) for numel in numels]
+            for at in buffer.places:
+                local = local_tensor(at.parameter.geometry, at.parameter.numel, tensors[kind])
+                flats[at.bucket][at.start : at.start + at.parameter.numel] = local
+            held[name] = flats
+        found[number] = {dtype: held}
+    return found
+
+
+def _grad_dtype(buffer: buckets.Buffer, args: Any) -> torch.dtype:
+    in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
+    return torch.float32 if in_fp32 else buffer.dtype
+
+
+def _kinds(buffer: buckets.Buffer) -> dict[str, str]:
+    """Return the kinds of our tensors by Megatron's names."""
+    own = WEIGHT if buffer.dtype == torch.float32 else MASTER
+    return {buckets.MAIN: own, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
 def _plain(
-    chunks: _Chunks, saved: dict[str, Any], args: Any, tensors: dict[str, ByKey]
+    chunks: _Chunks, saved: dict[str, Any], contents: Contents, tensors: dict[str, ByKey]
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer of whole parameters, by their index."""
     states = [kind for kind in tensors if kind not in (WEIGHT, BUFFER, MASTER)]
-    members = grouped(chunks, args, [group_class(group, args) for group in saved["param_groups"]])
+    args = contents.args
+    members = grouped(chunks, args, saved["param_groups"], contents.place)
     groups, masters = [], []
     state: dict[int, dict[str, torch.Tensor]] = {}
     for group, parameters in zip(saved["param_groups"], members, strict=True):
@@ -167,7 +227,7 @@ def _plain(
             [
                 _local(parameter, tensors[MASTER])
                 for _, parameter in parameters
-                if tensors[WEIGHT][parameter.geometry.runs[0].key].dtype.itemsize == 2
+                if local_dtype(parameter.geometry, tensors[WEIGHT]).itemsize == 2
             ]
         )
         for index, (_, parameter) in zip(indices, parameters, strict=True):

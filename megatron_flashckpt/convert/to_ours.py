@@ -20,6 +20,7 @@ from megatron_flashckpt.convert.destination import (
     move_tracker,
     new_directory,
 )
+from megatron_flashckpt.convert.former_export import CONVERTED_FROM
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.plan import Layout, PlanCache, order
@@ -48,7 +49,7 @@ def write_ours(contents: Contents, root: Path, options: Options) -> Path:
         ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
     """
     directory = checkpoint_directory(root, contents.iteration)
-    with new_directory(directory, overwrite=options.overwrite) as fresh:
+    with new_directory(directory, overwrite=options.overwrite, mark=False) as fresh:
         _write(contents, PosixStorage(fresh.parent), options.shard_nbytes)
     move_tracker(root, contents.iteration)
     return directory
@@ -83,7 +84,7 @@ def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
     free = limit_nbytes
     for tensor in contents.tensors:
         for box in tensor.boxes:
-            nbytes = torch.Size(box[1]).numel() * tensor.dtype.itemsize
+            nbytes = torch.Size(box[1]).numel() * tensor.dtype_of(box).itemsize
             if nbytes > free and files[-1]:
                 files.append([])
                 free = limit_nbytes
@@ -131,7 +132,7 @@ def _rank_state(contents: Contents, place: Coordinates) -> dict[str, Any]:
 def _piece(tensor: GlobalTensor, box: Box) -> Piece:
     offset, shape = box
     numel = torch.Size(shape).numel()
-    dtype = dtype_name(tensor.dtype)
+    dtype = dtype_name(tensor.dtype_of(box))
     return Piece(tensor.key, tensor.kind, dtype, tensor.shape, offset, shape, 0, numel)
 
 
@@ -152,7 +153,7 @@ def _meta(
         template=layout.template,
         placement=layout.placement,
         common=side_state.encode_common(contents.common) if rank == 0 else b"",
-        description={**describe(contents.args), "converted_from": contents.place},
+        description={**describe(contents.args), CONVERTED_FROM: contents.place},
     )
 
 

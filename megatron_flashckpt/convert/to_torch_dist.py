@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor, several_types
 from megatron_flashckpt.convert.dcp import METADATA
 from megatron_flashckpt.convert.destination import (
     checkpoint_directory,
@@ -53,7 +53,12 @@ def write_torch_dist(contents: Contents, root: Path, options: Options) -> Path:
 
     Raises:
         ConfigError: there is a checkpoint of that iteration, and it may not be replaced.
+        UnsupportedError: layers that share a key are of several types. Megatron itself refuses to
+            save such a model in this format.
     """
+    for tensor in contents.tensors:
+        if len(tensor.dtypes) > 1:
+            raise several_types(tensor.name, tensor.dtypes)
     directory = checkpoint_directory(root, contents.iteration, megatron=True)
     distributed = bool(getattr(contents.args, "use_distributed_optimizer", False))
     with new_directory(directory, overwrite=options.overwrite) as fresh:

@@ -133,8 +133,8 @@ def stored_columns(
 ) -> dict[Name, dict[Variant, Rows | Columns]]:
     """Return the runs that meet the `hulls` of the tensors they belong to, by shape and type.
 
-    Side state has another length, so another global shape, on every rank. Of a tensor of the model
-    there is one variant, unless ranks contradict each other.
+    Side state has another length, so another global shape, on every rank. A tensor of the model has
+    one shape, unless ranks contradict each other, but its layers may be of several types.
     """
     sharing: dict[int, list[Source]] = defaultdict(list)
     for source in sources:

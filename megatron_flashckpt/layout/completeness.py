@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import LayoutError
-from megatron_flashckpt.layout.piece import BUFFER, RANK_STATE, WEIGHT, Piece, Shape
+from megatron_flashckpt.layout.copies import is_copy
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.plan import Source, pieces_of
 
 #: Kinds whose tensors must be there as a whole. Optimizers keep nothing of frozen parameters, so a
@@ -26,6 +27,25 @@ _Box = tuple[Shape, Shape]
 """Offset and shape."""
 _Runs = dict[_Box, list[tuple[int, int, int]]]
 """Start, end, rank: what is there of each box."""
+#: Types of weights that a load may make of their masters (`weights: derive`).
+_DERIVED = frozenset(("BF16", "F16"))
+
+
+class _Tensor:
+    """What all ranks stored under one kind and key."""
+
+    def __init__(self) -> None:
+        self.shapes: set[Shape] = set()
+        self.boxes: _Runs = defaultdict(list)
+        self.dtypes: dict[_Box, set[str]] = defaultdict(set)
+        """Types by box: layers that share a key may differ, elements of one box may not."""
+
+    def add(self, piece: Piece, rank: int) -> None:
+        self.shapes.add(piece.global_shape)
+        if piece.numel:
+            box = piece.offset, piece.shape
+            self.dtypes[box].add(piece.dtype)
+            self.boxes[box].append((piece.start, piece.end, rank))
 
 
 class Tally(NamedTuple):
@@ -41,18 +61,13 @@ class Tally(NamedTuple):
         return Tally(self.held + other.held, self.wanted + other.wanted)
 
 
-def tally(
-    pieces: Iterable[Piece],
-    wanted: Iterable[tuple[str, str, Shape]],
-    kinds: Collection[str] = _WHOLE,
-) -> dict[str, Tally]:
+def tally(pieces: Iterable[Piece], wanted: Iterable[tuple[str, str, Shape]]) -> dict[str, Tally]:
     """Count what one rank has of the tensors that must be there as a whole, by kind and key.
 
     Args:
         wanted: kind, key and global shape of the tensors that this rank stands for.
-        kinds: what must be there as a whole.
     """
-    counts = [(it.kind, it.key, Tally(it.numel, 0)) for it in pieces if it.kind in kinds]
+    counts = [(it.kind, it.key, Tally(it.numel, 0)) for it in pieces if it.kind in _WHOLE]
     counts += [(kind, key, Tally(0, math.prod(shape))) for kind, key, shape in wanted]
     found: dict[str, Tally] = {}
     for kind, key, count in counts:
@@ -65,10 +80,10 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
     """Return one line per tensor that is not there exactly once; empty if all are.
 
     The ranges of every box must tile it, and the boxes of a tensor must tile the tensor. Rank
-    state is no tensor of the model: each rank has a box of its own size.
+    state is no tensor of the model: each rank has a box of its own size. Of copies beside the main
+    ones some may be missing: a load then takes the main one.
     """
-    tensors: dict[tuple[str, str], _Runs] = defaultdict(lambda: defaultdict(list))
-    shapes: dict[tuple[str, str], set[tuple[Shape, str]]] = defaultdict(set)
+    tensors: dict[tuple[str, str], _Tensor] = defaultdict(_Tensor)
     problems = []
     for source in sources:
         for piece in pieces_of(source.template, source.placement):
@@ -77,36 +92,58 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
             except LayoutError as error:
                 problems.append(f"rank {source.rank}: {error}")
                 continue
-            name = (piece.kind, piece.key)
-            shapes[name].add((piece.global_shape, piece.dtype))
-            if piece.numel:
-                run = (piece.start, piece.end, source.rank)
-                tensors[name][piece.offset, piece.shape].append(run)
-    for (kind, key), said in sorted(shapes.items()):
-        found = _problem(kind, tensors[kind, key], said, tensors.get((WEIGHT, key), {}))
-        if found is not None:
-            problems.append(f"{kind}/{key}: {found}")
+            if is_copy(piece.kind):
+                continue
+            tensors[piece.kind, piece.key].add(piece, source.rank)
+    for (kind, key), tensor in sorted(tensors.items()):
+        same_key = [tensors.get((of, key), _Tensor()) for of in (WEIGHT, MASTER)]
+        problem = _problem(kind, tensor, *same_key)
+        if problem is not None:
+            problems.append(f"{kind}/{key}: {problem}")
     return problems
 
 
-def _problem(kind: str, boxes: _Runs, shapes: set[tuple[Shape, str]], weight: _Runs) -> str | None:
-    """Return what is wrong with one tensor, or None."""
+def _problem(kind: str, tensor: _Tensor, weight: _Tensor, master: _Tensor) -> str | None:
+    """Return what is wrong with one tensor, or None.
+
+    Args:
+        weight, master: what is stored under the same key as weights and as masters.
+    """
     if kind != RANK_STATE:
-        if len(shapes) > 1:
-            said = ", ".join(f"{shape} {dtype}" for shape, dtype in sorted(shapes))
-            return f"ranks do not agree what it is: {said}"
-        ((global_shape, _),) = shapes
-        found = None
-        # Boxes that the weight has too are checked there.
-        if kind in _WHOLE or not boxes.keys() <= weight.keys():
-            found = _untiled(list(boxes), global_shape)
-        if found is not None:
-            return found
-    for box, runs in sorted(boxes.items()):
-        found = _gap_or_overlap(runs, math.prod(box[1]))
-        if found is not None:
-            return f"box at {box[0]} of shape {box[1]}: {found}"
+        if len(tensor.shapes) > 1:
+            listed = ", ".join(map(str, sorted(tensor.shapes)))
+            return f"ranks disagree about its global shape: {listed}"
+        for box, dtypes in sorted(tensor.dtypes.items()):
+            if len(dtypes) > 1:
+                listed = ", ".join(sorted(dtypes))
+                return f"box at {box[0]} of shape {box[1]}: ranks disagree about its type: {listed}"
+        (global_shape,) = tensor.shapes
+        boxes = tensor.boxes.keys()
+        # Optimizers keep nothing of frozen layers, whose boxes the weight has.
+        if kind in _WHOLE or not boxes <= weight.boxes.keys():
+            problem = _untiled(list(boxes), global_shape)
+            model = weight.boxes.keys() | _in_place_of_weights(weight, master)
+            excused = kind != BUFFER and boxes != model and boxes <= model
+            if problem is not None and not (
+                excused and _untiled(list(model), global_shape) is None
+            ):
+                return problem
+    for box, runs in sorted(tensor.boxes.items()):
+        problem = _gap_or_overlap(runs, math.prod(box[1]))
+        if problem is not None:
+            return f"box at {box[0]} of shape {box[1]}: {problem}"
     return None
+
+
+def _in_place_of_weights(weight: _Tensor, master: _Tensor) -> set[_Box]:
+    """Return the boxes of masters of which a load makes weights (`weights: derive`).
+
+    A save that leaves 16-bit weights out leaves out all of them that share a key. Weights of other
+    types, in other layers, have no masters.
+    """
+    if not _DERIVED.isdisjoint(set().union(*weight.dtypes.values())):
+        return set()
+    return {box for box, dtypes in master.dtypes.items() if dtypes == {"F32"}}
 
 
 def _gap_or_overlap(runs: list[tuple[int, int, int]], volume: int) -> str | None:

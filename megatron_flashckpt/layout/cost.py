@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
+
+PlanOrigin = Literal["computed", "found", "kept"]
+"""How a rank came by its plan: computed it, found another rank's, or kept that of its last save."""
+
+
+class Plans(msgspec.Struct, frozen=True, kw_only=True):
+    """The number of ranks that computed, found or kept the plan of a save."""
+
+    computed: int
+    found: int
+    kept: int
 
 
 class RankCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +31,8 @@ class RankCost(msgspec.Struct, frozen=True, kw_only=True):
     """Until all was in host memory."""
     persisted_s: float | None = None
     """Until the shard was durable; None: it is not, yet."""
+    plan: PlanOrigin | None = None
+    """None: not recorded."""
 
 
 class SaveCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +49,8 @@ class SaveCost(msgspec.Struct, frozen=True, kw_only=True):
     """The rank whose shard was durable last."""
     durable_s: float
     """Until all of it was committed; never less than `persisted_s`."""
+    plans: Plans | None = None
+    """None: not recorded."""
 
 
 def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> SaveCost | None:
@@ -60,4 +76,13 @@ def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> 
         # Ranks do not call at the same moment, and nodes' clocks differ, but no save is committed
         # before its last shard is durable.
         durable_s=max(persisted_s, committed_at - first.started_at),
+        plans=_plans([cost.plan for cost in costs.values()]),
+    )
+
+
+def _plans(origins: Sequence[PlanOrigin | None]) -> Plans | None:
+    if not any(origins):
+        return None
+    return Plans(
+        computed=origins.count("computed"), found=origins.count("found"), kept=origins.count("kept")
     )

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import MissingStateError
@@ -23,7 +23,7 @@ from megatron_flashckpt.layout.columns import (
 )
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.held import NOTHING_HELD, Held
-from megatron_flashckpt.layout.piece import RANK_STATE, Piece, Shape
+from megatron_flashckpt.layout.piece import RANK_STATE, UNUSED, Piece, Shape
 from megatron_flashckpt.layout.plan import Source, stored_items
 from megatron_flashckpt.layout.reshard import Box, Run, intersection, overlap
 
@@ -98,11 +98,14 @@ def read_plan(
         if numel < piece.numel:
             padded.append(index)
         parts = _parts(index, piece, variants[shape, piece.dtype])
-        if sum(part.numel for part in parts) != numel or _any_overlap(parts):
-            problems[
-                f"{piece.kind}/{piece.key}: elements {piece.start} to {piece.end} of the box at "
-                f"{piece.offset} are not there exactly once"
-            ] = None
+        several = len(variants) > 1 and piece.kind != RANK_STATE
+        types = _stored_types(piece, variants) if several else []
+        if (
+            sum(part.numel for part in parts) != numel
+            or not {*types} <= {piece.dtype}
+            or _any_overlap(parts)
+        ):
+            problems[f"{piece.kind}/{piece.key}: {_not_once(piece, types)}"] = None
         for part in parts:
             reads[part.rank].append(part.read)
     if problems:
@@ -135,17 +138,27 @@ def missing_state(
 def superfluous(
     wanted: Collection[tuple[str, str]], sources: Iterable[Source], kinds: set[str]
 ) -> set[str]:
-    """Return `kind/key` of all that is stored (of `kinds`) and not among the names `wanted`."""
+    """Return `kind/key` of all that is stored (of `kinds`) and not among the names `wanted`.
+
+    What no forward uses may stay unread.
+    """
     return {
         f"{item.kind}/{item.key}"
         for item in stored_items(sources)
-        if item.kind in kinds and (item.kind, item.key) not in wanted
+        if item.kind in kinds
+        and (item.kind, item.key) not in wanted
+        and not item.key.endswith(UNUSED)
     }
 
 
 def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool) -> Shape | None:
-    """Return the global shape in which `piece` is stored; None if what is stored is not like it."""
-    if piece.kind != RANK_STATE and len(variants) > 1:
+    """Return the global shape in which `piece` is stored; None if what is stored is not like it.
+
+    Layers that share a key may differ in type, so another type elsewhere in the tensor is no
+    difference. Shapes must agree.
+    """
+    shapes = {shape for shape, _ in variants}
+    if piece.kind != RANK_STATE and len(shapes) > 1:
         return None
     if (piece.global_shape, piece.dtype) in variants:
         return piece.global_shape
@@ -155,11 +168,29 @@ def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool)
     return None
 
 
+def _stored_types(piece: Piece, variants: Mapping[Variant, Rows | Columns]) -> list[str]:
+    """Return the types in which elements of `piece` are stored."""
+    wanted = Run.of(piece)
+    return sorted(
+        dtype
+        for (_, dtype), stored in variants.items()
+        if any(overlap(run, wanted).numel for *_, run in stored.meeting(wanted))
+    )
+
+
 def _difference(piece: Piece, variants: Iterable[Variant]) -> str:
     found = ", ".join(f"{shape} {dtype}" for shape, dtype in sorted(variants))
     if not found:
         return f"not in the checkpoint; the model has shape {piece.global_shape}"
     return f"{found} in the checkpoint, {piece.global_shape} {piece.dtype} in the model"
+
+
+def _not_once(piece: Piece, types: list[str]) -> str:
+    """Return that elements of `piece` are not there exactly once, or of other types."""
+    elements = f"elements {piece.start} to {piece.end} of the box at {piece.offset}"
+    if not {*types} <= {piece.dtype}:
+        return f"{elements} are {', '.join(types)} in the checkpoint, {piece.dtype} in the model"
+    return f"{elements} are not there exactly once"
 
 
 def _numel_within(piece: Piece, shape: Shape) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from megatron_flashckpt.layout.columns import LIMIT
 from megatron_flashckpt.layout.piece import Piece, Shape
-from megatron_flashckpt.layout.plan import Source, placement_length
+from megatron_flashckpt.layout.plan import Source, TemplateItem, piece_of, placement_length
+from megatron_flashckpt.layout.reshard import Run
 
 # No named tuple: to make one of these for each of 20,000 items takes twice the time.
 Tensors = Mapping[tuple[str, str, str, Shape], int]
@@ -40,6 +41,26 @@ def stored_tensors(sources: Iterable[Source]) -> Tensors:
         for item in template.items:
             tensor = item.kind, item.key, item.dtype, item.global_shape
             found[tensor] = found.get(tensor, 0) + users[number] * item.numel
+    return found
+
+
+def typed_runs(
+    sources: Iterable[Source], names: Collection[tuple[str, str]]
+) -> dict[tuple[str, str], list[tuple[Run, str]]]:
+    """Return the stored runs of the tensors `names` (kind and key), each with its type."""
+    items: dict[int, tuple[int, list[TemplateItem]]] = {}
+    found: dict[tuple[str, str], list[tuple[Run, str]]] = {name: [] for name in names}
+    for source in sources:
+        template = source.template
+        if id(template) not in items:
+            named = [it for it in template.items if (it.kind, it.key) in names]
+            items[id(template)] = placement_length(template.items), named
+        length, of_template = items[id(template)]
+        if len(source.placement) != length:  # whoever plans reads says what is wrong
+            continue
+        for item in of_template:
+            run = Run.of(piece_of(item, source.placement))
+            found[item.kind, item.key].append((run, item.dtype))
     return found
 
 
@@ -85,12 +106,16 @@ def held_once(source: Source, tensors: Tensors) -> Held:
 
 
 def _doubtful(tensors: Tensors) -> set[tuple[str, str]]:
-    """Return kind and key of tensors of which there is more than one, or too much."""
-    seen: set[tuple[str, str]] = set()
-    found: set[tuple[str, str]] = set()
+    """Return kind and key of tensors of several shapes, or of which there is too much.
+
+    Layers that share a key may differ in type, so elements of all types count together.
+    """
+    shapes: dict[tuple[str, str], Shape] = {}
+    numels: Counter[tuple[str, str]] = Counter()
+    doubtful: set[tuple[str, str]] = set()
     for (kind, key, _, shape), numel in tensors.items():
         name = kind, key
-        if name in seen or not numel <= math.prod(shape) < LIMIT:
-            found.add(name)
-        seen.add(name)
-    return found
+        numels[name] += numel
+        if shapes.setdefault(name, shape) != shape or not numels[name] <= math.prod(shape) < LIMIT:
+            doubtful.add(name)
+    return doubtful

@@ -14,6 +14,7 @@ import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
+from megatron_flashckpt.layout.copies import compared
 from megatron_flashckpt.layout.cost import SaveCost, combine
 from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
 from megatron_flashckpt.layout.names import is_shard_name
@@ -75,6 +76,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     """What training code has reported of the model, e.g. its validation loss."""
     cost: SaveCost | None = None
+    differing: tuple[str, ...] = ()
+    """Keys of tensors of which ranks have copies that differ (see `copies`)."""
+    compared: bool = False
+    """True if the copies of all ranks were compared in this save."""
     common_digest: str
     keys: tuple[str, ...]
     templates: dict[str, tuple[ManifestItem, ...]]
@@ -143,6 +148,7 @@ def merge(
                 for it in decode_items(record)
             )
     ordered = sorted(records, key=lambda record: record.rank)
+    differing, is_compared = compared(records)
     metrics: dict[str, float] = {}
     for record in reversed(ordered):
         metrics |= record.metrics
@@ -171,6 +177,8 @@ def merge(
             sum(record.nbytes for record in ordered),
             committed_at or 0.0,
         ),
+        differing=tuple(sorted(differing)),
+        compared=is_compared,
         common_digest=common_digest,
         keys=tuple(keys),
         templates=templates,
@@ -212,6 +220,8 @@ class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
     committed_at: float | None = None
     metrics: dict[str, float] = {}
     cost: SaveCost | None = None
+    differing: tuple[str, ...] = ()
+    compared: bool = False
 
 
 def decode_facts(encoded: bytes, place: str) -> CommitFacts:

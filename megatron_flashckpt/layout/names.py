@@ -10,6 +10,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 #: What became of the last saves, for people; no load reads it.
 HISTORY = "flashckpt-history.jsonl"
+#: Which run writes to the save directory; see `agent.claim`.
+CLAIM = "flashckpt-writer.msgpack"
 
 _SHARD = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
 _OF_A_SAVE = re.compile(
@@ -17,6 +19,11 @@ _OF_A_SAVE = re.compile(
     r"|common-(?P<common>[0-9a-f]{8,32})\.msgpack"
 )
 _REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
+
+
+def run_of(save_id: str) -> str:
+    """Return the part of a save's id that all saves of one start of a job have in common."""
+    return save_id[:8]
 
 
 def next_attempt(save_id: str) -> str:
@@ -55,6 +62,12 @@ def is_shard_name(name: str) -> bool:
 def common_name(save_id: str) -> str:
     """Return the name of the stand-alone file with args, scheduler and counters."""
     return f"common-{save_id}.msgpack"
+
+
+def save_id_of_common(name: str) -> str | None:
+    """Return the id that `common_name` made `name` of, or None if it did not make it."""
+    match = _OF_A_SAVE.fullmatch(name)
+    return match and match["common"]
 
 
 def record_name(rank: int, save_id: str) -> str:

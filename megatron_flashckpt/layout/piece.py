@@ -9,7 +9,7 @@ a box with a range.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import msgspec
 
@@ -21,6 +21,10 @@ MASTER = "master"
 BUFFER = "buffer"
 #: Serialised per-rank state (RNG, param groups, ...): bytes, one piece per rank.
 RANK_STATE = "rank_state"
+
+#: Ends the key of a parameter that no forward uses and that other parallel layouts do not have. A
+#: load may lack such a tensor, and may leave it unread. No name of a parameter has a space.
+UNUSED = " (unused)"
 
 Shape = tuple[int, ...]
 
@@ -92,3 +96,25 @@ def equal_shares(sizes: Sequence[tuple[int, int]], count: int, index: int) -> li
         ranges.append((start, end))
         base += numel * size
     return ranges
+
+
+def spread_over_nodes(nodes: Sequence[Hashable], count: int, turn: int) -> list[int]:
+    """Return the indices of `count` replicas, ascending; no node has two more of them than another.
+
+    If a node has too few replicas for that, all of its replicas are among them. All replicas of a
+    group compute the same indices, so they agree without talking.
+
+    Args:
+        nodes: the node of each replica of the group.
+        turn: number of the group. Groups on the same nodes begin at different ones, so that the
+            nodes have equal work between them.
+    """
+    replicas: dict[Hashable, list[int]] = {}
+    for index, node in enumerate(nodes):
+        replicas.setdefault(node, []).append(index)
+    queues = list(replicas.values())
+    first = turn * count % len(queues)
+    queues = queues[first:] + queues[:first]
+    rounds = range(max(map(len, queues)))
+    ordered = [queue[n] for n in rounds for queue in queues if n < len(queue)]
+    return sorted(ordered[:count])

@@ -19,6 +19,7 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.errors import LayoutError
+from megatron_flashckpt.layout.cost import PlanOrigin
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape
 
@@ -237,10 +238,16 @@ class PlanCache:
         publish: Callable[[str, bytes], None] | None = None,
     ) -> None:
         self.counters = PlanCounters()
+        self._origin: PlanOrigin = "kept"
         self._kept: list[tuple[list[Piece], Layout]] = []
         self._ordered: tuple[list[Piece], list[int]] = ([], [])
         self._fetch = fetch
         self._publish = publish
+
+    def take_origin(self) -> PlanOrigin:
+        """Return how layouts came about since the last call: by the most expensive way taken."""
+        origin, self._origin = self._origin, "kept"
+        return origin
 
     def order(self, pieces: list[Piece]) -> list[int]:
         """Return `order(pieces)`, at once if they are those of the last call."""
@@ -264,9 +271,12 @@ class PlanCache:
         shared = self._shared(template_fingerprint)
         if shared is not None:
             self.counters.shared_hits += 1
+            if self._origin == "kept":
+                self._origin = "found"
             template, encoded = shared
         else:
             self.counters.misses += 1
+            self._origin = "computed"
             template = build_template(pieces, placed_at)
             encoded = msgspec.msgpack.encode(template)
             if self._publish is not None:

@@ -9,6 +9,7 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.copies import CopySum
 from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.layout.plan import Placement, TemplateItem
 
@@ -45,6 +46,10 @@ class CommitRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What training code on this rank has reported of the model."""
     cost: RankCost | None = None
     """None: its trainer did not live to say."""
+    differing: tuple[str, ...] = ()
+    """Keys of which the rank has a copy that was known to differ."""
+    sums: tuple[CopySum, ...] | None = None
+    """Of what the rank has of tensors with copies. None: copies are not compared in this save."""
 
 
 def encode_items(items: tuple[TemplateItem, ...]) -> msgspec.Raw:

@@ -226,8 +226,9 @@ def _wrong_entries(sub: Any, entries: list[OptimizerEntry], names: dict[int, str
             shown[id(entry.owned)]
             for entry in entries
             if not isinstance(entry.owned, torch.Tensor)
-            or not 0 <= entry.start < entry.end <= entry.parameter.numel()
+            or not 0 <= entry.start <= entry.end <= entry.parameter.numel()
             or entry.owned.numel() != entry.end - entry.start
+            or (entry.start == entry.end and entry.parameter.numel() > 0)
         ),
     )
     if isinstance(sub, DistributedOptimizer):

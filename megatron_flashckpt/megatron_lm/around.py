@@ -159,6 +159,12 @@ def announce_drain(args: Any) -> None:
         )
 
 
+def saves_after_training(args: Any, iteration: int) -> bool:
+    """Return whether Megatron's `pretrain` itself saves `iteration` when its loop has ended."""
+    every = getattr(args, "save_interval", None)
+    return iteration == getattr(args, "train_iters", None) and bool(every and iteration % every)
+
+
 def announce_committed(args: Any, save: AnnouncedSave) -> None:
     """Say that the save is committed, as stock's finalizers do. No communication.
 

@@ -19,6 +19,9 @@ from megatron_flashckpt.megatron_lm.optimizer_state import MASTER_STATE, Optimiz
 
 #: What a plan takes for one piece, beside its key and its axes.
 _PIECE_NBYTES = 256
+#: How copies of the first pipeline stage begin. Those of other stages may be whole embeddings,
+#: whose gradients Megatron reduces: they get no room before they are known to differ.
+_OF_TENSOR_RANKS = "0."
 #: Room for the side state of a rank, without the extra states of its modules.
 SIDE_NBYTES = 8 * side_state.RANK_STATE_STEP
 
@@ -31,16 +34,18 @@ class Expected:
     """With what the optimizer makes in its first step."""
     side_nbytes: int
     """Upper bound of the side state's size."""
+    copies: list[Piece]
+    """Copies of what another tensor rank writes; saved as well if they turn out to differ."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pieces and room for the side state."""
-        return sum(piece.nbytes for piece in self.pieces) + self.side_nbytes
+        """Bytes of all pieces, and room for copies and the side state."""
+        return sum(piece.nbytes for piece in (*self.pieces, *self.copies)) + self.side_nbytes
 
     @property
     def plan_nbytes(self) -> int:
         """About what says which bytes are which; at least as much."""
-        return sum(_plan_nbytes(piece) for piece in self.pieces)
+        return sum(_plan_nbytes(piece) for piece in (*self.pieces, *self.copies))
 
 
 def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
@@ -52,7 +57,10 @@ def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
     geometry = state.geometry(chunks)
     owned = state.owned(geometry, chunks, optimizer, _tensors_after_step)
     side_nbytes = SIDE_NBYTES + side_state.extra_states_nbytes(chunks, geometry)
-    return Expected([local.piece for local in owned], side_nbytes)
+    unsaved = geometry.copied_keys - state.differing_keys
+    others = state.copies(geometry, chunks, optimizer, unsaved, _tensors_after_step)
+    copies = [local.piece for local in others if local.copy.startswith(_OF_TENSOR_RANKS)]
+    return Expected([local.piece for local in owned], side_nbytes, copies)
 
 
 def _tensors_after_step(entry: OptimizerEntry) -> dict[str, torch.Tensor]:

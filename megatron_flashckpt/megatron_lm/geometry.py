@@ -8,9 +8,11 @@ without storage shows which elements go where.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +25,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.layout.piece import UNUSED, Shape
 from megatron_flashckpt.megatron_lm import legacy_geometry
 from megatron_flashckpt.megatron_lm.features import takes
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
@@ -31,6 +33,8 @@ from megatron_flashckpt.megatron_lm.runs import Geometry, Run
 
 #: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
 _MANY_RUNS, _SHORT_RUN = 1024, 16
+#: Assertions may quote all names of a model.
+_LONG = 300
 
 
 @dataclasses.dataclass
@@ -49,11 +53,21 @@ class ModelGeometry:
     tensors (TransformerEngine's extra state)."""
     quantized: dict[int, Geometry] = dataclasses.field(default_factory=dict)
     """The FP8 and FP4 parameters among `parameters`, by id."""
+    keys_of_groups: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], list[list[str]]]] = (
+        dataclasses.field(default_factory=weakref.WeakKeyDictionary)
+    )
+    """What `group_parameters.held_keys` has found, by optimizer."""
 
     @functools.cached_property
     def quantized_keys(self) -> frozenset[str]:
         """Keys of the global tensors of which this rank has a quantized parameter."""
         return frozenset(run.key for geo in self.quantized.values() for run in geo.runs)
+
+    @functools.cached_property
+    def copied_keys(self) -> frozenset[str]:
+        """Keys of the global tensors of which this rank has a copy that is not the main one."""
+        geometries = [geo for _, geo in self.parameters] + [geo for *_, geo in self.buffers]
+        return frozenset(run.key for geo in geometries if geo.copy for run in geo.runs)
 
 
 def signature(chunks: list[Any]) -> tuple[Any, ...]:
@@ -117,7 +131,21 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
             "chained_optim_avoid_prefix": True,
         }
     seen: set[int] = set()
-    for name, entry in _leaves(chunk.sharded_state_dict(**keywords)):
+    unused = _unused_outputs(chunk)
+    try:
+        with _untied(unused):
+            listed = chunk.sharded_state_dict(**keywords)
+    except Exception as error:  # an assertion of Megatron or of the model
+        said = str(error)
+        raise UnsupportedError(
+            f"{type(chunk).__name__}.sharded_state_dict() fails, so the place of this model's "
+            f"parameters in the global tensors is unknown: {type(error).__name__}: "
+            f"{said if len(said) <= _LONG else said[:_LONG] + ' ...'}"
+        ) from error
+    weights = {id(module.output_layer.weight) for module in unused}
+    for name, entry in _leaves(listed):
+        if id(getattr(entry, "data", None)) in weights:
+            entry.key += UNUSED
         if isinstance(entry, ShardedObject):
             yield str(name), entry
         elif (
@@ -127,6 +155,39 @@ def _entries(chunk: Any) -> Iterator[tuple[str, Any]]:
         ):
             seen.add(id(entry.data))
             yield str(name), entry
+
+
+def _unused_outputs(chunk: Any) -> list[Any]:
+    """Return the models of this stage whose output layer has a weight that no forward uses.
+
+    With multi-token prediction the last stage has a copy of the word embeddings. If embeddings are
+    tied, its output layer computes with that copy. Yet Megatron (seen in core 0.17.1) makes a
+    weight for the output layer, too, and steps it.
+    """
+    return [
+        module
+        for module in chunk.modules()
+        if getattr(module, "mtp_process", False)
+        and getattr(module, "share_embeddings_and_output_weights", False)
+        and getattr(module, "post_process", False)
+        and not getattr(module, "pre_process", True)
+        and getattr(getattr(module, "output_layer", None), "weight", None) is not None
+    ]
+
+
+@contextlib.contextmanager
+def _untied(models: list[Any]) -> Iterator[None]:
+    """Have `models` list the weights of their output layers.
+
+    To tie them, `sharded_state_dict` asserts that there is no such weight.
+    """
+    for model in models:
+        model.share_embeddings_and_output_weights = False
+    try:
+        yield
+    finally:
+        for model in models:
+            model.share_embeddings_and_output_weights = True
 
 
 def _leaves(nest: dict[Any, Any] | list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -148,12 +209,14 @@ def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometr
     replica_id = entry.replica_id
     if isinstance(replica_id, int):
         replica_id = (0, 0, replica_id)
+    main = not any(replica_id[:-1])
     return Geometry(
         name=name,
         runs=runs,
-        main=not any(replica_id[:-1]),
+        main=main,
         replica=replica_id[-1],
         resizable=resizable,
+        copy="" if main else ".".join(map(str, replica_id[:-1])),
     )
 
 

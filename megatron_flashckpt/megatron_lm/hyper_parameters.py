@@ -1,9 +1,4 @@
-"""What an optimizer keeps beside tensors: param groups, steps, the grad scaler.
-
-A checkpoint's groups are matched to this job's by what makes a group a group (Megatron's
-`param_group_identifier_keys`), never by position alone: with expert parallelism there are more
-sub-optimizers than without, and a pipeline stage may lack a group that another has.
-"""
+"""What an optimizer keeps beside tensors: param groups, steps, the grad scaler."""
 
 from __future__ import annotations
 
@@ -16,6 +11,8 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.group_parameters import held_keys
 from megatron_flashckpt.megatron_lm.offload import (
     below,
     finish_loading,
@@ -23,52 +20,54 @@ from megatron_flashckpt.megatron_lm.offload import (
     is_offloading,
 )
 from megatron_flashckpt.megatron_lm.optimizer_state import sub_optimizers
-from megatron_flashckpt.megatron_lm.stock import OPTIMIZER_HOMES, stock_module
-
-#: Module attribute since core 0.14.
-IDENTIFIERS: tuple[str, ...] = getattr(
-    stock_module("optimizer.optimizer", OPTIMIZER_HOMES),
-    "param_group_identifier_keys",
-    ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
+from megatron_flashckpt.megatron_lm.param_groups import (
+    EXPERT,
+    HELD,
+    IDENTIFIERS,
+    OWN_SETTINGS,
+    Found,
+    Identity,
+    Saved,
+    constants,
+    described,
+    differing,
+    identities,
+    kept,
+    matches,
+    setting_names,
+    value_of,
 )
-#: Without expert parallelism experts are in the groups of all others, and the reverse.
-_EXPERT = "is_expert_parallel"
-#: What makes groups differ in every release.
-_BASIC = ("wd_mult", "lr_mult", "is_decoupled_lr")
-
-#: Settings of the job's implementation of a step, which a load does not change.
-_OWN_SETTINGS = ("capturable", "differentiable", "foreach", "fused")
 
 #: Says of an entry that there is no step although there are parameters; not in older checkpoints.
 _NO_STEP_MADE = "no_step_made"
 
-_Saved = list[dict[str, Any]]
-_Identity = tuple[Any, ...]
 _Family = tuple[frozenset[str], bool]
 """The settings of groups that step together, and whether they are of experts."""
 
 
-def hyper_parameters(optimizer: Any) -> _Saved:
-    """Return, per sub-optimizer, its param groups without the params, steps and grad scaler."""
+def hyper_parameters(optimizer: Any, geometry: ModelGeometry | None = None) -> Saved:
+    """Return, per sub-optimizer, its param groups without the params, steps and grad scaler.
+
+    Args:
+        geometry: if given, each group names the parameters that it holds on this rank.
+    """
     saved = []
     for sub in sub_optimizers(optimizer):
         inner = sub.optimizer
         scaler = getattr(sub, "grad_scaler", None)
         entry = {
-            "param_groups": [_kept(group) for group in inner.param_groups],
+            "param_groups": [kept(group) for group in inner.param_groups],
             "step": _step_below(inner),
             "grad_scaler": scaler.state_dict() if scaler else None,
         }
+        if geometry is not None:
+            for group, keys in zip(entry["param_groups"], held_keys(sub, geometry), strict=True):
+                group[HELD] = keys
         has_parameters = any(group["params"] for group in inner.param_groups)
         if has_parameters and all(_step_of(entry, it) is None for it in entry["param_groups"]):
             entry[_NO_STEP_MADE] = True
         saved.append(entry)
     return saved
-
-
-def _kept(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a group that are saved: no parameters, classes or functions."""
-    return {key: value for key, value in group.items() if key != "params" and not callable(value)}
 
 
 def _step_below(inner: torch.optim.Optimizer) -> Any:
@@ -90,36 +89,78 @@ def _step_below(inner: torch.optim.Optimizer) -> Any:
         steps |= {float(group["step"]) for group in groups if "step" in group}
     if len(steps) > 1:
         raise UnsupportedError(
-            f"parameters of one {type(inner).__name__} have different steps {sorted(steps)}"
+            f"parameters of one {type(inner).__name__} have different steps {sorted(steps)}, but a "
+            "checkpoint has one for all of them; give each group of parameters that starts later "
+            "an optimizer of its own, or keep Megatron's own checkpointing for this job"
         )
     return steps.pop() if steps else None
 
 
-def merge(of_ranks: list[_Saved]) -> _Saved:
+def merge(of_ranks: list[Saved]) -> Saved:
     """Return the groups of all ranks together, each identity once, with its step.
 
     Args:
         of_ranks: what `hyper_parameters` returned on ranks that between them hold all of the model.
     """
-    merged: _Saved = []
+    merged: Saved = []
     made = _steps_made(entry for saved in of_ranks for entry in saved)
-    seen: set[tuple[int, _Identity]] = set()
+    held = _held(of_ranks)
+    seen: set[tuple[int, Identity]] = set()
     for saved in of_ranks:
         for number, entry in enumerate(saved):
             fresh = []
-            for group in entry["param_groups"]:
-                if (number, _identity(group)) not in seen:
-                    seen.add((number, _identity(group)))
-                    fresh.append(group)
+            groups = entry["param_groups"]
+            for group, identity in zip(groups, identities(groups), strict=True):
+                if (number, identity) not in seen:
+                    seen.add((number, identity))
+                    fresh.append(_holding(group, held.get(identity)))
             if fresh:
                 merged.append(_counted(entry, fresh, made))
     return merged
 
 
-def completed(saved: _Saved, others: _Saved) -> _Saved:
-    """Return `saved` with steps from `others` where its rank had no parameters to count with."""
+def completed(saved: Saved, others: Saved) -> Saved:
+    """Return `saved` with what `others` know and its rank did not.
+
+    These are steps where it had no parameters to count with, and what groups hold on other ranks.
+    """
     made = _steps_made(others)
-    return [_counted(entry, entry["param_groups"], made) for entry in saved]
+    held = _held([saved, others])
+    found = []
+    for entry in saved:
+        groups = entry["param_groups"]
+        known = [
+            _holding(group, held.get(identity))
+            for group, identity in zip(groups, identities(groups), strict=True)
+        ]
+        found.append(_counted(entry, known, made))
+    return found
+
+
+def without_held(saved: Saved) -> Saved:
+    """Return `saved` with groups as Megatron has them, which do not name parameters."""
+    return [
+        {**entry, "param_groups": [_holding(group, None) for group in entry["param_groups"]]}
+        for entry in saved
+    ]
+
+
+def _held(of_ranks: list[Saved]) -> dict[Identity, set[str]]:
+    """Return, by identity, the parameters that groups hold on all ranks together."""
+    found: dict[Identity, set[str]] = {}
+    for saved in of_ranks:
+        for entry in saved:
+            groups = entry["param_groups"]
+            for group, identity in zip(groups, identities(groups), strict=True):
+                if HELD in group:
+                    found.setdefault(identity, set()).update(group[HELD])
+    return found
+
+
+def _holding(group: dict[str, Any], keys: set[str] | None) -> dict[str, Any]:
+    """Return the group with the names of these parameters, or without any."""
+    bare = {name: value for name, value in group.items() if name != HELD}
+    return bare if keys is None else {**bare, HELD: sorted(keys)}
 
 
 def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts) -> dict[str, Any]:
@@ -136,39 +177,70 @@ def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts)
     return counted
 
 
-def check(optimizer: Any, saved: _Saved) -> None:
+def check(optimizer: Any, saved: Saved, geometry: ModelGeometry | None = None) -> None:
     """Raise unless `load_hyper_parameters` can set all groups; changes nothing.
 
     Raises:
-        MissingStateError: this job has groups that the checkpoint has nothing like; all are named.
+        MissingStateError: the checkpoint has no group for one of this job's, or several of which
+            none is certainly meant; all are named.
     """
-    matches = _matches(sub_optimizers(optimizer), saved)
-    lost = [_described(group) for _, group, found in matches if found is None and group["params"]]
+    lost = [
+        group
+        for _, group, found in _matches(optimizer, saved, geometry)
+        if not found and group["params"]
+    ]
     if lost:
-        known = [_described(group) for entry in saved for group in entry["param_groups"]]
+        known = [group for entry in saved for group in entry["param_groups"]]
+        telling = differing(known)
         raise MissingStateError(
-            f"the checkpoint has no param group like {', '.join(lost)}; it has {', '.join(known)}; "
-            "use the optimizer settings of the saving run, or --no-load-optim"
+            "the checkpoint has no param group that is certainly meant for "
+            f"{', '.join(described(group, telling) for group in lost)}; it has "
+            f"{', '.join(described(group, telling) for group in known)}; use the optimizer "
+            "settings of the saving run, or --no-load-optim"
         )
 
 
-def load_hyper_parameters(optimizer: Any, saved: _Saved) -> None:
-    """Set what `hyper_parameters` or `merge` returned; state tensors must be allocated already."""
+def load_hyper_parameters(
+    optimizer: Any, saved: Saved, geometry: ModelGeometry | None = None
+) -> list[str]:
+    """Set what `hyper_parameters` or `merge` returned; state tensors must be allocated already.
+
+    Args:
+        geometry: of the model, by which groups can be told by the parameters that they hold.
+
+    Returns:
+        A line for each group of this job whose configured settings the checkpoint's replace.
+    """
+    changes = []
+    scalers: dict[int, Any] = {}
     made = _steps_made(saved)
-    for inner, group, found in _matches(sub_optimizers(optimizer), saved):
+    for inner, group, found in _matches(optimizer, saved, geometry):
         if found is not None:
             entry, values = found
+            if entry["grad_scaler"] is not None:
+                scalers.setdefault(id(inner), entry["grad_scaler"])
             step = _step_of(entry, values)
+            before = constants(group)
             _take(inner, group, values, made.of(values) if step is None else step)
-    scalers = [entry["grad_scaler"] for entry in saved if entry["grad_scaler"] is not None]
+            now = constants(group)
+            changed = [name for name, value in before.items() if now[name] != value]
+            if changed:
+                taken = ", ".join(
+                    f"{name} {now[name]} instead of {before[name]}" for name in changed
+                )
+                changes.append(f"param group {described(group, ())} takes {taken}")
+    first = next((it["grad_scaler"] for it in saved if it["grad_scaler"] is not None), None)
     for sub in sub_optimizers(optimizer):
         scaler = getattr(sub, "grad_scaler", None)
-        if scaler and scalers:
-            scaler.load_state_dict(scalers[0])
+        # Chained optimizers may differ in it: each looks for overflows in its own gradients.
+        state = scalers.get(id(sub.optimizer), first)
+        if scaler and state is not None:
+            scaler.load_state_dict(state)
         finish_loading(sub.optimizer)
+    return changes
 
 
-def knows_steps(saved: _Saved) -> bool:
+def knows_steps(saved: Saved) -> bool:
     """Return whether `saved` says how many steps were made.
 
     A rank whose optimizer has no parameters (only padding fell to it) does not know.
@@ -176,61 +248,15 @@ def knows_steps(saved: _Saved) -> bool:
     return bool(_steps_made(saved).by_settings)
 
 
-_Found = tuple[dict[str, Any], dict[str, Any]]
-"""Saved entry, saved group."""
-
-
 def _matches(
-    subs: list[Any], saved: _Saved
-) -> list[tuple[torch.optim.Optimizer, dict[str, Any], _Found | None]]:
+    optimizer: Any, saved: Saved, geometry: ModelGeometry | None
+) -> list[tuple[torch.optim.Optimizer, dict[str, Any], Found | None]]:
     """Return `(inner optimizer, its group, what is saved of it)` for every group."""
-    mine = [[_identity(group) for group in sub.optimizer.param_groups] for sub in subs]
-    theirs = [[_identity(group) for group in entry["param_groups"]] for entry in saved]
-    known = [(entry, group) for entry in saved for group in entry["param_groups"]]
-    return [
-        (
-            sub.optimizer,
-            group,
-            (saved[number], saved[number]["param_groups"][position])
-            if mine == theirs
-            else _like(group, known),
-        )
-        for number, sub in enumerate(subs)
-        for position, group in enumerate(sub.optimizer.param_groups)
-    ]
-
-
-def _like(group: dict[str, Any], known: list[_Found]) -> _Found | None:
-    """Return what `known` has of `group`; None if there is nothing, or no telling which."""
-    # Groups of different optimizers may have one identity; Muon's are told from Adam's by what they
-    # hold.
-    known = sorted(known, key=lambda found: _settings(found[1]) != _settings(group))
-    for without in ("", _EXPERT):
-        for found in known:
-            if _identity(found[1], without) == _identity(group, without):
-                return found
-    # Since core 0.19 learning rates are part of the identity, but a restart may change them.
-    near = [found for found in known if _basics(found[1]) == _basics(group)]
-    alike = {_identity(found[1], _EXPERT) for found in near}
-    return near[0] if len(alike) == 1 else None
-
-
-def _basics(group: dict[str, Any]) -> _Identity:
-    return tuple(_value(group, key) for key in _BASIC)
-
-
-def _identity(group: dict[str, Any], without: str = "") -> _Identity:
-    return tuple(_value(group, key) for key in IDENTIFIERS if key != without)
-
-
-def _value(group: dict[str, Any], key: str) -> Any:
-    # NeMo renames the keys that it schedules itself to "pre_...".
-    return group.get(key, group.get(f"pre_{key}"))
-
-
-def _described(group: dict[str, Any]) -> str:
-    said = zip(IDENTIFIERS, _identity(group), strict=True)
-    return "(" + ", ".join(f"{key} {value}" for key, value in said) + ")"
+    subs = sub_optimizers(optimizer)
+    mine = [(sub.optimizer, group) for sub in subs for group in sub.optimizer.param_groups]
+    held = () if geometry is None else [it for sub in subs for it in held_keys(sub, geometry)]
+    found = matches([group for _, group in mine], saved, held)
+    return [(*of_mine, it) for of_mine, it in zip(mine, found, strict=True)]
 
 
 def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:
@@ -263,7 +289,7 @@ def _steps_made(saved: Iterable[dict[str, Any]]) -> _Counts:
     for entry, group in groups:
         if (step := _step_of(entry, group)) is not None:
             made.by_family.setdefault(_family(group), step)
-            made.by_settings.setdefault(_settings(group), step)
+            made.by_settings.setdefault(setting_names(group), step)
     for entry, group in groups:
         if entry.get(_NO_STEP_MADE):
             made.by_family.setdefault(_family(group), None)
@@ -271,21 +297,18 @@ def _steps_made(saved: Iterable[dict[str, Any]]) -> _Counts:
 
 
 def _family(group: dict[str, Any]) -> _Family:
-    return _settings(group), bool(_value(group, _EXPERT))
-
-
-def _settings(group: dict[str, Any]) -> frozenset[str]:
-    return frozenset(_kept(group)) - {"step"}
+    return setting_names(group), bool(value_of(group, EXPERT))
 
 
 def _take(
     inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any], step: Any
 ) -> None:
-    kept = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), *_OWN_SETTINGS, "params", "step")
+    own = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), *OWN_SETTINGS)
+    own += ("params", "step", HELD)
     taken = {
         key: _overwritten(group.get(key), value, _device(group))
         for key, value in values.items()
-        if key not in kept
+        if key not in own
     }
     group.update(taken)
     if step is None:

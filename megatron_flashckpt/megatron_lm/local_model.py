@@ -21,6 +21,9 @@ class LocalTensor:
     """Whether it is one of the copies of tied embeddings: it has a bucket of its own."""
     embedding_or_output: bool = False
     """Whether `--decoupled-lr` is meant for it."""
+    scaled: bool = False
+    """Whether `--use-mup` takes it for a hidden layer's matrix, and not for a vector or embedding.
+    """
 
     @property
     def name(self) -> str:

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from megatron_flashckpt.config import Replicated, Weights
+from megatron_flashckpt.config import Replicated, ShareOut, Weights
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.copies import copy_kind
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece, Shape, equal_shares
+from megatron_flashckpt.layout.piece import (
+    BUFFER,
+    MASTER,
+    WEIGHT,
+    Piece,
+    Shape,
+    equal_shares,
+    spread_over_nodes,
+)
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
 from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, dtype_name
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
@@ -38,6 +47,10 @@ class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Whether something else than `optimizer.step()` may change it."""
     resizable: bool = False
     """Whether it may be stored in another global shape (padded vocabulary)."""
+    copy: str = ""
+    """Which copy of the tensor this rank has, if not the main one (`Geometry.copy`)."""
+    origin: tuple[torch.Tensor, torch.Tensor] | None = None
+    """A tensor that is not contiguous, and its contiguous copy, which `tensor` is a part of."""
 
 
 class _Replicated(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -49,6 +62,17 @@ class _Replicated(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Or the parameter itself."""
 
 
+class _Share(NamedTuple):
+    """This rank's part of a stream of replicated tensors."""
+
+    writers: int
+    """Number of writers; 0: this rank is none of them."""
+    position: int
+    """Place of this rank among them."""
+    stream: Hashable
+    """Tells apart streams that have other writers, equally many."""
+
+
 class ModelState:
     """Enumerates the state of one job's model and optimizer on this rank."""
 
@@ -56,7 +80,13 @@ class ModelState:
         self._replicated = replicated
         self.derives_all = weights == "derive"
         """True if masters are saved in place of all 16-bit weights."""
-        self._quantized_keys: frozenset[str] = frozenset()
+        self._nodes: Sequence[Hashable] | None = None
+        self.quantized_keys: frozenset[str] = frozenset()
+        """What `note_quantized` was told."""
+        self.copied_keys: frozenset[str] = frozenset()
+        """Keys of the tensors of which other ranks may have copies."""
+        self.differing_keys: frozenset[str] = frozenset()
+        """Keys of the tensors whose copies are known to differ: each copy is saved."""
         self._geometry: ModelGeometry | None = None
 
     def geometry(self, chunks: list[Any]) -> ModelGeometry:
@@ -77,11 +107,38 @@ class ModelState:
         Args:
             keys: of all ranks.
         """
-        self._quantized_keys = frozenset(keys)
+        self.quantized_keys = frozenset(keys)
+
+    @property
+    def lacks_nodes(self) -> bool:
+        """True if writers are to be chosen by nodes that were not noted yet."""
+        policies = (self._replicated.weight, self._replicated.optimizer)
+        return self._nodes is None and any(isinstance(policy, int) for policy in policies)
+
+    def note_nodes(self, nodes: Sequence[Hashable]) -> None:
+        """Note the node of every rank, between two saves, on all ranks.
+
+        Until then every rank counts as a node, because ranks must not choose different writers.
+        """
+        self._nodes = nodes
+
+    def _share(self, policy: ShareOut, expert: bool) -> _Share:
+        """Return this rank's part of the state that replicas of such parameters hold alike."""
+        count, index = parallel.expert_data_parallel() if expert else parallel.data_parallel()
+        if policy == "share":
+            return _Share(count, index, policy)
+        if policy == "first":
+            return _Share(1 if index == 0 else 0, 0, policy)
+        ranks = parallel.replica_ranks(expert=expert)
+        nodes = ranks if self._nodes is None else [self._nodes[rank] for rank in ranks]
+        writers = spread_over_nodes(nodes, policy, turn=min(ranks))
+        if index not in writers:
+            return _Share(0, 0, policy)
+        return _Share(len(writers), writers.index(index), (policy, expert))
 
     def derives_key(self, geometry: ModelGeometry, key: str) -> bool:
         """Return whether masters are saved in place of the 16-bit weights under `key`."""
-        keys = (self._quantized_keys, geometry.quantized_keys)
+        keys = (self.quantized_keys, geometry.quantized_keys)
         return self.derives_all or any(key in of for of in keys)
 
     @torch.no_grad()
@@ -97,36 +154,88 @@ class ModelState:
         With the distributed optimizer a rank writes the weights whose masters it owns: those are
         up to date on it even while an overlapped all-gather has not refreshed the others.
 
+        Copies that are known to differ come as well, each exactly once, under kinds of their own.
+
         Args:
             geometry: that of `chunks`, asked for in this save.
             tensors_of: returns what the optimizer has beside the weight, by kind.
         """
+        found = self._written(geometry, chunks, optimizer, tensors_of, lambda geo: geo.main)
+        return found + self.copies(geometry, chunks, optimizer, self.differing_keys, tensors_of)
+
+    @torch.no_grad()
+    def copies(
+        self,
+        geometry: ModelGeometry,
+        chunks: list[Any],
+        optimizer: Any,
+        keys: frozenset[str],
+        tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]] = OptimizerEntry.tensors,
+    ) -> list[LocalPiece]:
+        """Return this rank's part of the copies of tensors, as `owned` does of the main ones.
+
+        Args:
+            keys: those of the tensors.
+        """
+        if keys.isdisjoint(geometry.copied_keys):
+            return []
+
+        def is_one(geo: Geometry) -> bool:
+            return bool(geo.copy) and any(run.key in keys for run in geo.runs)
+
+        return self._written(geometry, chunks, optimizer, tensors_of, is_one)
+
+    def differing_here(self, chunks: list[Any]) -> tuple[str, ...]:
+        """Return the keys of which this rank has a copy that is known to differ.
+
+        Under another tensor parallel size there may be none, though the job began with such copies.
+        """
+        if not self.differing_keys:
+            return ()
+        return tuple(sorted(self.differing_keys & self.geometry(chunks).copied_keys))
+
+    def _written(
+        self,
+        geometry: ModelGeometry,
+        chunks: list[Any],
+        optimizer: Any,
+        tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]],
+        is_written: Callable[[Geometry], bool],
+    ) -> list[LocalPiece]:
+        """Return what this rank writes of the local tensors that `is_written` picks."""
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
-        shared: dict[tuple[int, int, str], list[_Replicated]] = defaultdict(list)
+        shared: dict[_Share, list[_Replicated]] = defaultdict(list)
         derived = self.derived(geometry, optimizer)
-        writers = functools.cache(_writers)  # Megatron takes its time to say
+        share = functools.cache(self._share)  # Megatron takes its time to say
         for entry in optimizer_state.entries(optimizer):
             geo = by_id.get(id(entry.parameter))
             if geo is None:
                 raise UnsupportedError(
                     "the optimizer steps a parameter of shape "
-                    f"{tuple(entry.parameter.shape)} that is in no model chunk"
+                    f"{tuple(entry.parameter.shape)} that is in no model chunk; give "
+                    "save_checkpoint and load_checkpoint the whole model, or keep Megatron's own "
+                    "checkpointing for this job"
                 )
             tensors = tensors_of(entry)
+            if not is_written(geo):
+                continue
             if entry.sharded:
-                if geo.main and entry.main:
+                if entry.main:
                     if id(entry.parameter) not in derived:
                         weight = _section(_flat(entry.parameter), entry.start, entry.end)
                         if entry.stale_weight:
                             weight = entry.owned.to(weight.dtype)
-                        found += _cut(geo, WEIGHT, weight, entry.start, entry.end)
+                        kind = copy_kind(WEIGHT, geo.copy)
+                        found += _cut(geo, kind, weight, entry.start, entry.end)
                     for kind, tensor in tensors.items():
+                        kind = copy_kind(kind, geo.copy)
                         found += _cut(geo, kind, tensor, entry.start, entry.end)
             else:
-                group = _replica_group(geo, entry.parameter, writers)
-                shared[(*group, self._replicated.optimizer)] += [
-                    _Replicated(geo, kind, tensor) for kind, tensor in tensors.items()
+                expert = optimizer_state.is_expert(entry.parameter)
+                shared[share(self._replicated.optimizer, expert)] += [
+                    _Replicated(geo, copy_kind(kind, geo.copy), tensor)
+                    for kind, tensor in tensors.items()
                 ]
         # No entry tells of parameters that lie wholly in other ranks' ranges. Whether they want
         # gradients says nothing either: they may have been frozen since.
@@ -140,14 +249,16 @@ class ModelState:
                     "cannot be saved; train it and save the optimizer, or start without "
                     "--fp8-param-gather and --fp4-param-gather"
                 )
-            group = _replica_group(geo, parameter, writers)
-            whole = _Replicated(geo, WEIGHT, parameter)
-            shared[(*group, self._replicated.weight)].append(whole)
-        for (count, index, policy), stream in shared.items():
-            found += _share_out(stream, count, index, policy)
+            if is_written(geo):
+                expert = optimizer_state.is_expert(parameter)
+                whole = _Replicated(geo, copy_kind(WEIGHT, geo.copy), parameter)
+                shared[share(self._replicated.weight, expert)].append(whole)
+        for part, stream in shared.items():
+            found += _share_out(stream, part.writers, part.position)
         for geo, tensor in self._buffers(chunks, geometry):
-            if geo.main and geo.replica == 0:
-                found += _cut(geo, BUFFER, tensor, 0, tensor.numel(), early=True)
+            if is_written(geo) and geo.replica == 0:
+                kind = copy_kind(BUFFER, geo.copy)
+                found += _cut(geo, kind, tensor, 0, tensor.numel(), early=True)
         return found
 
     def derived(self, geometry: ModelGeometry, optimizer: Any) -> set[int]:
@@ -166,7 +277,7 @@ class ModelState:
         With `weights: derive` these are all 16-bit parameters, else the FP8 and FP4 ones and those
         that share a key with them.
         """
-        if not (self.derives_all or self._quantized_keys or geometry.quantized):
+        if not (self.derives_all or self.quantized_keys or geometry.quantized):
             return set()
         return {
             id(parameter)
@@ -175,18 +286,14 @@ class ModelState:
             and any(self.derives_key(geometry, run.key) for run in geo.runs)
         }
 
-    def stands_for(self, chunks: list[Any], optimizer: Any) -> list[tuple[str, str, Shape]]:
+    def stands_for(self, chunks: list[Any]) -> list[tuple[str, str, Shape]]:
         """Return kind, key and global shape of the tensors that begin on this rank.
 
         Megatron's own numbering of replicas says so, which `owned` does not go by: that other
         ranks write the tensor makes no difference.
         """
         geometry = self.geometry(chunks)
-        derived = self.derived(geometry, optimizer)
-        described = [
-            (MASTER if id(parameter) in derived else WEIGHT, geo)
-            for parameter, geo in geometry.parameters
-        ]
+        described = [(WEIGHT, geo) for _, geo in geometry.parameters]
         described += [(BUFFER, geo) for _, _, geo in geometry.buffers]
         return [
             (kind, run.key, run.global_shape)
@@ -201,6 +308,7 @@ class ModelState:
         chunks: list[Any],
         optimizer: Any,
         states: Mapping[str, Mapping[str, torch.dtype]],
+        dtype_of: Callable[[str, list[Piece]], torch.dtype | None] = lambda kind, pieces: None,
     ) -> list[LocalPiece]:
         """Return all pieces that a load must fill on this rank, duplicates included.
 
@@ -210,20 +318,26 @@ class ModelState:
         Args:
             optimizer: None: weights and buffers only.
             states: by family of optimizers (`states_of`), the types of the states to fill by kind.
+            dtype_of: returns the type in which a kind of state is stored of certain pieces, if it
+                is; parameters of one family may have states of several types.
         """
         geometry = self.geometry(chunks)
         by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
         found: list[LocalPiece] = []
         for entry in optimizer_state.entries(optimizer):
             geo = by_id[id(entry.parameter)]
-            tensors = optimizer_state.allocate(entry, states.get(entry.family, {}))
-            for kind, tensor in tensors.items():
-                found += _cut(geo, kind, _writable(geo, tensor), entry.start, entry.end)
+            pieces = [it.piece for it in geo.parts(MASTER, torch.float32, entry.start, entry.end)]
+            kinds = {
+                kind: dtype_of(kind, pieces) or dtype
+                for kind, dtype in states.get(entry.family, {}).items()
+            }
+            for kind, tensor in optimizer_state.allocate(entry, kinds).items():
+                found += _to_fill(geo, kind, tensor, entry.start, entry.end)
         for parameter, geo in geometry.parameters:
             if id(parameter) not in geometry.quantized:
-                found += _cut(geo, WEIGHT, _writable(geo, parameter.data), 0, parameter.numel())
+                found += _to_fill(geo, WEIGHT, parameter.data, 0, parameter.numel())
         for geo, tensor in self._buffers(chunks, geometry):
-            found += _cut(geo, BUFFER, _writable(geo, tensor), 0, tensor.numel())
+            found += _to_fill(geo, BUFFER, tensor, 0, tensor.numel())
         return found
 
     def states_of(
@@ -246,6 +360,21 @@ class ModelState:
                 found[entry.family].update(stored.get(run.key, {}))
         return dict(found)
 
+    def check_memory(self, chunks: list[Any], optimizer: Any) -> None:
+        """Raise if a load could not fill a tensor because its elements share memory.
+
+        Raises:
+            UnsupportedError: names the tensor.
+        """
+        geometry = self.geometry(chunks)
+        by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
+        for entry in optimizer_state.entries(optimizer):
+            refuse_shared_elements(by_id[id(entry.parameter)].name, entry.owned)
+        for parameter, geo in geometry.parameters:
+            refuse_shared_elements(geo.name, parameter)
+        for geo, tensor in self._buffers(chunks, geometry):
+            refuse_shared_elements(geo.name, tensor)
+
     @staticmethod
     def _buffers(chunks: list[Any], geometry: ModelGeometry) -> list[tuple[Geometry, torch.Tensor]]:
         if not geometry.buffers:  # to look for none takes a walk through all modules
@@ -255,38 +384,22 @@ class ModelState:
         for number, name, geo in geometry.buffers:
             if name not in named[number]:
                 raise UnsupportedError(
-                    f"{name} is in the sharded state dict but is neither a parameter nor a buffer"
+                    f"{name} is in the sharded state dict but is neither a parameter nor a buffer; "
+                    "register it as one, or keep Megatron's own checkpointing for this job"
                 )
             found.append((geo, named[number][name]))
         return found
-
-
-def _writers(expert: bool) -> tuple[int, int]:
-    """Return `(count, index)` of the replicas of expert, or of dense, parameters."""
-    return parallel.expert_data_parallel() if expert else parallel.data_parallel()
-
-
-def _replica_group(
-    geometry: Geometry, parameter: torch.nn.Parameter, writers: Callable[[bool], tuple[int, int]]
-) -> tuple[int, int]:
-    """Return `(count, index)` of the writers among which this parameter is shared out.
-
-    A duplicate writes nothing: `(0, 0)`.
-    """
-    if not geometry.main:
-        return 0, 0
-    return writers(optimizer_state.is_expert(parameter))
 
 
 #: One share for each kind of stream; the geometry that it follows from seldom changes.
 _equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
 
 
-def _share_out(stream: list[_Replicated], count: int, index: int, policy: str) -> list[LocalPiece]:
-    if count == 0 or (policy == "first" and index > 0):
+def _share_out(stream: list[_Replicated], count: int, index: int) -> list[LocalPiece]:
+    if count == 0:
         return []
     found: list[LocalPiece] = []
-    if count == 1 or policy == "first":
+    if count == 1:
         for it in stream:
             found += _cut(it.geometry, it.kind, it.tensor, 0, it.tensor.numel())
         return found
@@ -314,11 +427,41 @@ def _section(flat: torch.Tensor, start: int, end: int) -> torch.Tensor:
     return flat if end - start == flat.numel() else flat[start:end]
 
 
-def _writable(geometry: Geometry, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` if its flattening is a view, so that filling the one fills the other."""
-    if not tensor.is_contiguous():
-        raise UnsupportedError(f"{geometry.name}: a tensor that is not contiguous cannot be loaded")
-    return tensor
+def _to_fill(
+    geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int
+) -> list[LocalPiece]:
+    """Return what `_cut` does, for a load: `LocalPiece.finish` follows."""
+    if tensor.is_contiguous():
+        return _cut(geometry, kind, tensor, start, end)
+    refuse_shared_elements(geometry.name, tensor)
+    # Its flattening is no view, so a copy is filled, and then copied back.
+    copied = tensor.contiguous()
+    return [
+        msgspec.structs.replace(local, origin=(tensor, copied))
+        for local in _cut(geometry, kind, copied, start, end)
+    ]
+
+
+def refuse_shared_elements(name: str, tensor: torch.Tensor) -> None:
+    """Raise if two elements of `tensor` may lie at one address, as in an expanded tensor.
+
+    Raises:
+        UnsupportedError: names the tensor.
+    """
+    if tensor.is_contiguous():
+        return
+    axes = sorted(
+        (stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
+    )
+    reach = 0
+    for stride, n in axes:
+        if stride <= reach:
+            raise UnsupportedError(
+                f"{name}: elements of this tensor share memory (shape {tuple(tensor.shape)}, "
+                f"strides {tensor.stride()}), so a load could not set each of them; make it "
+                "contiguous, or keep Megatron's own checkpointing for this job"
+            )
+        reach += stride * (n - 1)
 
 
 def _cut(
@@ -328,10 +471,14 @@ def _cut(
     parts = geometry.parts(kind, tensor.dtype, start, end)
     flat = _flat(tensor)
     if len(parts) == 1 and parts[0].end - parts[0].start == flat.numel():  # nearly always
-        return [LocalPiece(parts[0].piece, flat, early, geometry.resizable)]
+        return [LocalPiece(parts[0].piece, flat, early, geometry.resizable, geometry.copy)]
     return [
         LocalPiece(
-            part.piece, flat[part.start - start : part.end - start], early, geometry.resizable
+            part.piece,
+            flat[part.start - start : part.end - start],
+            early,
+            geometry.resizable,
+            geometry.copy,
         )
         for part in parts
     ]

@@ -74,10 +74,13 @@ class OptimizerEntry(msgspec.Struct, frozen=True, eq=False, gc=False):
             if value is None or value is self.owned:  # what is offloaded lists itself, too
                 continue
             is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and value.numel() == numel and value.dim() > 0:
-                found[kind_of(name, value.dtype)] = value
             # Steps are tensors of one element, and kept with the param groups.
-            elif not (is_tensor and name == "step" and value.numel() == 1):
+            if is_tensor and name == "step" and value.numel() == 1:
+                continue
+            # A tensor without axes is a number per parameter, unless the parameter has none either.
+            if is_tensor and value.numel() == numel and (value.dim() > 0 or self.owned.dim() == 0):
+                found[kind_of(name, value.dtype)] = value
+            else:
                 odd.append(f"'{name}' ({_shape(value)})")
         if odd:
             raise UnsupportedError(

@@ -28,6 +28,11 @@ def pipeline_parallel_group() -> Any:
     return parallel_state.get_pipeline_model_parallel_group()
 
 
+def model_parallel_group() -> Any:
+    """Return the group of the ranks that hold one replica of the model between them."""
+    return parallel_state.get_model_parallel_group()
+
+
 def data_parallel_group(*, with_context_parallel: bool = True) -> Any:
     """Return the group of the replicas of dense parameters, context parallel ones too."""
     return parallel_state.get_data_parallel_group(with_context_parallel=with_context_parallel)
@@ -44,6 +49,12 @@ def expert_data_parallel() -> tuple[int, int]:
     """Return `(count, index)` of the replicas of expert parameters."""
     group = expert_data_parallel_group()
     return dist.get_world_size(group), dist.get_rank(group)
+
+
+def replica_ranks(*, expert: bool) -> list[int]:
+    """Return the ranks of the replicas of expert, or of dense, parameters, in their order."""
+    group = expert_data_parallel_group() if expert else data_parallel_group()
+    return dist.get_process_group_ranks(group)
 
 
 def model_cut() -> tuple[int, int, int]:

@@ -119,7 +119,6 @@ def _refuse_unknown(args: argparse.Namespace) -> None:
     transformer_engine = args.transformer_impl != "local"
     foreign = {
         "--spec": getattr(args, "spec", None),
-        "--use-legacy-models": getattr(args, "use_legacy_models", False),
         "--hybrid-layer-pattern": getattr(args, "hybrid_layer_pattern", None),
         "--hybrid-override-pattern": getattr(args, "hybrid_override_pattern", None),
         "--heterogeneous-layers-config-path": getattr(
@@ -258,6 +257,7 @@ def _chunk(number: int, model: Any, geometry: ModelGeometry) -> Chunk:
             is_expert(parameter),
             getattr(parameter, "shared_embedding", False),
             getattr(parameter, "is_embedding_or_output_parameter", False),
+            parameter.dim() > 1 and not _is_embedding(parameter, places[id(parameter)].name),
         )
         for parameter in model.parameters()
         if parameter.requires_grad
@@ -270,3 +270,10 @@ def _chunk(number: int, model: Any, geometry: ModelGeometry) -> Chunk:
     )
     objects = tuple((name, key) for chunk, name, key in geometry.objects if chunk == number)
     return Chunk(parameters, buffers, tuple(model.state_dict()), objects)
+
+
+def _is_embedding(parameter: torch.nn.Parameter, name: str) -> bool:
+    """Return what Megatron's `get_mup_config_overrides` asks of a parameter."""
+    if getattr(parameter, "shared_embedding", False):
+        return True
+    return bool(getattr(parameter, "is_embedding_parameter", "embedding" in name.lower()))

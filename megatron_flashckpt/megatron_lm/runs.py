@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.piece import Piece, Shape
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 
@@ -65,6 +66,11 @@ class Geometry:
     """Position among the data-parallel replicas."""
     resizable: bool
     """Whether Megatron lets the global shape differ (padded vocabulary)."""
+    copy: str = ""
+    """Where this rank's copy stands among those that are not the main one; empty: it is main.
+
+    Megatron's numbers of duplicates over pipeline stages and over tensor ranks: "0.1" is what
+    tensor rank 1 holds alike with tensor rank 0."""
     _parts: dict[tuple[str, torch.dtype, int, int], tuple[Part, ...]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -78,6 +84,10 @@ class Geometry:
         wanted = (kind, dtype, start, end)
         found = self._parts.get(wanted)
         if found is None:
-            of_run = (run.parts(kind, dtype_name(dtype), start, end) for run in self.runs)
+            try:
+                name = dtype_name(dtype)
+            except LayoutError as error:
+                raise LayoutError(f"{self.name}: {error}") from None
+            of_run = (run.parts(kind, name, start, end) for run in self.runs)
             found = self._parts[wanted] = tuple(itertools.chain.from_iterable(of_run))
         return found

@@ -86,6 +86,7 @@ def _of_geometry(state: ModelState, chunks: list[Any]) -> list[str]:
 def _of_tensors(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
     try:
         state.owned(state.geometry(chunks), chunks, optimizer)
+        state.check_memory(chunks, optimizer)
     except FlashCkptError as error:
         return [str(error)]
     return []

@@ -122,7 +122,7 @@ def rank_state(
     """Return what this rank alone keeps. No communication."""
     return {
         "rng": rng_state() if save_rng else None,
-        "optimizer": hyper_parameters(optimizer),
+        "optimizer": hyper_parameters(optimizer, geometry),
         "rerun": rerun,
         "objects": extra_states(chunks, geometry),
     }

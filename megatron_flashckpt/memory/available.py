@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,38 @@ class Limit(NamedTuple):
     """Name of the machine or control group that sets the bound, for messages."""
     left_nbytes: int
     """Bytes that the processes may still take before the kernel swaps or kills."""
+
+
+class ProcessLimit(NamedTuple):
+    """A bound on what this process alone may take."""
+
+    name: str
+    """Name of the bound, with the command that shows it."""
+    left_nbytes: int
+    """Size of the largest slab that the bound allows."""
+
+
+def shown(nbytes: int) -> str:
+    """Return a number of bytes as text, in MiB or GiB."""
+    unit, name = (2**30, "GiB") if nbytes >= 2**30 else (2**20, "MiB")
+    return f"{nbytes / unit:.1f} {name}"
+
+
+def process_limits(proc: Path = _PROC) -> list[ProcessLimit]:
+    """Return the bounds of this process on the size of a slab, which is a file and is mapped.
+
+    The agent, which writes the shards, inherits the bounds.
+    """
+    found = []
+    largest_file, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if largest_file != resource.RLIM_INFINITY:
+        found.append(ProcessLimit("file size limit (ulimit -f)", largest_file))
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        pages = int((proc / "self/statm").read_text().split()[0])
+        left = addresses - pages * resource.getpagesize()
+        found.append(ProcessLimit("address space limit (ulimit -v)", max(0, left)))
+    return found
 
 
 def available_nbytes(proc: Path = _PROC, groups: Path = _GROUPS) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -59,17 +60,33 @@ _syscall.restype = ctypes.c_long
 def create_memory(name: str) -> int:
     """Return the descriptor of a new, empty memfd that is called `name` in /proc.
 
-    The memfd is not executable: with `vm.memfd_noexec=2` the kernel creates no other ones.
+    The memfd is not executable: with `vm.memfd_noexec=2` the kernel creates no other ones. Its size
+    can be sealed.
 
     Raises:
         OSError: the kernel refuses.
     """
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
-        return os.memfd_create(name, os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.memfd_create(name, os.MFD_CLOEXEC)  # a kernel that does not know the flag
+        return os.memfd_create(name, flags)  # a kernel that does not know the flag
+
+
+def seal_size(fd: int) -> None:
+    """Let nobody change the size of a memfd any more, whoever holds it.
+
+    Who reads a page that was cut off is killed by SIGBUS, and the agent reads all slabs of a node.
+
+    Raises:
+        OSError: `fd` is no memfd, or one whose size cannot be sealed.
+    """
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
 
 
 def map_shared(fd: int, nbytes: int) -> memoryview:

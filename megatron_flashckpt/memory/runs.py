@@ -31,6 +31,16 @@ class Copy(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 
 @dataclasses.dataclass(frozen=True)
+class Aside:
+    """Copies beside the slab: what a save has to look at, but does not save."""
+
+    copies: list[Copy]
+    """With offsets from the start of `content`."""
+    content: torch.Tensor
+    """Memory for them, flat uint8."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Run:
     """Adjacent pieces of one element type, and the bytes of the slab where they belong."""
 

@@ -13,13 +13,14 @@ import os
 
 from megatron_flashckpt import forks
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
-from megatron_flashckpt.memory.available import available_nbytes
+from megatron_flashckpt.memory.available import available_nbytes, process_limits, shown
 from megatron_flashckpt.memory.mapping import (
     allocate,
     create_memory,
     map_shared,
     populate,
     prefer_node,
+    seal_size,
 )
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
 
@@ -65,14 +66,14 @@ class Slab:
             # Not left to the kernel: it takes page after page until it starts killing.
             raise StorageError(
                 errno.ENOMEM,
-                _refusal(geometry, name, f"{available / 2**30:.2f} GiB available"),
+                _refusal(geometry, name, f"{shown(available)} available", errno.ENOMEM),
             )
         try:
             slab = cls._allocated(geometry, name, huge_pages=huge_pages, numa_node=numa_node)
         except OSError as error:
             raise StorageError(
                 error.errno,
-                _refusal(geometry, name, error.strerror),
+                _refusal(geometry, name, error.strerror, error.errno),
             ) from error
         slab.memory[: len(geometry.pack())] = geometry.pack()
         return slab
@@ -98,6 +99,7 @@ class Slab:
             prefer_node(slab.memory, numa_node)
         try:
             allocate(fd, slab.memory, huge_pages=huge_pages)
+            seal_size(fd)
         except OSError:
             slab.close()
             raise
@@ -118,6 +120,7 @@ class Slab:
 
     @classmethod
     def _mapped(cls, fd: int) -> Slab:
+        seal_size(fd)  # before its size is looked at
         nbytes = os.fstat(fd).st_size
         if nbytes < PAGE:
             raise CorruptCheckpointError(f"memory of {nbytes} bytes is too small for a slab")
@@ -161,9 +164,15 @@ class Slab:
             self.memory.release()
 
 
-def _refusal(geometry: SlabGeometry, name: str, reason: str | None) -> str:
+def _refusal(geometry: SlabGeometry, name: str, reason: str | None, code: int | None) -> str:
+    remedy = "free memory on this node or lower 'slots'"
+    bounds = [limit for limit in process_limits() if limit.left_nbytes < geometry.nbytes]
+    if bounds or code == errno.EFBIG:
+        names = " and the ".join(limit.name for limit in bounds) or "largest size of files"
+        remedy = f"raise the {names} where the job is started, or lower 'slots'"
+    elif code in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit on open files (ulimit -n) where the job is started"
     return (
-        f"cannot reserve {geometry.nbytes / 2**30:.2f} GiB of host memory for "
-        f"{geometry.slots} checkpoint slots of rank {name} ({reason}); "
-        "free memory on this node or lower 'slots'"
+        f"cannot reserve {shown(geometry.nbytes)} of host memory for "
+        f"{geometry.slots} checkpoint slots of rank {name} ({reason}); {remedy}"
     )

@@ -19,6 +19,7 @@ import xxhash
 
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.copies import CopySum
 from megatron_flashckpt.layout.plan import Placement, Template
 from megatron_flashckpt.layout.records import Coordinates
 
@@ -75,6 +76,9 @@ class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     retention: Retention = Retention()
     metrics: dict[str, float] = {}
     """What training code on this rank has reported of the model."""
+    differing: tuple[str, ...] = ()
+    sums: tuple[CopySum, ...] | None = None
+    """As in `CommitRecord`. While the slot is STAGING the sums are wrong, but take their room."""
 
 
 SlotMeta = _Meta[Template]

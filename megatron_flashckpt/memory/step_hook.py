@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt import forks
+
 
 class StepHook:
     """Installs itself once per optimizer; also counts the steps.
@@ -19,9 +21,15 @@ class StepHook:
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+        self._wait_in_parent = wait
+        self._fork_depth = forks.depth()
         self._hooked: weakref.WeakSet[Any] = weakref.WeakSet()
         self.steps = 0
+
+    def _wait(self) -> None:
+        # The copy thread does not exist in a forked child, which has copies of the tensors anyway.
+        if forks.depth() == self._fork_depth:
+            self._wait_in_parent()
 
     def install(self, top: Any, inner: Iterable[torch.optim.Optimizer]) -> None:
         """Hook `top.step` and the pre-hooks of `inner`; does nothing for those already hooked."""

@@ -8,8 +8,9 @@ where `all_gather_object` takes two.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import torch
@@ -65,6 +66,31 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
     else:
         body = _broadcast_by_parts(mine if is_source else bytes(length), source)
     return value if is_source else pickle.loads(body[:length])
+
+
+def exchange_blobs(lengths: Sequence[int], mine: Mapping[int, bytes], group: Group = None) -> bytes:
+    """Return all blobs, one after the other, given those that this rank contributes. Collective.
+
+    The number of collectives follows from the bytes, at most `PART_NBYTES` in each, and not from
+    the number of blobs or ranks.
+
+    Args:
+        lengths: the length of every blob; equal on all ranks.
+        mine: by number, the blobs that this rank contributes. Exactly one rank has each.
+    """
+    starts = [0, *itertools.accumulate(lengths)]
+    body = bytearray(starts[-1])
+    for number, blob in mine.items():
+        body[starts[number] : starts[number + 1]] = blob
+    if not dist.is_initialized():
+        return bytes(body)
+    received = bytearray()
+    for start in range(0, len(body), PART_NBYTES):
+        # All other ranks contribute zeros, so the sum of all ranks is the blob.
+        part = _on_device(bytes(body[start : start + PART_NBYTES]), group)
+        dist.all_reduce(part, dist.ReduceOp.SUM, group)
+        received += part.cpu().numpy().data
+    return bytes(received)
 
 
 def _gathered_by_parts(mine: bytes, lengths: list[int], group: Group) -> list[memoryview]:

@@ -39,11 +39,13 @@ _Chunk = tuple[int, int]
 
 @dataclasses.dataclass
 class ReadReport:
-    """What a load from storage took on this rank."""
+    """What a load took on this rank."""
 
     read_nbytes: int = 0
     received_nbytes: int = 0
-    """Read by another replica and sent here."""
+    """Read by another replica, or held in another rank's slot, and sent here."""
+    held_nbytes: int = 0
+    """Copied from this rank's own slot in host memory."""
     seconds: float = 0.0
     memory_nbytes: int = 0
     """The most that was held beside the tensors that were filled."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
@@ -21,6 +21,7 @@ Kind = Literal["file", "directory", "other"]
 #: same directory. `nothing`: whoever looks finds all of it, but power that is lost may take it.
 Durable = Literal["name", "contents", "nothing"]
 
+_PROBE = "flashckpt-probe-"
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{8}\.tmp")
 
 
@@ -33,6 +34,16 @@ def parse_temporary_name(name: str) -> str | None:
     """Return what a file would have been called, had a crash not cut it short; None: not one."""
     match = _TEMPORARY.fullmatch(name)
     return match and match[1]
+
+
+def probe_name(rank: int) -> str:
+    """Return the name of a file with which the node of `rank` tries out the save directory."""
+    return temporary_name(f"{_PROBE}{rank:05d}")
+
+
+def is_probe(name: str) -> bool:
+    """Return whether a file is one that `probe_name` named."""
+    return (parse_temporary_name(name) or "").startswith(_PROBE)
 
 
 class Writer(Protocol):
@@ -55,12 +66,27 @@ class Storage(Protocol):
     def place(self) -> str:
         """The root, for messages."""
 
-    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         """Make `name` hold `data`: atomically, replacing what was there.
 
         Args:
             durable: what no loss of power takes away when this returns. A process that is killed
                 takes nothing.
+            guard: called right before `name` is replaced; if it raises, nothing has changed.
+        """
+
+    def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
+        """Overwrite `expected`, all that file `name` holds, with `data`, which is as long.
+
+        A file that another process puts in its place meanwhile stays as it is. Returns False if
+        `name` holds something else, or is not there. Readers may see a mixture of both for a
+        moment; a loss of power may take `data` away.
         """
 
     def create(self, name: str, nbytes: int) -> Writer:
@@ -90,7 +116,7 @@ class Storage(Protocol):
         """Return the names directly in `directory`; empty if it does not exist."""
 
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        """Return which of `names` are in `directory` now, as other nodes have left it.
+        """Return which of `names` are in `directory` ("": the root) now, as other nodes left it.
 
         Without a look at what else is there: of thousands of files, by thousands of nodes.
         """

@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_flashckpt.errors import StorageError
@@ -33,7 +33,20 @@ _REMEDY = {
     errno.ENXIO: "a socket or device stands where a file should be: move it away",
     errno.ESPIPE: "a pipe or device stands where a file should be: move it away",
     errno.ELOOP: "a symbolic link stands where a file should be: remove it",
+    errno.EFBIG: "raise the file size limit (ulimit -f) of whoever starts the job, or save where "
+    "files may be as large",
+    errno.EMFILE: "raise the limit on open files (ulimit -n) of whoever starts the job",
+    errno.ENFILE: "the machine has too many open files: end what holds them (lsof shows)",
+    errno.ENOMEM: "free memory on this node",
+    errno.ENAMETOOLONG: "save to a directory with a shorter path",
+    errno.ESTALE: "the server lost track of the directory: mount it again",
+    errno.ETIMEDOUT: "look at the file system's servers and at this node's mount",
 }
+#: The remedy where something that was just made is gone.
+_REMOVED = (
+    "another process removed the directory meanwhile: find out which, and let nobody clean up a "
+    "save directory while its job runs; the next save makes it anew"
+)
 
 
 #: What file systems answer that cannot synchronize directories (PostgreSQL ignores the first two).
@@ -45,11 +58,21 @@ _CACHED_NBYTES = 64 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def _explained(path: Path, action: str) -> Iterator[None]:
-    """Turn an OSError into one with fact, place and remedy; FileNotFoundError passes."""
+def _explained(path: Path, action: str, *, makes: bool = False) -> Iterator[None]:
+    """Turn an OSError into one with fact, place and remedy.
+
+    Args:
+        makes: what is missing was there a moment before. Else FileNotFoundError passes.
+    """
     try:
         yield
-    except FileNotFoundError:
+    except FileNotFoundError as error:
+        if not makes:
+            raise
+        raise StorageError(
+            error.errno, f"{path}: cannot {action} ({error.strerror}); {_REMOVED}"
+        ) from error
+    except StorageError:  # what a guard has raised
         raise
     except OSError as error:
         remedy = _REMEDY.get(error.errno or 0, "check the storage")
@@ -71,7 +94,7 @@ class PosixWriter:
         self._direct_fd = -1
         self._lock = threading.Lock()
         self._cached_nbytes = 0
-        with _explained(path, "create"):
+        with _explained(path, "create", makes=True):
             path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 if stat.S_ISFIFO(os.lstat(path).st_mode):
@@ -83,7 +106,7 @@ class PosixWriter:
         try:
             with _explained(path, f"reserve {nbytes} bytes for"):
                 self._reserve(nbytes)
-            with _explained(path, "open"):
+            with _explained(path, "open", makes=True):
                 self._file_system = direct_io.of(self._fd, path)
                 self._direct_fd = self._file_system.open(path)
         except OSError:
@@ -141,7 +164,7 @@ class PosixWriter:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
-        with _explained(self._path, "make durable"):
+        with _explained(self._path, "make durable", makes=True):
             os.fdatasync(self._fd)
             self._drop_cached()
             self._close()
@@ -204,18 +227,27 @@ class PosixStorage:
             directory, _, _ = directory.rpartition("/")
         return path
 
-    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         path = self._own(name)
         temporary = path.with_name(temporary_name(path.name))
-        with _explained(path, "write"):
+        with _explained(path, "write", makes=True):
             path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(temporary, "xb")  # noqa: SIM115, what is not made here is not removed here
             try:
-                with open(temporary, "xb") as file:
+                with file:
                     file.write(data)
                     file.flush()
                     if durable != "nothing":
                         os.fsync(file.fileno())
                 reach("put.written")
+                if guard is not None:
+                    guard()
                 os.replace(temporary, path)
                 reach("put.renamed")
             except BaseException:
@@ -223,6 +255,20 @@ class PosixStorage:
                 raise
             if durable == "name":
                 _sync_directory(path.parent)
+
+    def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
+        path = self._own(name)
+        with _explained(path, "write"):
+            try:
+                # The descriptor stays with this file, whatever gets its name.
+                fd = _open_nofollow(str(path), os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return False
+            with open(fd, "r+b", buffering=0) as file:
+                if file.read(len(expected) + 1) != expected:
+                    return False
+                os.pwrite(fd, data, 0)
+                return True
 
     def create(self, name: str, nbytes: int) -> PosixWriter:
         return PosixWriter(self._own(name), nbytes, self._direct_io)
@@ -261,8 +307,8 @@ class PosixStorage:
                 return []
 
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
-        path = self._path(directory)
-        names = [self._path(f"{directory}/{name}").name for name in names]
+        path = self._path(directory) if directory else self._root
+        names = [self._path(f"{directory}/{name}" if directory else name).name for name in names]
         with _explained(path, "look at"):
             try:
                 # Opening it has NFS ask its server whether the directory has changed; what was not

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.rendezvous import agent_directory
+from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from tests.agent.trainer import (
     FakeTrainer,
@@ -57,6 +58,7 @@ class Node:
 
     def directory(self, root: Path) -> Path:
         """Return the directory of the agent for `root`."""
+        ensure(str(root))
         return agent_directory(str(root), str(self.runtime_dir))
 
     def agents(self) -> list[int]:
@@ -108,4 +110,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if made.returncode:
         pytest.skip(f"this machine refuses to mount a tmpfs: {made.stderr.strip()}")
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    # An agent of the test, which holds its directory open, may end a moment later.
+    subprocess.run(["umount", "--lazy", str(path)], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -317,7 +318,7 @@ def test_files_that_are_not_ours_stay_in_the_iteration_directory(node: Node, roo
 def test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_delete_it(
     node: Node, root: Path
 ) -> None:
-    trainer = node.trainer(root, retain_interval=1000)
+    trainer = node.trainer(root)
     earlier = new_save_id()
     with held_back(root / names.iteration_dir(10) / names.shard_name(0, earlier)) as let_go:
         trainer.stage(10, earlier)
@@ -364,6 +365,20 @@ def test_the_previous_checkpoint_goes_unless_it_is_a_multiple_of_the_retain_inte
         assert read_rank(stored(root, iteration), trainer) == expected
 
 
+@pytest.mark.parametrize(("interval", "kept"), [(100, [30]), (20, [20, 30])])
+def test_what_is_committed_after_a_later_save_goes_like_the_one_before(
+    node: Node, root: Path, interval: int, kept: list[int]
+) -> None:
+    trainer, save_id = node.trainer(root, retain_interval=interval), new_save_id()
+    with held_back(root / names.iteration_dir(20) / names.shard_name(0, save_id)) as let_go:
+        trainer.stage(20, save_id)
+        assert trainer.save(30).iteration == 30
+        let_go()
+        assert trainer.outcome().error is None
+    assert (root / names.TRACKER).read_text() == "30"
+    assert iterations_in(root) == kept
+
+
 def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root: Path) -> None:
     for name in ("iter_0000003", "iter_0000004", "release", "tensorboard"):
         (root / name).mkdir(parents=True)
@@ -403,12 +418,18 @@ class _Failing(PosixStorage):
         self.refused = refused
         self.steps: list[str] = []
 
-    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         last = name.rpartition("/")[2]
         self.steps.append(last)
         if last == self.refused:
             raise StorageError(28, f"{name}: cannot write (No space left on device)")
-        super().put(name, data, durable)
+        super().put(name, data, durable, guard)
 
     def delete(self, name: str) -> None:
         self.steps.append(f"delete {name.rpartition('/')[2]}")

@@ -14,7 +14,14 @@ from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+from tests.agent.trainer import (
+    FakeTrainer,
+    config_of,
+    content,
+    eventually,
+    held_back,
+    new_save_id,
+)
 
 
 def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
@@ -303,3 +310,35 @@ def test_a_tracker_that_names_no_iteration_is_replaced(node: Node, root: Path, t
 def _free_nbytes(path: Path) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_bsize
+
+
+def test_the_outcome_names_the_ranks_of_this_node_whose_part_has_failed(
+    node: Node, root: Path
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    save_id = new_save_id()
+    (root / names.iteration_dir(1) / names.shard_name(1, save_id)).mkdir(parents=True)
+    for trainer in trainers:
+        trainer.stage(1, save_id)
+    outcomes = [trainer.outcome() for trainer in trainers]
+    assert [outcome.failed_ranks for outcome in outcomes] == [(1,), (1,)]
+    assert all(names.shard_name(1, save_id) in (outcome.error or "") for outcome in outcomes)
+    for trainer in trainers:
+        trainer.stage(2, save_id)
+    assert [trainer.outcome().failed_ranks for trainer in trainers] == [(), ()]
+
+
+def test_the_first_slow_rank_of_a_node_is_told_for_all_of_them(node: Node, root: Path) -> None:
+    """Rank 0, which is on another node, is told by its own agent."""
+    config = config_of(node.runtime_dir, slow_save_s=0.2)
+    trainers = [node.trainer(root, rank, 3, config=config) for rank in (1, 2)]
+    save_id = new_save_id()
+    directory = root / names.iteration_dir(1)
+    with contextlib.ExitStack() as held:
+        for trainer in trainers:
+            shard = directory / names.shard_name(trainer.rank, save_id)
+            held.enter_context(held_back(shard))
+            trainer.stage(1, save_id)
+        (notice,) = eventually("a notice", lambda: trainers[0].client.poll(0.5).notices)
+        assert "still being written" in notice.text
+        assert trainers[1].client.poll(0.0).notices == ()

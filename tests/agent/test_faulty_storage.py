@@ -13,16 +13,18 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from megatron_flashckpt.agent import commit
+from megatron_flashckpt.agent import commit, saves
 from megatron_flashckpt.agent.node import AgentOptions
-from megatron_flashckpt.agent.rendezvous import SOCKET
-from megatron_flashckpt.agent.server import Agent, listen
+from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent.server import Agent
+from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.layout import names
-from megatron_flashckpt.memory.slot import Slot
+from megatron_flashckpt.memory.slot import Slot, SlotHeader
 from megatron_flashckpt.storage import posix
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
@@ -82,20 +84,21 @@ def faults(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 @contextlib.contextmanager
 def agent_here(node: Node, root: Path, **options: float) -> Iterator[Agent]:
-    """Serve trainers of `root` from a thread of this process."""
+    """Serve trainers of `root` from a thread of this process, whatever settings they have."""
     values = {"commit_timeout_s": 60.0, "slow_save_s": 60.0, "grace_s": 60.0, **options}
-    values |= {"sigterm_timeout_s": 0.0, "persist_on_leave": True}
+    values = {"sigterm_timeout_s": 0.0, "persist_on_leave": True, **values}
     values |= {"write_threads": 2, "write_mib_per_s": None, "writer_nice": 0, "direct_io": "always"}
-    listener = listen(node.directory(root), SOCKET)
-    agent = Agent(listener, AgentOptions(root=str(root), persist_threads=2, **values))
+    upkeep = Upkeep(node.directory(root), str(node.runtime_dir))
+    agent = Agent(upkeep, AgentOptions(root=str(root), persist_threads=2, **values))
     server = threading.Thread(target=agent.serve)
     server.start()
     try:
-        yield agent
+        with mock.patch.object(Saves, "configure", return_value=()):
+            yield agent
     finally:
         agent.end_soon()
         server.join(PATIENCE_S)
-        listener.close()
+        upkeep.leave(keep_log=False)
         assert not server.is_alive(), "an agent whose storage hangs can still be ended"
 
 
@@ -191,3 +194,29 @@ def test_a_rank_that_waits_for_a_hanging_write_does_not_keep_the_others_waiting(
         assert slot is not None, "staging the next one needs no storage"
         faults.heal()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
+
+
+def test_an_agent_that_is_told_to_end_digests_nothing_more(
+    node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests of what dead trainers left serve a restart, and that memory is about to go."""
+    digested = threading.Event()
+    began: list[int] = []
+
+    def slow_digest(slot: Slot, header: SlotHeader) -> tuple[str, ...]:
+        began.append(slot.index)
+        digested.wait(PATIENCE_S)
+        return ()
+
+    monkeypatch.setattr(saves, "digest_slot", slow_digest)
+    faults.fail("open")
+    try:
+        with agent_here(node, root, persist_on_leave=False):
+            ranks = [node.trainer(root, rank, 6) for rank in range(6)]
+            save_all(ranks, 1)
+            for rank in ranks:
+                rank.hang_up()
+            eventually("a digest", lambda: began)
+    finally:
+        digested.set()
+    assert len(began) < len(ranks)

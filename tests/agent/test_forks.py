@@ -12,26 +12,33 @@ import gc
 import json
 import mmap
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_flashckpt import forks
+from megatron_flashckpt import exit_status, forks
+from megatron_flashckpt import session as session_module
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.launch import _run
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
-from megatron_flashckpt.session import Session
+from megatron_flashckpt.memory.step_hook import StepHook
+from megatron_flashckpt.save_reports import SaveReports
+from megatron_flashckpt.session import Session, _Open
 from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import NUMEL, Job
-from tests.agent.trainer import PATIENCE_S, eventually
+from tests.agent.test_checkpointer import NUMEL, RUN, Job
+from tests.agent.trainer import PATIENCE_S, eventually, held_back
 
 
 def in_child(work: Callable[[], Any]) -> Any:
@@ -200,16 +207,96 @@ def test_a_fork_waits_until_a_descriptor_is_registered() -> None:
     assert seen == [["by now"]]
 
 
-def test_a_child_that_ends_asks_the_agent_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forked child inherits the trainer's exit handlers, which must do nothing there."""
-    session = Session(Config())
-    done: list[str] = []
-    monkeypatch.setattr(session, "finalize", lambda *, blocking: done.append("finalized"))
-    monkeypatch.setattr(session, "close", lambda *, leave: done.append("closed"))
+@pytest.fixture
+def session(job: Job, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """The session of this process, with one checkpointer, as the launcher ends it."""
+    made = Session(Config())
+    made._open[str(root)] = _Open(job.checkpointer, SaveReports(str(root), 0))
+    monkeypatch.setattr(session_module, "session", made)
+    return made
 
-    def end() -> list[str]:
-        session.at_exit()
-        return done
 
-    assert in_child(end) == []
-    assert end() == ["finalized", "closed"]
+@pytest.mark.parametrize("way", ["launcher", "handler", "session"])
+def test_a_child_that_exits_leaves_its_parents_saves_alone(
+    job: Job, session: Session, root: Path, tmp_path: Path, way: str
+) -> None:
+    """The helper of a script ends by `sys.exit`, while a save of the script is pending."""
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nsys.exit(0)\n")
+    agent = job.checkpointer.link.client().agent_pid
+
+    def end() -> bool:
+        if way == "launcher":
+            _run(str(script))
+        elif way == "handler":
+            session.at_exit()
+        else:
+            session.finalize(blocking=False)
+            assert session.end()
+        return True
+
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, f"{RUN}0000")) as let_go:
+        job.checkpointer.save(job.request(1))
+        job.checkpointer.link.stager.wait()
+        assert in_child(end)
+        assert job.checkpointer.pending
+        let_go()
+        (outcome,) = job.checkpointer.wait()
+    assert outcome.error is None
+    assert job.checkpointer.link.client().agent_pid == agent
+    assert job.save(2) is None
+    job.assert_stored(root, 2)
+
+
+def test_a_child_may_change_tensors_that_its_parent_still_copies() -> None:
+    """The copy thread, which an optimizer waits for, does not exist there."""
+    waits: list[str] = []
+    hook = StepHook(lambda: waits.append("waited"))
+
+    def step() -> list[str]:
+        hook._wait()
+        return waits
+
+    assert in_child(step) == []
+    assert step() == ["waited"]
+
+
+def test_a_child_may_train_and_save_by_itself(
+    job: Job, session: Session, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers that fork may have imported us first."""
+    assert job.save(1) is None
+    monkeypatch.setattr(session_module, "checkpointing", mock.MagicMock())
+    monkeypatch.setattr(session_module.around, "ask_for_memory_saves", lambda *_: None)
+
+    def own() -> list[bool]:
+        made = session.checkpointer(str(root))
+        return [made is not job.checkpointer, len(session._open) == 1]
+
+    assert in_child(own) == [True, True]
+    assert session._open[str(root)].checkpointer is job.checkpointer
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("how", ["Ctrl-C", "a handler of SIGTERM"])
+def test_an_end_that_is_interrupted_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, tells: bool, how: str
+) -> None:
+    """Python ignores exceptions of handlers at exit, and exits with 0."""
+    config = Config(exit_nonzero_unless_durable=tells)
+
+    def interrupted(**_: object) -> None:
+        if how == "Ctrl-C":
+            raise KeyboardInterrupt
+        sys.exit(143)
+
+    child = os.fork()
+    if child == 0:
+        try:
+            exit_status.watch()
+            session = Session(config)
+            monkeypatch.setattr(session, "finalize", interrupted)
+            session.at_exit()
+        finally:
+            os._exit(0)  # as Python does after its handlers
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == int(tells)

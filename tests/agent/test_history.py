@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -136,6 +135,6 @@ def test_no_save_is_durable_before_its_last_shard_is() -> None:
 def test_settings_are_those_that_the_agent_gets() -> None:
     from megatron_flashckpt.agent.node import AgentOptions
 
-    named = {field.name for field in dataclasses.fields(AgentOptions)}
+    named = set(AgentOptions.__struct_fields__)
     assert {"history", "trace_directory", "trace_keep"} <= named
     assert Config().history > 0

@@ -98,6 +98,33 @@ def test_another_rank_than_the_first_removes_nothing(node: Node, root: Path) -> 
     assert planted.exists()
 
 
+def test_a_directory_that_holds_nothing_of_ours_stays_even_if_it_is_empty(root: Path) -> None:
+    (root / names.iteration_dir(3)).mkdir(parents=True)
+    plant(root, 4, "notes.txt")
+    before = listing(root)
+    sweeper = Sweeper(PosixStorage(root))
+    sweeper.look_soon(lambda iteration: False)
+    sweeper.sweep()
+    assert listing(root) == before
+
+
+def test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    assert [trainer.save(iteration).error for iteration in (10, 20)] == [None, None]
+    manifest = root / names.iteration_dir(20) / names.MANIFEST
+    manifest.rename(manifest.with_suffix(".off"))
+    before = listing(root / names.iteration_dir(20))
+    plant(root, 20, *half_a_save("cccccccccccc"))
+    trainer.client.adopt(None, 10)
+    log = node.directory(root) / "agent.log"
+    eventually("the warning", lambda: "iter_0000020: the manifest of save" in log.read_text())
+    for iteration in (30, 40):
+        assert trainer.save(iteration).error is None
+    eventually("the end of half a save", lambda: listing(manifest.parent) == before)
+
+
 def test_what_is_not_ours_stays_and_links_are_not_followed(root: Path, tmp_path: Path) -> None:
     foreign = plant(root, 3, "mp_rank_00", "notes.txt", "manifest.json.bak", ".x.0123abcd.tmp")
     elsewhere = tmp_path / "elsewhere"

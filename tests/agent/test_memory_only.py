@@ -49,7 +49,7 @@ def test_a_checkpoint_for_memory_only_is_kept_with_digests_and_never_written(
     chunks = [data[at : at + CHUNK_NBYTES] for at in range(0, len(data), CHUNK_NBYTES)]
     assert len(chunks) > 1
     assert offer.digests == tuple(map(chunk_digest, chunks))
-    assert not root.exists()
+    assert list(root.iterdir()) == []
 
 
 def test_an_ordinary_outcome_does_not_say_kept(node: Node, root: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_is_in_memory_only_is_held_by_other_nodes_too(tmp_path: Path) -> No
         assert trainer.bytes_in(offer.slot) == content(0, 10, trainer.layout.nbytes)
         assert trainer.slab is not None
         assert trainer.slab.slots[offer.slot].header.state == KEPT
-        assert not made.root.exists()
+        assert list(made.root.iterdir()) == []
 
 
 # ---------------------------------------------------------------------- when the agent leaves

@@ -14,6 +14,7 @@ import pytest
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.client import connect
 from megatron_flashckpt.agent.rendezvous import SOCKET, agent_directory, private_directory
+from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
@@ -46,10 +47,11 @@ def test_a_directory_that_others_can_reach_is_refused(tmp_path: Path, mode: int)
 
 
 def test_the_directory_of_one_agent_is_checked_too(tmp_path: Path) -> None:
-    made = agent_directory("/some/save", str(tmp_path / "run"))
+    ensure(root := str(tmp_path / "save"))
+    made = agent_directory(root, str(tmp_path / "run"))
     made.chmod(0o777)
     with pytest.raises(AgentError, match="other users can reach it"):
-        connect("/some/save", 0, 0, config_of(tmp_path / "run"))
+        connect(root, 0, 0, config_of(tmp_path / "run"))
 
 
 def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_a_path_too_long_for_a_socket_is_named_with_the_remedy(tmp_path: Path) -> None:
     deep = tmp_path / ("a" * 60) / ("b" * 60)
     with pytest.raises(AgentError, match=r"too long for a socket.*'runtime_dir'"):
-        connect("/some/save", 0, 0, config_of(deep))
+        connect(str(tmp_path / "save"), 0, 0, config_of(deep))
 
 
 def test_a_relative_runtime_dir_is_that_of_the_rank_that_asks(
@@ -187,7 +189,8 @@ def test_the_agent_hangs_up_on_another_user_even_if_the_directory_was_opened(
 
 @as_root
 def test_a_rank_does_not_talk_to_an_agent_of_another_user(tmp_path: Path) -> None:
-    path = agent_directory("/some/save", str(tmp_path / "run")) / SOCKET
+    ensure(root := str(tmp_path / "save"))
+    path = agent_directory(root, str(tmp_path / "run")) / SOCKET
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     ready, release = os.pipe(), os.pipe()
@@ -208,7 +211,7 @@ def test_a_rank_does_not_talk_to_an_agent_of_another_user(tmp_path: Path) -> Non
         assert os.read(ready[0], 1) == b"!"
         config = Config(runtime_dir=str(tmp_path / "run"))
         with pytest.raises(AgentError, match=f"belongs to user {NOBODY}"):
-            connect("/some/save", 0, 0, config)
+            connect(root, 0, 0, config)
     finally:
         os.write(release[1], b"!")
         os.waitpid(child, 0)

@@ -11,9 +11,11 @@ import pytest
 
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.layout.cost import RankCost
+from megatron_flashckpt.layout.cost import PlanOrigin, RankCost
 from tests.agent.conftest import Node
 from tests.agent.trainer import new_save_id
+
+PLANS: dict[int, PlanOrigin | None] = {1: "computed", 2: "found", 3: "kept", 4: None}
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def saves(node: Node, root: Path) -> Path:
     for iteration in (1, 2, 3, 4):
         if iteration == 3:
             (root / "iter_0000003").write_text("in the way")
-        cost = RankCost(started_at=time.time(), blocked_s=0.25, staged_s=0.5)
+        cost = RankCost(started_at=time.time(), blocked_s=0.25, staged_s=0.5, plan=PLANS[iteration])
         trainer.stage(iteration, new_save_id(), cost=cost)
         assert (trainer.outcome().error is None) == (iteration != 3)
     return root
@@ -50,9 +52,17 @@ def test_every_save_is_listed_with_what_it_took(
     assert "iter_0000003" in found[2]["error"]
     assert found[3]["kept_by"] == ["tracker", "latest 2"]
     assert found[3]["gb_per_s"] > 0
+    assert [row["cost"] and row["cost"]["plans"] for row in found] == [
+        {"computed": 1, "found": 0, "kept": 0},
+        {"computed": 0, "found": 1, "kept": 0},
+        None,
+        None,
+    ]
     table = report(capsys, saves)
     assert "4 saves, 1 failed, median blocked 250.0 ms" in table
     assert "latest 2" in table
+    assert "1 computed" in table
+    assert "1 found" in table
     assert "iter_0000003" in table
 
 
@@ -115,9 +125,20 @@ def test_a_drawing_without_matplotlib_says_what_to_install(
     assert not (saves / "x.png").exists()
 
 
+def test_a_drawing_replaces_no_file_that_is_none(
+    saves: Path, capsys: pytest.CaptureFixture
+) -> None:
+    manifest = saves / "iter_0000004" / "manifest.json"
+    before = manifest.read_bytes()
+    assert main(["report", str(saves), "--png", str(manifest)]) == 1
+    assert f"{manifest}: exists and is no PNG; nothing was changed" in capsys.readouterr().err
+    assert manifest.read_bytes() == before
+
+
 def test_a_drawing_is_a_png(saves: Path, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert "drawn" in report(capsys, saves, "--png", tmp_path / "x.png"), "again"
     assert main(["report", str(saves), "--png", str(tmp_path / "no/x.png")]) == 1
     assert "cannot be written" in capsys.readouterr().err

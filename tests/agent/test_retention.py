@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt import report_metric
-from megatron_flashckpt.agent.retention import committed, retire, why_kept
+from megatron_flashckpt.agent.retention import committed, retire, superfluous, why_kept
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.manifest import CommitFacts
@@ -413,3 +413,24 @@ def test_the_public_function_reports_to_the_saves_of_this_process() -> None:
         assert reported.current()["a metric of a test"] == 0.25
     finally:
         reported.clear()
+
+
+def test_a_clock_that_is_set_forward_makes_no_checkpoint_old(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = node.trainer(root)
+    for iteration in (1, 2, 3):
+        assert trainer.save(iteration).error is None
+    storage, rules = PosixStorage(root), Retention(max_age_hours=1)
+
+    def gone() -> list[int]:
+        found = superfluous(storage, rules, retain_interval=None, tracked=3, previous=2)
+        return [commit.iteration for commit in found]
+
+    now, steady = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    monkeypatch.setattr(time, "time", lambda: now + 1000 * HOUR)
+    assert gone() == []
+    monkeypatch.setattr(time, "clock_gettime", lambda _: steady + 1000 * HOUR)
+    assert gone() == [1, 2], "they are old"
+    monkeypatch.setattr(time, "time", lambda: now - 1000 * HOUR)
+    assert gone() == [], "set back"

@@ -17,10 +17,12 @@ from megatron_flashckpt.agent.incarnations import (
     ReplacedError,
     process_of,
 )
+from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout import names
-from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
@@ -33,7 +35,7 @@ def in_later_process(function: Callable[..., None], *args: object) -> None:
     """Run `function` in a process that starts now; the test fails with it."""
     process = multiprocessing.get_context("spawn").Process(target=function, args=args)
     process.start()
-    process.join(3 * PATIENCE_S)
+    process.join(9 * PATIENCE_S)  # it imports torch, on a machine that may be busy
     assert process.exitcode == 0, "see the output above"
 
 
@@ -86,6 +88,55 @@ def _save_beside(root: Path, config: Config, former: int) -> None:
     assert not made.read_only
     assert not any(slot.header.state in COMPLETE for slot in made.slots)
     assert link.client().acquire(3, new_save_id(), 0.0) >= 0
+    link.close(leave=False)
+
+
+def test_a_link_saves_into_the_slab_of_a_former_process_that_has_ended_since(
+    node: Node, root: Path
+) -> None:
+    """Else the node would need the memory of two slabs for as long as the job runs."""
+    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
+    first.stopped()
+    in_later_process(_save_after, root, node.config(), first.process.pid)
+
+
+def _save_after(root: Path, config: Config, former: int) -> None:
+    link = NodeLink(str(root), 0, config)
+    taken, offers = link.take_slab()
+    assert taken is not None
+    assert taken.read_only
+    assert not link.has_slab, "it needs memory of its own"
+    geometry = taken.geometry
+    os.kill(former, signal.SIGKILL)
+    eventually("the end of the former process", lambda: not is_alive(former))
+    link.reclaim()
+    assert link.has_slab
+    made = link.ensure_slab(geometry.data_capacity, geometry.meta_capacity)
+    held = [slot.index for slot in made.slots if slot.header.state in COMPLETE]
+    assert held == [offer.slot for offer in offers], "what the load used is still there"
+    assert link.client().acquire(3, new_save_id(), 0.0) not in (-1, *held)
+    link.close(leave=False)
+
+
+def test_an_agent_that_has_not_met_the_former_process_gives_nobody_its_slab(
+    node: Node, root: Path
+) -> None:
+    first = node.process(root, iterations=[1, 2], save_id=new_save_id(), stop="staging")
+    first.stopped()
+    in_later_process(_save_after_the_agent, root, node.config())
+    assert first.process.poll() is None, "it lives"
+
+
+def _save_after_the_agent(root: Path, config: Config) -> None:
+    link = NodeLink(str(root), 0, config)
+    taken, _ = link.take_slab()
+    assert taken is not None
+    lost = link.client()
+    os.kill(lost.agent_pid, signal.SIGKILL)
+    assert link.replace_agent(lost)
+    made = link.ensure_slab(10, 10)
+    assert not made.read_only
+    assert not any(slot.header.state in COMPLETE for slot in made.slots), "a slab of its own"
     link.close(leave=False)
 
 
@@ -162,6 +213,27 @@ def test_a_replaced_process_is_refused_though_its_successor_has_ended(
     with pytest.raises(ReplacedError):
         incarnations.greet(OLDER, left=False)
     assert incarnations.greet(RankProcess(3, 33), left=False) is None
+
+
+def test_a_slab_is_free_when_the_last_of_its_former_processes_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive = {OLDER, NEWER}
+    monkeypatch.setattr(RankProcess, "is_alive", property(lambda process: process in alive))
+    slots = RankSlots(Slab.create(2, 0, 100, "0"))
+    slots.note_former(OLDER)
+    slots.note_former(NEWER)
+    copying, held = slots.slab.slots
+    copying.set_header(SlotHeader(SlotState.STAGING, 2, "b" * 12, 0, 100))
+    held.set_header(SlotHeader(SlotState.DURABLE, 1, "a" * 12, 0, 100))
+    alive.remove(NEWER)
+    assert slots.former_pid() == OLDER.pid
+    assert copying.header.state == SlotState.STAGING
+    alive.remove(OLDER)
+    assert slots.former_pid() == 0
+    assert copying.header.state == SlotState.EMPTY
+    assert held.header.state == SlotState.DURABLE
+    slots.slab.close()
 
 
 @pytest.mark.usefixtures("all_alive")

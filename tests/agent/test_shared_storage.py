@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -47,9 +47,15 @@ class _Troubled(PosixStorage):
         self._maybe()
         return super().present(directory, names)
 
-    def put(self, name: str, data: bytes, durable: Durable = "name") -> None:
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
         self._maybe()
-        super().put(name, data, durable)
+        super().put(name, data, durable, guard)
 
 
 def _of_rank(root: Path, rank: int) -> set[str]:
@@ -113,10 +119,23 @@ def test_a_node_removes_its_files_once_the_committing_node_has_given_up(root: Pa
 
 def test_a_node_whose_own_rank_has_no_record_removes_its_files(root: Path) -> None:
     save = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    save.error, save.persist_failed = "no space", True
+    (root / DIRECTORY / names.record_name(1, SAVE_ID)).unlink()
+    save.error, save.failed = "no space", {1}
     assert outcome_of(save, 60.0) == (True, "no space")
     forget(save)
     assert names.shard_name(1, SAVE_ID) not in os.listdir(root / DIRECTORY)
+
+
+def test_a_node_whose_failed_rank_has_a_record_leaves_its_files_to_the_committing_node(
+    root: Path,
+) -> None:
+    """Storage has put the record and reported an error; the committing node saw the record."""
+    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
+    failed = persisted(PosixStorage(root), SAVE_ID, 1, 2)
+    failed.error, failed.failed = "timed out", {1}
+    forget(failed)
+    assert outcome_of(committing, 60.0) == (True, None)
+    assert names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
 
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)

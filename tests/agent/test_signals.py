@@ -72,7 +72,9 @@ def test_an_agent_told_to_end_does_not_wait_for_ever_and_another_takes_over(
             assert watched(agent, 0.7)
             os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
-    assert "told to end: iteration 1 is not durable" in (directory / LOG).read_text()
+    said = (directory / LOG).read_text()
+    assert "told to end: iteration 1 is not durable: the shards of 1 ranks (0) are still" in said
+    assert f"it had at most {timeout_s:g} s ('agent.sigterm_timeout_s')" in said
     assert trainer.reconnect() == (save_id,)
     assert trainer.outcome().error is None
     assert_intact(root, 1, [trainer])

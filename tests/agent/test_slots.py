@@ -202,6 +202,22 @@ def test_whatever_happens_a_slot_being_read_is_never_handed_out_and_the_newest_o
         slab.close()
 
 
+def test_a_slot_that_is_being_digested_is_not_handed_out() -> None:
+    slab = Slab.create(2, 100, 100, "0")
+    try:
+        book = RankSlots(slab)
+        book.infos[book.acquire()].digesting = True
+        assert book.busy
+        assert not book.is_persisting, "an agent that leaves does not wait for it"
+        other = book.acquire()
+        assert other >= 0
+        assert not book.infos[other].digesting
+        book.infos[other].persisting = True
+        assert book.acquire() == -1
+    finally:
+        slab.close()
+
+
 @pytest.mark.parametrize("newest", [0, 1])
 def test_a_slab_that_outlived_its_agent_keeps_its_newest_checkpoint_longest(newest: int) -> None:
     slab = Slab.create(2, 100, 100, "0")

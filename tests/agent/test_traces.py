@@ -100,6 +100,29 @@ def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, roo
     assert foreign.exists()
 
 
+def test_jobs_that_share_a_directory_for_traces_keep_their_own(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    shared = msgspec.structs.replace(
+        node.config(), trace=Trace(directory=str(tmp_path / "shared"), keep=1)
+    )
+    jobs = [node.trainer(tmp_path / name, config=shared) for name in ("one", "two")]
+    (tmp_path / "shared").mkdir()
+    link = tmp_path / "shared" / f"iter_0000001-{'a' * 12}-rank_00000.trace.json"
+    link.symlink_to("nowhere")
+    for iteration in (1, 2, 3):
+        for trainer in jobs:
+            traced_save([trainer], iteration)
+
+    def kept() -> list[str]:
+        return sorted(path.name.partition("-")[0] for path in (tmp_path / "shared").glob("*.json"))
+
+    eventually(
+        "the newest of each", lambda: kept() == ["iter_0000001", "iter_0000003", "iter_0000003"]
+    )
+    assert link.is_symlink()
+
+
 def test_without_the_setting_nothing_is_recorded_or_written(node: Node, root: Path) -> None:
     traced_save([node.trainer(root)], 7)
     assert not (root / TRACES).exists()
@@ -160,14 +183,14 @@ def test_blocked_time_is_the_wait_of_the_training_loop_if_it_was_measured() -> N
     recorder.seconds[SAVE] = 4.0
     recorder.seen_by_loop(-1.0, 8.0)
     assert recorder.blocked_s == 8.5
-    cost = recorder.staged_cost(20.0, blocking=False)
+    cost = recorder.staged_cost(20.0, "computed", blocking=False)
     assert (cost.blocked_s, cost.staged_s) == (8.0, 20.0)
 
 
 def test_a_save_whose_training_loop_never_continues_is_handed_over() -> None:
     recorder = Recorder(in_loop=True)
     recorder.await_loop(0.01)
-    assert recorder.staged_cost(3.0, blocking=True).blocked_s == 3.0
+    assert recorder.staged_cost(3.0, "computed", blocking=True).blocked_s == 3.0
 
 
 def test_phases_go_to_the_recorder_of_their_thread_only() -> None:

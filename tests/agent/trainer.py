@@ -24,8 +24,10 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import Offer, Outcome
+from megatron_flashckpt.agent.takeover import Policy, take
 from megatron_flashckpt.config import AgentConfig, Config, Retention
 from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT, Piece
@@ -33,6 +35,7 @@ from megatron_flashckpt.layout.plan import Layout, PlanCache, order
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import Span
 
 T = TypeVar("T")
@@ -112,6 +115,13 @@ class FakeTrainer:
     @property
     def layout(self) -> Layout:
         return self.plans.layout(self.pieces)
+
+    def claim(
+        self, policy: Policy = "refuse", wait_s: float = 0.0, run_id: str | None = None
+    ) -> RunKey:
+        """Claim the save directory, as rank 0 does when a run starts."""
+        made = run_id or uuid.uuid4().hex[:8]
+        return take(PosixStorage(self.root), made, lambda: self.client, policy, wait_s)
 
     def reconnect(self) -> tuple[str, ...]:
         """Do what a rank does whose agent is gone: find one and hand it the slab.
@@ -242,17 +252,20 @@ class TrainerProcess:
         iterations: list[int],
         save_id: str,
         stop: str,
+        inside: tuple[str, ...] = (),
     ) -> None:
         """Start it.
 
         Args:
             iterations: saved one after the other; `stop` concerns the last.
             save_id: of the last; the others get ids of their own.
+            inside: a command that runs the one behind it, in a namespace perhaps.
             stop: `staging` (header written, half of the bytes copied), `staged` (doorbell rung), or
                 `committed`.
         """
         self.process = subprocess.Popen(
             [
+                *inside,
                 *(sys.executable, "-m", "tests.agent.trainer"),
                 *("--root", str(root), "--runtime-dir", str(runtime_dir)),
                 *("--rank", str(rank), "--world-size", str(world_size)),

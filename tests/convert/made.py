@@ -159,13 +159,13 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
     storage = PosixStorage(root)
     pending = PendingSave(storage, made.iteration, SAVE_ID, 0.0)
     boxes = [(tensor, box) for tensor in made.tensors for box in tensor.boxes]
-    sizes = [(torch.Size(shape).numel(), tensor.dtype.itemsize) for tensor, (_, shape) in boxes]
+    sizes = [(torch.Size(box[1]).numel(), tensor.dtype_of(box).itemsize) for tensor, box in boxes]
     for rank in range(replicas):
         found = []
         for (tensor, box), (start, end) in zip(
             boxes, equal_shares(sizes, replicas, rank), strict=True
         ):
-            dtype = dtype_name(tensor.dtype)
+            dtype = dtype_name(tensor.dtype_of(box))
             piece = Piece(tensor.key, tensor.kind, dtype, tensor.shape, *box, start, end)
             if start < end:
                 found.append((piece, tensor.read(box).reshape(-1)[start:end]))

@@ -74,7 +74,7 @@ def mistakes(save: Path) -> dict[str, tuple[int, list[object], str]]:
             "--iteration 10",
         ),
         "no iteration": (1, [save, other, "--to", "torch_dist", "--iteration", 3], "iter_0000003"),
-        "exists": (2, [save, save, "--to", "torch_dist"], "--overwrite"),
+        "exists": (2, [save, save.parent / "used", "--to", "safetensors"], "--overwrite"),
         "empty": (1, [save.parent, other, "--to", "torch_dist", "--iteration", 4], "no checkpoint"),
     }
 
@@ -84,6 +84,8 @@ def test_a_mistake_is_one_line_and_changes_nothing(
     tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:
     (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes").touch()
     before = snapshot(tmp_path)
     expected, arguments, said = mistakes(save)[mistake]
     status, out, err = run(capsys, *arguments)

@@ -1,41 +1,43 @@
-"""DLRover's files of real Megatron state hold what stock's legacy files of the same save hold."""
+"""What real DLRover saved holds what stock Megatron saved of the same state, and damage is told.
+
+The archives are files of DLRover 0.6.1 and of stock; `scripts/dlrover_files.py` made them.
+"""
 
 from __future__ import annotations
 
 import shutil
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_flashckpt.convert.formats import open_source
+from megatron_flashckpt import cli
+from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, UnsupportedError
 from tests.convert.tensors import assert_equal, wholes
-from tests.megatron.jobs import REPO, run_job, same, succeeded
+from tests.megatron.jobs import same
 
-LAYOUTS = {
-    "tp2dp2-buckets": (
-        *("--bf16", "--tensor-model-parallel-size", "2", "--swiglu", "--num-layers", "2"),
-        *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
-    ),
-    "pp2dp2-tied": ("--bf16", "--pipeline-model-parallel-size", "2", "--num-layers", "2"),
-}
-NOTE = "did not save the optimizer's step count; the iteration, 2, is taken for it"
+FILES = Path(__file__).parent / "dlrover_files"
+LEGACY, GATHER = "cb995d5-tp2dp2-buckets", "cb995d5-dp2-gather"
+ARCHIVES = (LEGACY, "cb995d5-pp2dp2-tied", "core_v0.8.0-pp2dp2-tied")
+NEWEST, OLDER = "iter_0000004", "iter_0000002"
+NOTE = "did not save the optimizer's step count; the iteration, 4, is taken for it"
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
+def unpacked(name: str, where: Path) -> Path:
+    with tarfile.open(FILES / f"{name}.tar.xz") as archive:
+        archive.extractall(where, filter="data")
+    return where
+
+
+@pytest.fixture(scope="module", params=ARCHIVES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with the same save twice: `stock` and `dlrover`."""
-    tmp_path = tmp_path_factory.mktemp(request.param)
-    job = [
-        *(*LAYOUTS[request.param], "--use-distributed-optimizer", "--ckpt-format", "torch"),
-        *("--train-iters", "2", "--save", str(tmp_path / "stock"), "--save-interval", "2"),
-    ]
-    env = {"DLROVER_DIR": str(tmp_path / "dlrover")}
-    script = REPO / "tests/jobs/dlrover_gpt.py"
-    succeeded(run_job(tmp_path, "double", job, door="stock", env=env, script=script))
-    return tmp_path
+    return unpacked(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def test_every_tensor_is_the_one_in_stocks_files(saved: Path) -> None:
@@ -47,68 +49,290 @@ def test_every_tensor_is_the_one_in_stocks_files(saved: Path) -> None:
     assert_equal(tensors, wholes(stocks.contents))
     assert theirs.contents.common.keys() == stocks.contents.common.keys()
     assert same(theirs.contents.optimizer, stocks.contents.optimizer)
-    assert theirs.contents.warnings == ()
+    notes = ["tied embeddings"] if "cb995d5-pp2" in str(saved) else []
+    for source in (theirs, stocks):
+        assert [note in it for note, it in zip(notes, source.contents.warnings, strict=True)] == [
+            True for _ in notes
+        ]
+
+
+def test_weights_that_were_saved_before_they_were_gathered_are_taken_from_the_masters(
+    tmp_path: Path,
+) -> None:
+    """cb995d5 gathers them in the next step. Stock's file is of its last save, after training."""
+    saved = unpacked(GATHER, tmp_path)
+    with pytest.raises(CorruptCheckpointError, match="save weights of before the last"):
+        open_source(saved / "dlrover", None, Options())
+    theirs = open_source(saved / "dlrover", None, Options(accept_damage=True)).contents
+    stocks = open_source(saved / "stock", None, Options()).contents
+    assert_equal(wholes(theirs), wholes(stocks))
+    assert ["--overlap-param-gather" in warning for warning in theirs.warnings] == [True]
+    weights = open_source(saved / "dlrover", None, Options(weights_only=True)).contents
+    assert ["may have saved weights of before" in it for it in weights.warnings] == [True]
+
+
+def test_a_legacy_gpt_is_not_written_in_a_format_that_its_jobs_cannot_load(
+    legacy: Path, tmp_path: Path
+) -> None:
+    opened = open_source(legacy / "dlrover", None, Options())
+    with pytest.raises(UnsupportedError, match="legacy GPT, whose jobs cannot load torch_dist"):
+        convert(opened, tmp_path / "destination", "torch_dist", Options())
+    assert not (tmp_path / "destination").exists()
+
+
+def test_by_way_of_ours_it_becomes_the_files_that_stock_wrote(saved: Path, tmp_path: Path) -> None:
+    options = Options()
+    convert(open_source(saved / "dlrover", None, options), tmp_path / "ours", "flashckpt", options)
+    convert(open_source(tmp_path / "ours", None, options), tmp_path / "torch", "torch", options)
+    files = sorted((saved / "stock" / NEWEST).rglob("*.pt"))
+    assert len(files) == 4
+    for file in files:
+        name = file.relative_to(saved / "stock")
+        ours, stocks = (
+            torch.load(root / name, weights_only=False)
+            for root in (tmp_path / "torch", saved / "stock")
+        )
+        if "args" in stocks:
+            # Of the first rank, for all.
+            ours["args"], stocks["args"] = (
+                {key: value for key, value in vars(state["args"]).items() if key not in UNLIKE}
+                for state in (ours, stocks)
+            )
+            assert order(ours["model"]) == order(stocks["model"])
+            # Stock's embeddings of the last stage are not those of the first.
+            for state in (ours, stocks) if "tied" in str(saved) else ():
+                state["model"].pop("word_embeddings_for_head", None)
+        elif "cb995d5-pp2" in str(saved) and name.parent.name.endswith("_001"):
+            continue
+        assert same(plain(ours), plain(stocks)), file
+    assert_equal(
+        wholes(open_source(tmp_path / "torch", None, options).contents),
+        wholes(open_source(saved / "stock", None, options).contents),
+    )
+
+
+def plain(state: Any) -> Any:
+    """Return `state` with plain dictionaries."""
+    if isinstance(state, dict):
+        return {name: plain(value) for name, value in state.items()}
+    return state
+
+
+#: Differ from rank to rank, or say where a job saves.
+UNLIKE = ("rank", "local_rank", "save", "load")
+
+
+def order(state: Any) -> list[Any]:
+    """Return the names in a nested state dict in their order."""
+    return [
+        (name, order(value)) if isinstance(value, dict) else name for name, value in state.items()
+    ]
+
+
+# ---------------------------------------------------------------------- what may be missing
+
+
+@pytest.fixture(scope="module")
+def legacy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked(LEGACY, tmp_path_factory.mktemp("legacy"))
+
+
+@pytest.fixture
+def broken(legacy: Path, tmp_path: Path) -> Path:
+    """Return a copy of what DLRover saved."""
+    return Path(shutil.copytree(legacy / "dlrover", tmp_path / "broken"))
 
 
 def test_without_param_groups_those_of_the_args_are_taken_and_the_step_is_said_to_be_a_guess(
-    saved: Path, tmp_path: Path
+    legacy: Path, broken: Path
 ) -> None:
     """As DLRover wrote at first: no `optimizer` in the model files."""
-    older = tmp_path / "older"
-    shutil.copytree(saved / "dlrover", older)
-    for file in older.rglob("model_optim_rng.pt"):
+    for file in broken.rglob("model_optim_rng.pt"):
         state = torch.load(file, weights_only=False)
         del state["optimizer"]
         torch.save(state, file)
-    guessed = open_source(older, None, Options()).contents
+    guessed = open_source(broken, None, Options()).contents
     (found,), (expected,) = (
-        it.optimizer for it in (guessed, open_source(saved / "dlrover", None, Options()).contents)
+        it.optimizer for it in (guessed, open_source(legacy / "dlrover", None, Options()).contents)
     )
-    assert [group["step"] for group in expected["param_groups"]] == [2, 2]
-    assert found["step"] == 2
-    # What the scheduler, which is saved, sets when it is loaded.
-    scheduled = ("step", "lr", "weight_decay")
+    assert [group["step"] for group in expected["param_groups"]] == [4, 4]
+    assert found["step"] == 4
+    # What the scheduler, which is saved, sets when it is loaded, and what later releases have.
+    unlike = ("step", "lr", "weight_decay", "max_lr", "min_lr", "is_decoupled_lr", "default_config")
     kept = [
-        [{key: value for key, value in group.items() if key not in scheduled} for group in groups]
+        [{key: value for key, value in group.items() if key not in unlike} for group in groups]
         for groups in (found["param_groups"], expected["param_groups"])
     ]
     assert kept[0] == kept[1]
     assert [NOTE in warning for warning in guessed.warnings] == [True]
 
 
-def test_ranks_without_optimizer_tensors_are_named_in_one_error(
-    saved: Path, tmp_path: Path
+@pytest.mark.parametrize("flag", [{"decoupled_lr": 0.1}, {"use_mup": True}], ids=str)
+def test_without_param_groups_those_of_decoupled_lr_and_mup_are_not_made_up(
+    broken: Path, flag: dict[str, Any]
 ) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(saved / "dlrover", broken)
-    torch.save({}, broken / "iter_0000002/rank_00001/distrib_optim.pt")
-    (broken / "iter_0000002/rank_00002/distrib_optim.pt").unlink()
-    torch.save([None], broken / "iter_0000002/rank_00003/distrib_optim.pt")
+    for file in broken.rglob("model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False)
+        del state["optimizer"]
+        vars(state["args"]).update(flag)
+        torch.save(state, file)
+    with pytest.raises(UnsupportedError, match="did not save the optimizer's param groups"):
+        open_source(broken, None, Options())
+    open_source(broken, None, Options(weights_only=True))
+
+
+def remove_files(directory: Path) -> None:
+    torch.save({}, directory / "rank_00001/distrib_optim.pt")
+    (directory / "rank_00002/distrib_optim.pt").unlink()
+    torch.save([None], directory / "rank_00003/distrib_optim.pt")
+
+
+def remove_optimizers(directory: Path) -> None:
+    for rank in range(4):
+        torch.save([None], directory / f"rank_{rank:05d}/distrib_optim.pt")
+
+
+def older(*names: str) -> Callable[[Path], None]:
+    """Return what puts directories of the iteration before into one of DLRover's."""
+
+    def damage(directory: Path) -> None:
+        for name in names:
+            shutil.rmtree(directory / name)
+            shutil.copytree(directory.parent / OLDER / name, directory / name)
+
+    return damage
+
+
+def exchange(directory: Path) -> None:
+    one, other = directory / "rank_00000", directory / "rank_00003"
+    one.rename(directory / "aside")
+    other.rename(one)
+    (directory / "aside").rename(other)
+
+
+def one_rank_more(directory: Path) -> None:
+    shutil.copytree(directory / "rank_00003", directory / "rank_00004")
+
+
+def truncate(directory: Path) -> None:
+    file = directory / "rank_00002/distrib_optim.pt"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+#: name -> (damage, what the message must say)
+DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "some optimizer files missing": (
+        remove_files,
+        [
+            *("3 of 4 ranks have no optimizer tensors", "rank_00001", "rank_00002", "rank_00003"),
+            *("not in this checkpoint", "committed it without them", "--weights-only"),
+        ],
+    ),
+    "no optimizer at all": (
+        remove_optimizers,
+        ["4 of 4 ranks have no optimizer tensors", "where Megatron chains optimizers"],
+    ),
+    "no rank directories": (
+        lambda directory: [shutil.rmtree(path) for path in directory.glob("rank_*")] and None,
+        ["DLRover keeps it in rank_"],
+    ),
+    "weights missing": (
+        lambda directory: [shutil.rmtree(path) for path in directory.glob("mp_rank_*")] and None,
+        ["no mp_rank_*/model_optim_rng.pt", "committed it without the weights"],
+    ),
+    "weights of one rank missing": (
+        lambda directory: shutil.rmtree(directory / "mp_rank_01"),
+        ["no model_optim_rng.pt in", "mp_rank_01"],
+    ),
+    "optimizer of one rank of another save": (
+        older("rank_00002"),
+        ["tp 0, pp 0", "the shards in rank_00002 are not what", "mp_rank_00", "files of two saves"],
+    ),
+    "optimizer of all ranks of another save": (
+        older("rank_00000", "rank_00001", "rank_00002", "rank_00003"),
+        ["the shards in rank_00000, rank_00002 are not what", "files of two saves"],
+    ),
+    "weights of one rank of another save": (
+        older("mp_rank_01"),
+        ["holds files of another save: mp_rank_01 of iteration 2"],
+    ),
+    "ranks exchanged": (exchange, ["shards of other sizes"]),
+    "a rank of a larger job": (one_rank_more, ["4 ranks, but rank_00004", "files of two saves"]),
+    "a file cut short": (truncate, ["rank_00002/distrib_optim.pt: cannot be read"]),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_what_dlrover_committed_incomplete_or_mixed_is_told_and_nothing_is_written(
+    broken: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, says = DAMAGE[name]
+    damage(broken / NEWEST)
     with pytest.raises(CorruptCheckpointError) as caught:
         open_source(broken, None, Options())
-    assert "3 of 4 ranks have no optimizer tensors" in str(caught.value)
-    assert "rank_00001" in str(caught.value)
-    assert "rank_00002" in str(caught.value)
-    assert "rank_00003" in str(caught.value)
-    assert "not in this checkpoint" in str(caught.value)
-    assert "--weights-only" in str(caught.value)
-    weights = open_source(broken, None, Options(weights_only=True)).contents
-    assert {tensor.kind for tensor in weights.tensors} == {"weight"}
+    for text in says:
+        assert text in str(caught.value)
+    assert len(str(caught.value)) < 800
+    destination = tmp_path / "destination"
+    assert cli.main(["convert", str(broken), str(destination), "--to", "flashckpt"]) == 1
+    assert str(caught.value) in capsys.readouterr().err.replace("\n", "")
+    assert not destination.exists()
+    # The iteration before is whole, and so are the weights where only optimizer state is damaged.
+    assert open_source(broken, 2, Options()).contents.iteration == 2
+    if "--weights-only" in str(caught.value):
+        weights = open_source(broken, None, Options(weights_only=True)).contents
+        assert {tensor.kind for tensor in weights.tensors} == {"weight"}
 
 
-def test_a_directory_without_any_optimizer_state_is_refused(saved: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(saved / "dlrover", broken, ignore=shutil.ignore_patterns("rank_*"))
-    with pytest.raises(CorruptCheckpointError, match="DLRover keeps it in rank_"):
-        open_source(broken, None, Options())
+def test_a_commit_without_any_file_is_told_wherever_the_directory_is_named(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(broken / NEWEST)
+    destination = tmp_path / "destination"
+    for command in (
+        ["convert", str(broken), str(destination), "--to", "flashckpt"],
+        ["inspect", str(broken)],
+        ["verify", str(broken)],
+    ):
+        assert cli.main(command) == 1
+        said = capsys.readouterr().err.replace("\n", "")
+        assert f"{NEWEST}: DLRover committed it with no files in it; go on from another" in said
+        assert "(2 there)" in said
+    assert not destination.exists()
+    assert cli.main(["ls", str(broken)]) == 0
+    assert "committed with no files in it" in capsys.readouterr().out
 
 
-def test_shards_of_two_ranks_that_were_swapped_are_noticed(saved: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(saved / "dlrover", broken)
-    one, other = (broken / f"iter_0000002/rank_{rank:05d}" for rank in (0, 3))
-    one.rename(broken / "aside")
-    other.rename(one)
-    (broken / "aside").rename(other)
-    with pytest.raises(CorruptCheckpointError, match=r"shards of other sizes|are not what"):
-        open_source(broken, None, Options())
+def test_commands_call_the_format_by_its_name_and_say_what_to_do(
+    legacy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = str(legacy / "dlrover")
+    assert cli.main(["ls", place]) == 0
+    said = capsys.readouterr().out
+    assert said.count("DLRover's") == 2
+    assert said.count("'flashckpt convert' reads it") == 2
+    assert "Megatron's own" not in said
+    for command in ("inspect", "verify"):
+        assert cli.main([command, place]) == 1
+        said = capsys.readouterr().err.replace("\n", "")
+        assert f"{NEWEST}: is in DLRover's format, which neither Megatron nor" in said
+        assert f"flashckpt convert {place} DST --to flashckpt --iteration 4" in said
+
+
+def test_a_model_that_cannot_be_laid_out_is_refused_in_a_line_with_a_way_out(broken: Path) -> None:
+    def change(**changes: Any) -> str:
+        for file in (broken / NEWEST).rglob("model_optim_rng.pt"):
+            state = torch.load(file, weights_only=False)
+            vars(state["args"]).update(changes)
+            torch.save(state, file)
+        with pytest.raises(FlashCkptError) as caught:
+            open_source(broken, None, Options())
+        assert isinstance(caught.value, UnsupportedError)
+        assert len(str(caught.value)) < 800
+        return str(caught.value)
+
+    said = change(num_layers=4)
+    assert "layers.2.input_norm.weight is not there, by the args (16,)" in said
+    assert "more" in said
+    assert "load it with DLRover in a job of the Megatron that wrote it" in said
+    assert "--transformer-impl transformer_engine" in change(transformer_impl="transformer_engine")

@@ -16,18 +16,19 @@ from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.errors import CorruptCheckpointError
 from tests.convert.tensors import assert_equal, wholes
-from tests.megatron.jobs import Result, assemble, run_job, succeeded
+from tests.megatron.jobs import DECOUPLED, MUP, Result, assemble, run_job, succeeded
 
 LAYOUTS = {
     # Stages differ: the embedding has a bucket of its own on both, the first has more.
     "pp2-tied-swiglu-buckets": [
         *("--num-layers", "4", "--bf16", "--pipeline-model-parallel-size", "2", "--swiglu"),
         *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
+        *DECOUPLED,
     ],
     "moe-ep2": [
         *("--num-layers", "2", "--bf16", "--expert-model-parallel-size", "2"),
         *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
-        *("--moe-token-dispatcher-type", "alltoall"),
+        *("--moe-token-dispatcher-type", "alltoall", *DECOUPLED, *MUP),
     ],
 }
 
@@ -60,6 +61,15 @@ def test_losses_go_on(jobs: Jobs) -> None:
     expected = jobs.a.losses()
     assert sorted(expected) == [1, 2, 3, 4]
     assert jobs.b.losses() == {n: expected[n] for n in (3, 4)}
+
+
+def test_our_own_save_has_the_groups_of_stocks(jobs: Jobs) -> None:
+    stock, ours = (
+        open_source(jobs.tmp_path / name, 4, Options()).contents.optimizer for name in "AB"
+    )
+    groups = [group for entry in stock for group in entry["param_groups"]]
+    assert len({(group["max_lr"], group["wd_mult"], group["eps"]) for group in groups}) >= 3
+    assert [group for entry in ours for group in entry["param_groups"]] == groups
 
 
 def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:

@@ -14,10 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_flashckpt.convert.contents import Contents
 from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.convert.former_export import MARKER
 from megatron_flashckpt.convert.options import Options
 from tests.convert.tensors import assert_equal, wholes
-from tests.megatron.jobs import Result, assemble, run_job, same, succeeded
+from tests.megatron.jobs import (
+    DECOUPLED,
+    GROUP_MARKS,
+    MUP,
+    Result,
+    assemble,
+    run_job,
+    same,
+    succeeded,
+)
 
 LAYOUTS = {
     "tp2dp2-swiglu-untied-distributed-buckets": (
@@ -26,11 +37,15 @@ LAYOUTS = {
             *("--num-layers", "2", "--bf16", "--tensor-model-parallel-size", "2", "--swiglu"),
             *("--untie-embeddings-and-output-weights", "--use-distributed-optimizer"),
             *("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
+            *DECOUPLED,
         ],
     ),
     "pp2-tied-plain-optimizer": (
         2,
-        ["--num-layers", "2", "--bf16", "--pipeline-model-parallel-size", "2", "--swiglu"],
+        [
+            *("--num-layers", "2", "--bf16", "--pipeline-model-parallel-size", "2", "--swiglu"),
+            *(*DECOUPLED, *MUP),
+        ],
     ),
     "moe-ep2-distributed": (
         2,
@@ -39,6 +54,7 @@ LAYOUTS = {
             *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
             *("--moe-token-dispatcher-type", "alltoall", "--use-distributed-optimizer"),
             *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+            *("--untie-embeddings-and-output-weights", *DECOUPLED, *MUP),
         ],
     ),
 }
@@ -72,7 +88,8 @@ class Jobs:
     def _run(self, name: str, arguments: list[str], ranks: int, door: str) -> Result:
         save = self.tmp_path / name.upper()
         job = [*arguments, *schedule(save)]
-        return succeeded(run_job(self.tmp_path, name, job, ranks=ranks, door=door))
+        env = GROUP_MARKS if door == "stock" else {}
+        return succeeded(run_job(self.tmp_path, name, job, ranks=ranks, door=door, env=env))
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
@@ -88,6 +105,18 @@ def test_losses_go_on_after_either_conversion(jobs: Jobs) -> None:
     assert jobs.c is None or jobs.c.losses() == {n: expected[n] for n in (5, 6)}
 
 
+def test_our_own_save_has_the_groups_of_stocks(jobs: Jobs) -> None:
+    stock, ours = (open_source(jobs.tmp_path / name, 6, Options()).contents for name in "AB")
+    assert {True, False} == {group["default_config"] for group in stocks_groups(stock)}
+    assert stocks_groups(ours) == stocks_groups(stock)
+
+
+def stocks_groups(contents: Contents) -> list[dict]:
+    groups = [group for entry in contents.optimizer or [] for group in entry["param_groups"]]
+    assert len(groups) >= 3
+    return groups
+
+
 def test_every_tensor_is_the_one_that_our_own_save_has(jobs: Jobs) -> None:
     ours = assemble(jobs.tmp_path / "B", 6)
     assert {"weight", "master", "exp_avg", "exp_avg_sq"} <= {kind for kind, _ in ours}
@@ -101,7 +130,9 @@ def test_what_is_written_is_what_stock_writes(jobs: Jobs) -> None:
     written, stocks = (jobs.tmp_path / name / "iter_0000004" for name in "CA")
     names = sorted(path.relative_to(stocks) for path in stocks.rglob("*.pt"))
     assert names == sorted(
-        path.relative_to(written) for path in written.rglob("*") if path.is_file()
+        path.relative_to(written)
+        for path in written.rglob("*")
+        if path.is_file() and path.name != MARKER
     )
     for name in names:
         found, expected = (torch.load(d / name, weights_only=False) for d in (written, stocks))

@@ -241,7 +241,12 @@ def test_damage_is_named_and_leaves_no_result(tmp_path: Path, damage: str) -> No
         (directory / place).write_bytes(described.replace(b"__0_0.distcp", b"../_0.distcp"))
     before = snapshot(tmp_path)
     with pytest.raises(CorruptCheckpointError, match=place):
-        convert(open_source(tmp_path / "save", None, Options()), tmp_path, "flashckpt", Options())
+        convert(
+            open_source(tmp_path / "save", None, Options()),
+            tmp_path / "ours",
+            "flashckpt",
+            Options(),
+        )
     assert snapshot(tmp_path) == before
 
 
@@ -284,7 +289,8 @@ def test_fp32_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path:
     ]
     made = dataclasses.replace(made, tensors=fp32)
     directory = write_torch_dist(made, tmp_path / "save", Options())
-    convert(open_source(tmp_path / "save", None, Options()), tmp_path, "flashckpt", Options())
+    ours = tmp_path / "ours"
+    convert(open_source(tmp_path / "save", None, Options()), ours, "flashckpt", Options())
     with open(directory / ".metadata", "rb") as file:
         metadata = pickle.load(file)
     key, start = "decoder.final_layernorm.weight", torch.Size((0,))
@@ -294,4 +300,4 @@ def test_fp32_optimizer_state_that_does_not_fit_the_weights_is_refused(tmp_path:
         pickle.dump(metadata, file)
     opened = open_source(tmp_path / "save", None, Options())
     with pytest.raises(CorruptCheckpointError, match=rf"masters of 1 tensors .* {key} \(9 of 9"):
-        convert(opened, tmp_path, "flashckpt", Options(overwrite=True))
+        convert(opened, ours, "flashckpt", Options(overwrite=True))

@@ -21,23 +21,24 @@ from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.soundness import masters_that_differ
 from megatron_flashckpt.errors import CorruptCheckpointError
 from tests.convert.made import differing
-from tests.megatron.jobs import Result, run_job, succeeded
+from tests.megatron.jobs import DECOUPLED, GROUP_MARKS, MUP, Result, run_job, succeeded
 
 DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
 LAYOUTS = {
     "dp2-swiglu-untied": [
         *("--num-layers", "2", "--bf16", "--swiglu", *DISTRIBUTED),
-        "--untie-embeddings-and-output-weights",
+        *("--untie-embeddings-and-output-weights", *DECOUPLED),
     ],
     "tp2-plain-optimizer": [
         *("--num-layers", "2", "--bf16", "--tensor-model-parallel-size", "2"),
+        *("--untie-embeddings-and-output-weights", *DECOUPLED, *MUP),
     ],
-    "pp2-fp32": ["--num-layers", "2", "--pipeline-model-parallel-size", "2"],
+    "pp2-fp32": ["--num-layers", "2", "--pipeline-model-parallel-size", "2", *MUP],
     "moe-ep2": [
         *("--num-layers", "2", "--bf16", "--expert-model-parallel-size", "2", *DISTRIBUTED),
         *("--num-experts", "4", "--moe-router-topk", "2", "--disable-bias-linear"),
         *("--moe-token-dispatcher-type", "alltoall", "--moe-router-score-function", "sigmoid"),
-        "--moe-router-enable-expert-bias",
+        *("--moe-router-enable-expert-bias", *DECOUPLED, *MUP),
     ],
 }
 
@@ -66,7 +67,13 @@ class Jobs:
         self.c = self._run("c", [*arguments, *schedule(back, back)], "stock")
 
     def _run(self, name: str, arguments: list[str], door: str) -> Result:
-        return succeeded(run_job(self.tmp_path, name, arguments, ranks=2, door=door, timeout_s=400))
+        return run(self.tmp_path, name, arguments, door)
+
+
+def run(tmp_path: Path, name: str, arguments: list[str], door: str) -> Result:
+    env = GROUP_MARKS if door == "stock" else {}
+    job = run_job(tmp_path, name, arguments, ranks=2, door=door, env=env, timeout_s=400)
+    return succeeded(job)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=list(LAYOUTS))
@@ -99,6 +106,7 @@ def test_side_state_is_the_same_in_all_three(jobs: Jobs) -> None:
         assert other.common["opt_param_scheduler"] == stock.common["opt_param_scheduler"]
         assert other.args.consumed_train_samples == stock.args.consumed_train_samples == 48
         assert groups(other) == groups(stock)
+    assert len(groups(stock)) >= 3
 
 
 def groups(contents: Contents) -> list[dict]:
@@ -113,8 +121,7 @@ def test_megatron_loads_ours_under_another_tensor_parallel_size(
     arguments = LAYOUTS["dp2-swiglu-untied"]
     ours, dist = tmp_path / "ours", tmp_path / "dist"
     ways = ["--tensor-model-parallel-size", "2"]
-    run = [*arguments, *ways, *schedule(ours, ours, 2)]
-    succeeded(run_job(tmp_path, "save", run, ranks=2, timeout_s=400))
+    run(tmp_path, "save", [*arguments, *ways, *schedule(ours, ours, 2)], "launch")
     convert(open_source(ours, 2, Options()), dist, "torch_dist", Options())
     changed = [
         "--override-opt_param-scheduler",
@@ -125,12 +132,13 @@ def test_megatron_loads_ours_under_another_tensor_parallel_size(
     ]
     results = {}
     for name, load, door in (("mine", ours, "launch"), ("stock", dist, "stock")):
-        run = [*arguments, *schedule(load, tmp_path / f"saved-{name}", 4), *changed]
-        results[name] = succeeded(run_job(tmp_path, name, run, ranks=2, door=door, timeout_s=400))
+        job = [*arguments, *schedule(load, tmp_path / f"saved-{name}", 4), *changed]
+        results[name] = run(tmp_path, name, job, door)
     assert sorted(results["stock"].losses()) == [3, 4]
     assert results["stock"].losses() == results["mine"].losses()
     mine, stock = (opened(tmp_path / f"saved-{name}", 4) for name in ("mine", "stock"))
     assert differing(mine.tensors, stock.tensors) == []
+    assert groups(mine) == groups(stock)
 
 
 def test_the_damage_that_megatron_does_with_several_buckets_is_found(
@@ -140,8 +148,8 @@ def test_the_damage_that_megatron_does_with_several_buckets_is_found(
     arguments = ["--num-layers", "2", "--bf16", *DISTRIBUTED, "--overlap-grad-reduce"]
     # A hidden size of 72 makes buckets whose ends are padded.
     arguments += ["--ddp-bucket-size", "20000", "--hidden-size", "72", "--kv-channels", "18"]
-    run = [*arguments, *schedule(tmp_path / "stock", tmp_path / "stock", 2)]
-    succeeded(run_job(tmp_path, "stock", run, ranks=2, door="stock", timeout_s=400))
+    job = [*arguments, *schedule(tmp_path / "stock", tmp_path / "stock", 2)]
+    run(tmp_path, "stock", job, "stock")
     source = open_source(tmp_path / "stock", 2, Options())
     wrong = masters_that_differ(source.contents)
     assert len(wrong) > 10

@@ -68,6 +68,7 @@ class Job:
                 "WORLD_SIZE": str(RANKS),
                 "FLASHCKPT_RUNTIME_DIR": str(self.runtime_dir),
                 "FLASHCKPT_AGENT__GRACE_S": "60",
+                "FLASHCKPT_OTHER_WRITER_WAIT_S": "0",
             }
             if fault is not None:
                 environment["FLASHCKPT_FAULT"] = f"{fault}:STOP:{self.reached}"

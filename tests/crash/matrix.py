@@ -15,8 +15,10 @@ from rich.table import Table
 
 from tests.crash.cells import all_cells
 from tests.crash.peers import LOST, PeerCell, peer_cells, tell_of_peers
+from tests.crash.rivals import HUNG, RivalCell, rival_cells, tell_of_rivals
 from tests.crash.story import KILLED, Cell, Found, tell
 
+AnyCell = Cell | PeerCell | RivalCell
 _RANDOM = "random"
 #: Of the table in a file, where no terminal says.
 _WIDTH = 100
@@ -39,7 +41,7 @@ class Matrix:
         ended = [each for row in self._done.values() for cells in row.values() for each in cells]
         return sum(ended), len(ended)
 
-    def note(self, cell: Cell | PeerCell, outcome: list[Found] | BaseException) -> None:
+    def note(self, cell: AnyCell, outcome: list[Found] | BaseException) -> None:
         failed = isinstance(outcome, BaseException)
         if not isinstance(outcome, BaseException):
             self.restored.update(found.source for found in outcome)
@@ -56,9 +58,11 @@ class Matrix:
         out.print(table)
 
 
-def _place(cell: Cell | PeerCell) -> tuple[tuple[str, str], str]:
+def _place(cell: AnyCell) -> tuple[tuple[str, str], str]:
     if isinstance(cell, PeerCell):
         return (f"agent, {cell.scheme}", cell.point), f"{cell.lost} lost"
+    if isinstance(cell, RivalCell):
+        return ("agent, two jobs", cell.point), HUNG
     if cell.hurried:
         return ("any", f"{len(cell.crashes)} crashes, one after the other"), _RANDOM
     last = cell.crashes[-1]
@@ -75,7 +79,7 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
     out = Console(soft_wrap=True, highlight=False)
     if not out.is_terminal:
         out.width = _WIDTH
-    every: list[Cell | PeerCell] = [*peer_cells(), *all_cells(seeds)]
+    every: list[AnyCell] = [*rival_cells(), *peer_cells(), *all_cells(seeds)]
     cells = [cell for cell in every if only in str(cell)]
     if list:
         for cell in cells:
@@ -84,6 +88,7 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
     started = time.monotonic()
     matrix = Matrix(*(f"{killed} killed" for killed in KILLED), _RANDOM)
     of_peers = Matrix(*(f"{lost} lost" for lost in LOST))
+    of_rivals = Matrix(HUNG)
     home = Path(tempfile.mkdtemp(prefix="flashckpt-crash-"))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=out, disable=not out.is_terminal)
@@ -95,7 +100,7 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
         try:
             for future in concurrent.futures.as_completed(running):
                 cell = running[future]
-                its = of_peers if isinstance(cell, PeerCell) else matrix
+                its = {PeerCell: of_peers, RivalCell: of_rivals}.get(type(cell), matrix)
                 its.note(cell, future.exception() or future.result())
                 if future.exception():
                     said = str(future.exception()).partition("\n")[0]
@@ -106,9 +111,10 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
         finally:
             pool.shutdown(cancel_futures=True)
     shutil.rmtree(home)
-    passed, ended = map(sum, zip(matrix.counts(), of_peers.counts(), strict=True))
+    matrices = (matrix, of_peers, of_rivals)
+    passed, ended = map(sum, zip(*(its.counts() for its in matrices), strict=True))
     restored = matrix.restored + of_peers.restored
-    for its in (matrix, of_peers):
+    for its in matrices:
         if its:
             its.print(out)
     sources = ", ".join(f"{count} from {name}" for name, count in restored.most_common())
@@ -119,9 +125,12 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
     return 0 if passed == len(cells) else 1
 
 
-def _tell(cell: Cell | PeerCell, home: Path, keep: Path | None) -> list[Found]:
+def _tell(cell: AnyCell, home: Path, keep: Path | None) -> list[Found]:
     home.mkdir()
     try:
+        if isinstance(cell, RivalCell):
+            tell_of_rivals(cell, home)
+            return []
         return tell_of_peers(cell, home) if isinstance(cell, PeerCell) else tell(cell, home)
     except BaseException:
         if keep is not None:

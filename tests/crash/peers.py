@@ -112,6 +112,18 @@ def peer_sample() -> list[PeerCell]:
     ]
 
 
+@contextlib.contextmanager
+def agent_fault(fault: str | None) -> Iterator[None]:
+    """Let the agents that are started meanwhile come to this fault."""
+    with _starting:
+        if fault is not None:
+            os.environ[VARIABLE] = fault
+        try:
+            yield
+        finally:
+            os.environ.pop(VARIABLE, None)
+
+
 def tell_of_peers(cell: PeerCell, home: Path) -> list[Found]:
     """Let `cell` happen in the empty directory `home`; return what was restored in it.
 
@@ -147,14 +159,9 @@ class _Story:
 
     @contextlib.contextmanager
     def _environment(self, node: int) -> Iterator[None]:
-        with _starting:
-            if node == 0:
-                fault = f"agent:{self._cell.point}:{self._cell.count}:STOP:{self._reached}"
-                os.environ[VARIABLE] = fault
-            try:
-                yield
-            finally:
-                os.environ.pop(VARIABLE, None)
+        fault = f"agent:{self._cell.point}:{self._cell.count}:STOP:{self._reached}"
+        with agent_fault(fault if node == 0 else None):
+            yield
 
     def _start(self) -> None:
         self._made.start(self._cell.scheme, _GROUP, _PEER_TIMEOUT_S)

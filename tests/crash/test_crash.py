@@ -1,11 +1,13 @@
 """A sample of the crash matrix; `scripts/crash` runs all of it.
 
 A cell is a job of two real Megatron ranks and their agent, stopped at a named point, killed in
-whole or in part, and started again; or one of several nodes that hold copies for each other.
+whole or in part, and started again; or one of several nodes that hold copies for each other; or two
+jobs in one save directory.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +15,9 @@ import pytest
 
 from megatron_flashckpt.faults import POINTS
 from tests.crash.cells import all_cells, sample
-from tests.crash.job import CellError, Job
+from tests.crash.job import RANKS, CellError, Job
 from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, tell_of_peers
+from tests.crash.rivals import RivalCell, rival_cells, rival_sample, tell_of_rivals
 from tests.crash.start import Life
 from tests.crash.story import KILLED, Cell, tell
 from tests.crash.truth import check_storage, check_tidy
@@ -30,6 +33,43 @@ def test_what_other_nodes_hold_is_whole_and_the_newest_or_is_not_used(
     cell: PeerCell, tmp_path: Path
 ) -> None:
     assert len(tell_of_peers(cell, tmp_path)) == 1
+
+
+@pytest.mark.parametrize("cell", rival_sample(), ids=str)
+def test_an_overtaken_job_changes_nothing_however_late_its_agent_wakes(
+    cell: RivalCell, tmp_path: Path
+) -> None:
+    tell_of_rivals(cell, tmp_path)
+
+
+def test_the_long_version_wakes_agents_at_every_step_that_others_see() -> None:
+    seen = ("persist", "file", "put", "commit", "retain", "leftover", "save", "forget")
+    of_trainers = {"save.granted", "save.staging", "save.told"}
+    assert {cell.point for cell in rival_cells()} == {
+        point for point in POINTS if point.split(".")[0] in seen
+    } - of_trainers
+
+
+def test_a_second_job_is_refused_before_its_first_step(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    first, second = Job(tmp_path), Job(tmp_path / "second")
+    second.runtime_dir = tmp_path / "run2"  # short, as paths of sockets must be
+    try:
+        life = Life(save=str(first.save), seed=1, saves=1)
+        first.start(life, None, linger=True)
+        first.everyone("ended")
+        (agent,) = first.agents
+        before = {path for path in first.save.rglob("*") if path.suffix != ".tmp"}
+        second.start(life, None, linger=False)
+        with pytest.raises(CellError, match=r"exit codes \[1, 1\]"):
+            second.join()
+        assert second.log().count("OtherWriterError") >= RANKS, "on all ranks"
+        assert f"(agent {agent} on {platform.node()}, claim renewed 2" in second.log()
+        assert second.reports("loaded") == [[]] * RANKS
+        assert set(first.save.rglob("*")) == before
+    finally:
+        second.close()
+        first.close()
 
 
 def test_the_long_version_kills_everybody_at_every_point_in_every_way() -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from megatron_flashckpt.layout.names import (
+    CLAIM,
     HISTORY,
     MANIFEST,
     TRACKER,
@@ -73,7 +74,7 @@ def check_tidy(save: Path, newest: int) -> None:
     storage = PosixStorage(save)
     if committed(save)[-1:] != [newest] or (save / TRACKER).read_text() != str(newest):
         raise CellError(f"iteration {newest} is not the newest of {committed(save)}")
-    known = (TRACKER, HISTORY)
+    known = (TRACKER, HISTORY, CLAIM)
     left = [path.name for path in save.iterdir() if path.is_file() and path.name not in known]
     for directory in filter(Path.is_dir, save.iterdir()):
         files = {path.name for path in directory.iterdir()}

@@ -43,6 +43,8 @@ import cells
 import pretrain_gpt_tiny as tiny
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import (
     checkpointing,
@@ -108,6 +110,17 @@ def dense_config(args: Any) -> Any:
 tiny.core_transformer_config_from_args = dense_config
 
 
+def gpt_model(config: Any, spec: Any, *args: Any, **kwargs: Any) -> GPTModel:
+    """Return the model, with multi-token prediction if `--mtp-num-layers` asks for it."""
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, False, vp_stage=kwargs["vp_stage"])
+    return GPTModel(config, spec, *args, mtp_block_spec=mtp, **kwargs)
+
+
+tiny.GPTModel = gpt_model
+
+
 class Rows(torch.utils.data.Dataset):
     """Random rows, each from its own seed: as quick to make as to read."""
 
@@ -130,7 +143,12 @@ class Rows(torch.utils.data.Dataset):
 
 
 def datasets(sizes: list[int], vp_stage: int | None = None) -> tuple[Rows, Rows, Rows]:
-    return Rows(sizes[0]), Rows(max(1, sizes[1])), Rows(max(1, sizes[2]))
+    # Megatron refuses to start where no rows are left, even if no iteration is.
+    return (
+        Rows(sizes[0] + get_args().global_batch_size),
+        Rows(max(1, sizes[1])),
+        Rows(max(1, sizes[2])),
+    )
 
 
 datasets.is_distributed = True
@@ -240,8 +258,7 @@ def run(cell: dict[str, Any], store: dist.Store) -> None:
             recorder.output.write(traceback.format_exc())
         finally:
             training.load_checkpoint = load_checkpoint
-            session.finalize(blocking=True)  # as at the exit of a process
-            session.close(leave=True)
+            session.end()  # as at the exit of a process
             for home, names in homes.values():
                 for _, name in HOOKS:
                     if name in names:

@@ -30,6 +30,20 @@ def described(model: list[Any], optimizer: Any) -> Iterator[list[Any]]:
 
     `[start, end)` is a range of the row-major flattening of the box.
     """
+    by_id = _sharded(model)
+    parameters = {id(it) for chunk in unwrap_model(model) for it in chunk.parameters()}
+    for number, entry in by_id.items():
+        kind = "weight" if number in parameters else "buffer"
+        flat = entry.data.detach().reshape(-1)
+        yield from _parts(kind, entry, 0, flat.numel(), flat)
+    for parameter, start, end, states in optimizer_states(optimizer):
+        for kind, tensor in states.items():
+            flat = tensor.detach().reshape(-1)
+            yield from _parts(kind, by_id[id(parameter)], start, end, flat)
+
+
+def _sharded(model: list[Any]) -> dict[int, Any]:
+    """Return Megatron's description of each tensor of the model, by the id of the tensor."""
     metadata = {
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
@@ -37,22 +51,38 @@ def described(model: list[Any], optimizer: Any) -> Iterator[list[Any]]:
     }
     by_id: dict[int, Any] = {}
     for chunk in unwrap_model(model):
-        parameters = {id(parameter) for parameter in chunk.parameters()}
         for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
-            if (
-                not isinstance(entry, ShardedTensor | ShardedTensorFactory)
-                or entry.data is None
-                or id(entry.data) in by_id
-            ):
-                continue
-            by_id[id(entry.data)] = entry
-            kind = "weight" if id(entry.data) in parameters else "buffer"
-            flat = entry.data.detach().reshape(-1)
-            yield from _parts(kind, entry, 0, flat.numel(), flat)
-    for parameter, start, end, states in optimizer_states(optimizer):
-        for kind, tensor in states.items():
-            flat = tensor.detach().reshape(-1)
-            yield from _parts(kind, by_id[id(parameter)], start, end, flat)
+            if isinstance(entry, ShardedTensor | ShardedTensorFactory) and entry.data is not None:
+                by_id.setdefault(id(entry.data), entry)
+    return by_id
+
+
+def settings(model: list[Any], optimizer: Any) -> tuple[dict[str, list[Any]], list[Any]]:
+    """Return the settings of every parameter by its key, and those of groups without parameters.
+
+    Settings are what a param group holds besides parameters and steps. A parameter of experts is in
+    a group of its own kind only under expert parallelism, so that mark is left out.
+    """
+    by_id = _sharded(model)
+    found: dict[str, list[Any]] = {}
+    of_empty = []
+    for sub in sub_optimizers(optimizer):
+        if isinstance(sub, DistributedOptimizer):
+            members = zip(sub.model_float16_groups, sub.model_fp32_groups, strict=True)
+        elif isinstance(sub, FP32Optimizer):
+            members = ((group["params"], []) for group in sub.optimizer.param_groups)
+        else:
+            members = zip(sub.float16_groups, sub.fp32_from_fp32_groups, strict=True)
+        for group, (half, full) in zip(sub.optimizer.param_groups, members, strict=True):
+            kept = group.keys() - {"params", "step", "is_expert_parallel"}
+            values = {name: group[name] for name in sorted(kept)}
+            if not (half or full):
+                of_empty.append(values)
+            for parameter in (*half, *full):
+                of_key = found.setdefault(by_id[id(parameter)].key, [])
+                if values not in of_key:  # all layers have one key
+                    of_key.append(values)
+    return found, of_empty
 
 
 def optimizer_states(optimizer: Any) -> Iterator[tuple[Any, int, int, dict[str, torch.Tensor]]]:

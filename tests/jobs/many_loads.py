@@ -3,8 +3,9 @@
 Run by `tests/megatron/jobs.py`. Starting Megatron costs most of a test's time, so one job takes
 many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`; `args`
 are set on Megatron's arguments before the call, `config` are settings of ours; a save with
-`then_load` copies slowly, and that directory is loaded as soon as it returns. What each call did on
-each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
+`then_load` copies slowly, and that directory is loaded as soon as it returns; before it, and before
+a case with `spoiled`, all weights change. What each call did on each rank is appended to
+`TRACE_DIR/rank_<r>.jsonl`.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def main() -> None:
         Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
         AgentClient.staged = break_doorbell if case.get("no_doorbell_on") == RANK else ring
         Stager._copy_late = copy_slowly if "then_load" in case else copy_late
-        if "then_load" in case:  # not what any other case has loaded
+        if "then_load" in case or case.get("spoiled"):  # not what any other case has loaded
             for chunk in model:
                 for parameter in chunk.parameters():
                     parameter.data.add_(1)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu, tensor_parallel
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import distrib_optimizer, optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import (
     RerunDataIterator,
@@ -122,7 +124,14 @@ class Job:
 
     def load_stock(self, directory: str, iteration: int, save: str) -> None:
         """Load by Megatron's own function, from its own format."""
-        self._load(stock.load_checkpoint, directory, iteration, save)
+        # As core 0.19 tells groups apart. 0.17.1 gives all groups that share its four marks the
+        # settings of the last one.
+        marks = (*optimizer.param_group_identifier_keys, "max_lr", "min_lr", "eps")
+        with (
+            mock.patch.object(optimizer, "param_group_identifier_keys", marks),
+            mock.patch.object(distrib_optimizer, "param_group_identifier_keys", marks),
+        ):
+            self._load(stock.load_checkpoint, directory, iteration, save)
 
     def _load(
         self, load: Callable[..., tuple[int, Any]], directory: str, iteration: int, save: str
@@ -155,12 +164,12 @@ class Job:
     def side(self) -> dict[str, Any]:
         """Return what a load restores, or leaves alone, beside tensors."""
         args = get_args()
-        groups = self.optimizer.param_groups
+        settings, of_empty = held_tensors.settings(self.model, self.optimizer)
         return {
             "consumed": args.consumed_train_samples,
             "scheduler": self.scheduler.state_dict(),
-            "lr": sorted({group["lr"] for group in groups}),
-            "decay": sorted({group["weight_decay"] for group in groups}),
+            "settings": settings,
+            "settings_of_empty": of_empty,
             "steps": held_tensors.steps(self.optimizer),
             "rng": rng_digests(),
             "rerun": get_rerun_state_machine().state.name,

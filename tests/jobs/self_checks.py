@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -141,6 +142,15 @@ def not_in_state_dict(job: Job) -> Iterator[None]:
             yield
 
 
+def state_dict_fails(job: Job) -> contextlib.AbstractContextManager[None]:
+    """A model that Megatron itself cannot list."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError({f"layer.{number}": 0 for number in range(1000)}.keys())
+
+    return changed(job[0][0].module.module, "sharded_state_dict", fail)
+
+
 @contextlib.contextmanager
 def frozen_in_optimizer(job: Job) -> Iterator[None]:
     """Frozen after the optimizer was made, as Megatron itself does for a while."""
@@ -217,6 +227,7 @@ CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
     "no buffer": buffer_lacks,
     "trainable, unknown": lambda job: added(job, frozen=False),
     "not in the state dict": not_in_state_dict,
+    "state dict fails": state_dict_fails,
     "frozen, unknown": lambda job: added(job, frozen=True),
     "frozen": frozen_in_optimizer,
     "left to another rank": wrong_part,
@@ -234,6 +245,12 @@ def caught(name: str, call: Callable[[], None]) -> None:
     trace(event=name, error=error)
     session.close(leave=True)
     torch.distributed.barrier()
+
+
+def save_first(job: Job) -> None:
+    """Save before anything else, as a job may that makes its first checkpoint by itself."""
+    save_checkpoint(5, *job, None, 0)
+    starting.begin(*job)
 
 
 def first_step(job: Job) -> None:
@@ -259,6 +276,18 @@ def with_memory_for(nbytes: int, job: Job) -> None:
         starting.begin(*job)
 
 
+def with_small_files(nbytes: int, job: Job) -> None:
+    """Begin with slabs of 10 MiB where the last rank may write files of `nbytes` only."""
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
+    try:
+        with changed(starting, "slab_nbytes", lambda *_: 10 * 2**20):
+            starting.begin(*job)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+
 def main() -> None:
     initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
     args = get_args()
@@ -271,6 +300,8 @@ def main() -> None:
             caught(name, lambda: starting.begin(*job))
     for name, mib in {"memory for one": 15, "memory for all": 20}.items():
         caught(name, functools.partial(with_memory_for, mib * 2**20, job))
+    for name, mib in {"small files": 9, "large files": 10}.items():
+        caught(name, functools.partial(with_small_files, mib * 2**20, job))
     calls: dict[str, dict[str, Any]] = {
         "arguments at their defaults": {"pipeline_rank": None, "tp_group": None},
         "own group": {"tp_group": parallel_state.get_tensor_model_parallel_group()},
@@ -280,6 +311,7 @@ def main() -> None:
         caught(name, functools.partial(save_checkpoint, 5, *job, None, 0, **keywords))
     with renamed(job[1], "chained_optimizers"):
         caught("save without a start", lambda: save_checkpoint(6, *job, None, 0))
+    caught("start after a save", lambda: save_first(job))
     caught("first step", lambda: first_step(job))
 
 

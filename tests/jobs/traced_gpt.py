@@ -8,12 +8,20 @@ Environment:
     SIGNALS       `NAME:WHOM:ITERATION ...`: signals sent in the forward of that iteration, in the
                   first incarnation only, to the node's `agent`, to `torchrun`, to all `ranks`, or
                   to the `job` (torchrun and all ranks)
+    HOLD          `iteration:glob:text`: in the forward of that iteration, wait until the files hold
+                  the text
     MEASURE       trace what this process and the agent use, once per iteration
     SCALARS       be the writers of TensorBoard and of Weights & Biases, and trace what they get
     LEAK          `nbytes:iteration`: from that iteration on, leak so much in each
     QUANTIZED     give the model FP8 weights of that recipe (`quantized_weights.py`); trace them
                   at every save, and after a load how they compare with their masters
+    DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart, and
+                  wait before each save for the outcomes of those before
+    PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
+                  the step after it is followed by a rehearsal
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
+    GROUP_MARKS   have Megatron tell param groups apart by these settings too, as core 0.19 does
+                  (0.17.1 gives groups that differ in these alone the settings of the last one)
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
@@ -117,6 +125,8 @@ def watched_save(save: Any) -> Any:
     @functools.wraps(save)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = dequantizations()
+        if "DELTA_NET" in os.environ:
+            delta_net.await_outcomes()
         with CountCalls() as counter:
             result = save(*args, **kwargs)
         trace(event="save", iteration=args[0], calls=counter.calls)
@@ -144,24 +154,28 @@ def traced_loss(loss_func: Any) -> Any:
 def killing_step(forward_step: Any) -> Any:
     kills = dict(enumerate(os.environ.get("KILL", "").split()))
     rank, _, when = kills.get(ATTEMPT, "").partition(":")
+    held, _, held_by = os.environ.get("HOLD", "").partition(":")
     signals = [one.split(":") for one in os.environ.get("SIGNALS", "").split()]
 
     def wrapper(batches: Any, model: Any) -> Any:
         # Taken off the list: a forward runs once per micro-batch.
         while ATTEMPT == 0 and signals and iteration() == int(signals[0][2]):
             send(*signals.pop(0)[:2])
+        if held and iteration() == int(held):
+            await_text(f"{held_by}:1")
         if rank and int(rank) == RANK and iteration() == int(when):
-            await_kill_once()
+            await_text(os.environ.get("KILL_ONCE", ""))
             os.kill(os.getpid(), signal.SIGKILL)
         return forward_step(batches, model)
 
     return wrapper
 
 
-def await_kill_once() -> None:
-    files, _, rest = os.environ.get("KILL_ONCE", "").partition(":")
+def await_text(when: str) -> None:
+    """Wait until files hold a text so many times in all; `glob:text:count`, or nothing."""
+    files, _, rest = when.partition(":")
     text, _, count = rest.rpartition(":")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while files and sum(Path(name).read_text().count(text) for name in glob(files)) < int(count):
         assert time.monotonic() < deadline, f"{files} do not say {text!r} {count} times"
         time.sleep(0.02)
@@ -191,6 +205,20 @@ def measuring_step(forward_step: Any) -> Any:
                 trace(event="resources", iteration=iteration(), **used)
         if nbytes and iteration() >= int(start):
             leaked.append(os.urandom(int(nbytes)))
+        return forward_step(batches, model)
+
+    return wrapper
+
+
+def preparing_step(forward_step: Any) -> Any:
+    def wrapper(batches: Any, model: Any) -> Any:
+        from megatron_flashckpt.session import session
+
+        deadline = time.monotonic() + 60
+        for each in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
+            while each.checkpointer.link.is_preparing:
+                assert time.monotonic() < deadline, "agent and memory are not ready"
+                time.sleep(0.01)
         return forward_step(batches, model)
 
     return wrapper
@@ -256,10 +284,11 @@ def traced_load(load: Any) -> Any:
         PosixStorage.read_into = counting
         before = dequantizations()
         try:
-            result = load(*args, **kwargs)
+            with CountCalls() as counter:
+                result = load(*args, **kwargs)
         finally:
             PosixStorage.read_into = read_into
-        trace(event="load", iteration=result[0], read_nbytes=nbytes)
+        trace(event="load", iteration=result[0], read_nbytes=nbytes, calls=counter.calls)
         if "QUANTIZED" in os.environ and result[0]:
             trace_quantized("loaded weights", args[0], args[1], before)
         return result
@@ -349,7 +378,16 @@ def report_counters() -> None:
             on_gpu.report(trace, each.checkpointer.link.stager)
 
 
+def tell_groups_apart(by: list[str]) -> None:
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    for module in (optimizer, distrib_optimizer):
+        module.param_group_identifier_keys = (*optimizer.param_group_identifier_keys, *by)
+
+
 if __name__ == "__main__":
+    if "GROUP_MARKS" in os.environ:
+        tell_groups_apart(os.environ["GROUP_MARKS"].split())
     if "SCALARS" in os.environ:
         be_the_writers()
     if "GPU" in os.environ:
@@ -361,6 +399,10 @@ if __name__ == "__main__":
         from tests.jobs import quantized_weights
 
         quantized_weights.install(os.environ["QUANTIZED"])
+    if "DELTA_NET" in os.environ:
+        from tests.jobs import delta_net
+
+        delta_net.install()
     training.save_checkpoint = watched_save(training.save_checkpoint)
     training.load_checkpoint = traced_load(training.load_checkpoint)
     tiny.loss_func = traced_loss(tiny.loss_func)
@@ -374,6 +416,8 @@ if __name__ == "__main__":
 
     training.maybe_finalize_async_save = finalize_and_count
     step = killing_step(tiny.forward_step)
+    if "PREPARED" in os.environ:
+        step = preparing_step(step)
     training.pretrain(
         tiny.datasets_provider,
         tiny.model_provider,

@@ -98,8 +98,16 @@ def test_incomplete_is_what_counting_the_elements_says(tiling, data):
         ([*WHOLE, part((2, 3), (2, 3))], "boxes overlap: they hold 26 elements"),
         ([*WHOLE, part((2, 3), (2, 2))], "boxes overlap: they hold 24 elements"),
         (
-            [*WHOLE, LAST, Piece("w", "weight", "F16", (4, 6), (0, 0), (4, 6), 0, 0)],
-            "ranks do not agree what it is: (4, 6) F16, (4, 6) U8",
+            [*WHOLE, msgspec.structs.replace(LAST, global_shape=(4, 7))],
+            "ranks disagree about its global shape: (4, 6), (4, 7)",
+        ),
+        (
+            [*WHOLE[:2], msgspec.structs.replace(WHOLE[2], dtype="F16"), LAST],
+            "box at (2, 0) of shape (2, 4): ranks disagree about its type: F16, U8",
+        ),
+        (
+            [*WHOLE, LAST, msgspec.structs.replace(LAST, dtype="F16")],
+            "box at (2, 4) of shape (2, 2): ranks disagree about its type: F16, U8",
         ),
     ],
 )
@@ -112,6 +120,46 @@ def test_the_message_says_what_is_wrong_with_the_tensor(pieces, said):
 def test_the_example_is_complete_by_itself():
     assert problems([*WHOLE, LAST]) == []
     assert problems(WHOLE, [LAST]) == []
+
+
+def typed(pieces: list[Piece], *dtypes: str, kind: str = "weight") -> list[Piece]:
+    return [
+        msgspec.structs.replace(piece, kind=kind, dtype=dtype)
+        for piece, dtype in zip(pieces, dtypes, strict=True)
+    ]
+
+
+@given(tiled(), st.data())
+def test_boxes_of_one_tensor_may_differ_in_type(tiling, data):
+    _, pieces = tiling
+    types = {
+        piece.box: data.draw(st.sampled_from(["F32", "BF16", "U8"]))
+        for piece in sorted(pieces, key=lambda piece: piece.box)
+    }
+    mixed = [msgspec.structs.replace(piece, dtype=types[piece.box]) for piece in pieces]
+    assert problems(mixed) == []
+    victim = data.draw(st.sampled_from([piece for piece in mixed if piece.numel]))
+    others = [piece for piece in mixed if piece is not victim]
+    (lost,) = problems(others, [msgspec.structs.replace(victim, end=victim.start)])
+    assert lost.startswith("weight/w: ")
+
+
+LAYERS = [part((layer, 0), (1, 6)) for layer in range(4)]
+
+
+def test_masters_stand_for_the_16_bit_layers_of_a_key_whose_other_layers_are_weights():
+    weight = typed(LAYERS[:1], "F32")
+    masters = typed(LAYERS[1:], *["F32"] * 3, kind="master")
+    moments = typed(LAYERS, *["F32"] * 4, kind="exp_avg")
+    assert problems(weight, masters, moments) == []
+    assert problems(weight, masters, moments[1:]) == [], "layer 0 is frozen"
+    assert problems(weight, masters[1:], moments) == [
+        "master/w: at least 12 of 24 elements are in no box",
+        "weight/w: at least 18 of 24 elements are in no box",
+    ]
+    # A save that left 16-bit weights out would have left out this one, too.
+    sixteen = typed(LAYERS[:1], "BF16")
+    assert "weight/w: at least 18 of 24 elements are in no box" in problems(sixteen, masters)
 
 
 def test_who_holds_an_element_twice_is_named():

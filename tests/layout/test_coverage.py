@@ -23,6 +23,7 @@ from megatron_flashckpt.layout.coverage import (
     superfluous,
 )
 from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.held import held_once, stored_tensors
 from megatron_flashckpt.layout.piece import Piece, Shape, equal_shares
 from megatron_flashckpt.layout.plan import Source, TemplateItem
 from megatron_flashckpt.layout.reshard import Run
@@ -408,9 +409,93 @@ def test_ranks_that_contradict_each_other_are_not_mixed(other, start):
     weight = box("w")
     # Whether or not one of them has all of it.
     (line,) = problems([weight], [[run(weight, 0, start)], [run(other, 4, 8)]])
+    if other.global_shape == weight.global_shape:
+        types = "BF16, F32" if start else "BF16"
+        place = "elements 0 to 8 of the box at (0,)"
+        assert line == f"weight/w: {place} are {types} in the checkpoint, F32 in the model"
+        return
     said = sorted([((8,), "F32"), (other.global_shape, other.dtype)])
     known = ", ".join(f"{shape} {dtype}" for shape, dtype in said)
     assert line == f"weight/w: {known} in the checkpoint, (8,) F32 in the model"
+
+
+# ---------------------------------------------------------------------- layers of several types
+
+
+@st.composite
+def typed_regions(draw: st.DrawFn) -> list[Piece]:
+    """Regions that tile one tensor, each of a type of its own."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
+    types = st.sampled_from(["F32", "BF16", "U8"])
+    return [
+        whole("w", "weight", draw(types), shape, offset, extent)
+        for offset, extent in draw(tilings(shape))
+        if math.prod(extent)
+    ]
+
+
+@st.composite
+def typed_cuts(draw: st.DrawFn, regions: list[Piece], ranks: int) -> list[list[Piece]]:
+    """As `cuts`, of each region by itself: no box has elements of two types."""
+    by_rank: list[list[Piece]] = [[] for _ in range(ranks)]
+    for region in regions:
+        inner = msgspec.structs.replace(
+            region, global_shape=region.shape, offset=(0,) * len(region.shape)
+        )
+        for rank, pieces in enumerate(draw(cuts([inner], ranks))):
+            for piece in pieces:
+                low = tuple(map(sum, zip(region.offset, piece.offset, strict=True)))
+                by_rank[rank].append(
+                    msgspec.structs.replace(piece, global_shape=region.global_shape, offset=low)
+                )
+    return [in_layout_order(pieces) for pieces in by_rank]
+
+
+def by_type(piece: Piece) -> Piece:
+    """Return `piece` under the key that has the bytes of its type."""
+    return msgspec.structs.replace(piece, key=f"{piece.key} {piece.dtype}")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), typed_regions(), st.integers(1, 3), st.integers(1, 3))
+def test_each_box_is_read_in_its_own_type_under_any_cut(data, regions, saved_by, loaded_by):
+    shape = regions[0].global_shape
+    tensors = {
+        ("weight", f"w {dtype}"): random_tensor(shape, dtype, 0) for dtype in ("F32", "BF16", "U8")
+    }
+    stored = data.draw(typed_cuts(regions, saved_by))
+    files = [b"".join(content(tensors, by_type(it)) for it in pieces) for pieces in stored]
+    sources = sources_of(stored)
+    for wanted in [*stored, *data.draw(typed_cuts(regions, loaded_by))]:
+        plan = read_plan(wanted, sources, PLACE)
+        found, times = carry_out(plan, wanted, files)
+        assert found == [content(tensors, by_type(piece)) for piece in wanted]
+        assert all(count.max(initial=0) <= 1 for count in times)
+        for rank in range(saved_by):
+            held = held_once(sources[rank], stored_tensors(sources))
+            assert read_plan(wanted, sources, PLACE, held=held) == plan
+
+
+def layer(number: int, dtype: str) -> Piece:
+    return whole("norm", "weight", dtype, (4, 8), (number, 0), (1, 8))
+
+
+def test_a_layer_that_is_wanted_in_another_type_is_named():
+    stored = [[layer(0, "F32"), layer(1, "BF16")], [layer(2, "BF16"), layer(3, "BF16")]]
+    place = "weight/norm: elements 0 to 8 of the box at"
+    assert problems([layer(0, "BF16"), layer(3, "F32"), layer(1, "BF16")], stored) == [
+        f"{place} (0, 0) are F32 in the checkpoint, BF16 in the model",
+        f"{place} (3, 0) are BF16 in the checkpoint, F32 in the model",
+    ]
+
+
+def test_a_box_over_layers_of_several_types_is_named():
+    both = whole("norm", "weight", "BF16", (4, 8), (0, 0), (2, 8))
+    (line,) = problems([both], [[layer(0, "F32"), layer(1, "BF16")]])
+    assert line == (
+        "weight/norm: elements 0 to 16 of the box at (0, 0) are BF16, F32 in the checkpoint, "
+        "BF16 in the model"
+    )
 
 
 def test_states_of_ranks_have_a_size_of_their_own():

@@ -174,6 +174,14 @@ def test_of_a_tensor_on_which_ranks_do_not_agree_nothing_is_believed(other):
         read_plan([box("w")], sources, PLACE, held=held(sources, 0))
 
 
+def test_of_a_tensor_of_two_shapes_nothing_is_believed_though_there_is_not_too_much():
+    mine = run(box("w"), 0, 4)
+    sources = sources_of([[mine], [run(box("w", 9), 4, 8)]])
+    assert held(sources, 0) == Held(0, {})
+    with pytest.raises(MissingStateError, match="in the checkpoint"):
+        read_plan([mine], sources, PLACE, held=held(sources, 0))
+
+
 @pytest.mark.parametrize("number", HUGE)
 @pytest.mark.parametrize("field", ["global_shape", "shape", "numel", "byte_offset"])
 def test_a_template_that_cannot_be_is_refused_even_if_it_is_what_is_wanted(number, field):

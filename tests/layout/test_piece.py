@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.dtypes import ITEMSIZE
-from megatron_flashckpt.layout.piece import Piece, equal_shares
+from megatron_flashckpt.layout.piece import Piece, equal_shares, spread_over_nodes
 from tests.layout.strategies import dtypes, pieces
 
 PIECE = Piece("w", "weight", "BF16", (8, 6), (2, 3), (4, 2), 1, 7)
@@ -124,3 +125,36 @@ def test_pieces_of_one_box_that_differ_in_their_range_share_its_identity():
         ("shape", (4, 1)),
     ):
         assert msgspec.structs.replace(PIECE, **{field: value}).box != PIECE.box
+
+
+@given(
+    nodes=st.lists(st.integers(0, 5), min_size=1, max_size=24),
+    count=st.integers(1, 30),
+    turn=st.integers(0, 100),
+)
+def test_writers_are_spread_over_nodes_as_evenly_as_their_replicas_allow(nodes, count, turn):
+    writers = spread_over_nodes(nodes, count, turn)
+    assert writers == sorted(set(writers))
+    assert len(writers) == min(count, len(nodes))
+    of_node = collections.Counter(nodes[writer] for writer in writers)
+    most = max(of_node.values())
+    for node, replicas in collections.Counter(nodes).items():
+        assert of_node[node] >= min(replicas, most - 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_groups_on_the_same_nodes_give_all_nodes_equal_work(count):
+    """TP8 inside of 4 nodes: every group has a replica on each node."""
+    nodes = range(4)
+    of_node = collections.Counter(
+        writer for group in range(8) for writer in spread_over_nodes(nodes, count, group)
+    )
+    assert [of_node[node] for node in nodes] == [8 * min(count, 4) // 4] * 4
+
+
+def test_replicas_of_one_node_write_only_when_every_node_has_a_writer():
+    nodes = ["a", "a", "a", "b", "b", "c"]
+    assert spread_over_nodes(nodes, 2, turn=0) == [0, 3]
+    assert spread_over_nodes(nodes, 3, turn=0) == [0, 3, 5]
+    assert spread_over_nodes(nodes, 5, turn=0) == [0, 1, 3, 4, 5]
+    assert spread_over_nodes(nodes, 1, turn=2) == [5]

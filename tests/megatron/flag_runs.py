@@ -100,7 +100,9 @@ def run_jobs(where: Path, jobs: list[Job], *, ranks: int) -> Runs:
     )
     runs: Runs = {}
     for event in done.events:
+        name, door = event.pop("event"), event.pop("door")
         if event.pop("rank") == 0:
-            name, door = event.pop("event"), event.pop("door")
             runs.setdefault(name, {})[door] = Ran(save=where / door / name, **event)
+        elif not runs[name][door].losses:  # with pipelining the last stage has them
+            runs[name][door].losses = event["losses"]
     return runs

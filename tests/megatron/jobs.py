@@ -38,6 +38,14 @@ TINY = (
     "--attention-backend unfused --log-interval 1 --eval-interval 1000 --eval-iters 0"
 ).split()
 
+#: Param groups that Megatron 0.17.1 tells apart by these rates only.
+DECOUPLED = ["--decoupled-lr", "5e-3", "--decoupled-min-lr", "5e-4"]
+#: And of matrices that are neither embedding nor output.
+MUP = ["--use-mup", "--mup-base-hidden-size", "16"]
+#: The environment in which a stock job can load such groups: 0.17.1 gives all that share its four
+#: marks the settings of the last one, or refuses them; 0.19 tells them apart.
+GROUP_MARKS = {"GROUP_MARKS": "max_lr min_lr eps"}
+
 
 def await_no_agent(where: Path) -> None:
     """Return when the agents of jobs in `where` have left, with all that is theirs.

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.megatron.jobs import DECOUPLED, MUP
+
 BEFORE, AFTER = 3, 5
 GLOBAL_BATCH = 12
 DISTRIBUTED = "--use-distributed-optimizer"
@@ -21,13 +23,13 @@ TINY = (
     f"--swiglu --seq-length 16 --global-batch-size {GLOBAL_BATCH} --hidden-dropout 0 "
     "--attention-dropout 0 --train-iters 5 --distributed-timeout-minutes 1 "
     "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
-).split()
+).split() + DECOUPLED
 UNTIED = ["--num-layers", "4", *TINY, "--untie-embeddings-and-output-weights"]
 MOE = [
     *("--num-layers", "2", *TINY, "--untie-embeddings-and-output-weights", "--bf16"),
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
     *("--disable-bias-linear", "--moe-router-score-function", "sigmoid"),
-    "--moe-router-enable-expert-bias",
+    *("--moe-router-enable-expert-bias", *MUP),
 ]
 
 TP = "--tensor-model-parallel-size"
@@ -132,7 +134,7 @@ FAMILIES: dict[str, list[Layout]] = {
     # The optimizer steps the weights themselves: no masters.
     "fp32": _layouts(
         "fp32",
-        UNTIED,
+        [*UNTIED, *MUP],
         TP2_DP2=f"4 6 {TP} 2",
         PP2_DP2=f"4 3 {PP} 2",
         TP2_PP2_plain=f"4 6 {TP} 2 {PP} 2",
@@ -208,6 +210,19 @@ def interrupted_pairs(family: str) -> list[Pair]:
     return [Pair(first, there, "interrupted") for there in (first, plain, FAMILIES[family][1])]
 
 
+def rescheduled_pairs(family: str) -> list[Pair]:
+    """Return what is loaded by jobs whose groups have other rates: in the same place, elsewhere.
+
+    Rates alone tell three groups of this family apart, so only their parameters can.
+    """
+    if family != "fp32":
+        return []
+    first, _, plain = FAMILIES[family]
+    rates = ("--decoupled-lr", "4e-3", "--lr", "2e-3", "--override-opt-param-scheduler")
+    there = dataclasses.replace(first, arguments=(*first.arguments, *rates))
+    return [Pair(source, there, "other rates") for source in (first, plain)]
+
+
 def plan(families: Iterable[str], root: Path) -> list[dict[str, Any]]:
     """Return the cells of one job; those with the same layout follow one another."""
     cells = []
@@ -222,6 +237,7 @@ def plan(families: Iterable[str], root: Path) -> list[dict[str, Any]]:
         ]
         for layout in layouts:
             cells += [_destination_cell(pair, root) for pair in loads if pair.destination == layout]
+        cells += [_destination_cell(pair, root) for pair in rescheduled_pairs(family)]
     return cells
 
 
@@ -245,6 +261,8 @@ def _destination_cell(pair: Pair, root: Path) -> dict[str, Any]:
         ]
     elif pair.how == "interrupted":
         steps = [["load", f"{source}:interrupted", AFTER, own]]
+    elif pair.how == "other rates":
+        steps = [["load", source, BEFORE, own]]
     elif pair.how:
         steps = [["load", source, BEFORE, own], ["spoil", pair.how], *_go_on(root / pair.name)]
     else:

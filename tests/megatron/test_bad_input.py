@@ -69,6 +69,19 @@ def foreign_files(directory: Path) -> None:
     (directory / "iter_9").mkdir()
 
 
+def dlrovers(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION)
+    for name in ("mp_rank_00/model_optim_rng.pt", "rank_00000/distrib_optim.pt"):
+        file = directory / ITERATION / name
+        file.parent.mkdir(parents=True)
+        file.write_text("DLRover's")
+
+
+def dlrovers_without_files(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION)
+    (directory / "dlrover_latest.txt").write_text("2")
+
+
 #: name -> (damage, extra arguments, error class or None, what its message must say)
 CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str]]] = {
     "intact": (None, {}, None, []),
@@ -108,6 +121,18 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str
         {},
         "CorruptCheckpointError",
         [r"rank_00001-\w+\.safetensors: is missing", "--ckpt-step"],
+    ),
+    "dlrovers": (
+        dlrovers,
+        {},
+        "UnsupportedError",
+        [r"iter_0000002: is in DLRover's format", r"flashckpt convert \S+ DST --to flashckpt"],
+    ),
+    "dlrovers_without_files": (
+        dlrovers_without_files,
+        {},
+        "UnsupportedError",
+        [r"iter_0000002: DLRover committed it with no files in it", r"none there"],
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Saves that fail in the background: every rank hears of it, and training goes on unless asked."""
+"""Saves that fail in the background: the log says so once, and training continues unless asked."""
 
 from __future__ import annotations
 
@@ -31,14 +31,22 @@ def failing_save(
     )
 
 
-def test_an_io_error_reaches_every_rank_and_training_goes_on(tmp_path: Path) -> None:
+def test_rank_0_speaks_for_the_job_and_training_continues_after_an_io_error(
+    tmp_path: Path,
+) -> None:
+    """Both ranks' shards fail. Rank 1 speaks, too, if it has failed before rank 0."""
     result = succeeded(failing_save(tmp_path))
     assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
-    for rank in range(RANKS):
-        (error,) = re.findall(rf"rank {rank}: iteration 2 was not saved: (.*)", result.log)
-        assert f"{tmp_path}/save/iter_0000002" in error
-        assert "move it away" in error
-        assert "training goes on, the previous checkpoint is intact" in error
+    errors = re.findall(r"rank \d: iteration 2 was not saved: .*", result.log)
+    (error,) = (it for it in errors if it.startswith("rank 0: iteration 2 was not saved: [Errno "))
+    assert len(errors) <= RANKS
+    assert f"{tmp_path}/save/iter_0000002" in error
+    assert "move it away" in error
+    assert error.endswith(f"; there is no durable checkpoint in {tmp_path}/save")
+    ours = re.findall(r"^INFO:megatron_flashckpt.*", result.log, re.MULTILINE)
+    assert [line.partition("rank ")[2][:19] for line in ours] == [
+        f"0: staged iteration {iteration}"[:19] for iteration in (2, 4, 6)
+    ]
     assert (tmp_path / "save/iter_0000002").read_text() == "in the way"
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
 
@@ -46,7 +54,7 @@ def test_an_io_error_reaches_every_rank_and_training_goes_on(tmp_path: Path) -> 
 def test_a_save_that_finds_no_free_slot_is_skipped_by_all_ranks_alike_and_said(
     tmp_path: Path,
 ) -> None:
-    """Storage takes far longer for a save than an iteration does."""
+    """Storage takes far longer for a save than an iteration does; the last save is made up for."""
     save = tmp_path / "save"
     every = ["--train-iters", "8", "--save", str(save), "--save-interval", "1"]
     # 1.4 MiB in all, and chunks are let through one by one.
@@ -56,10 +64,12 @@ def test_a_save_that_finds_no_free_slot_is_skipped_by_all_ranks_alike_and_said(
     said = re.findall(r"iteration (\d) is not saved: previous saves are still", result.log)
     skipped = {int(iteration) for iteration in said}
     assert skipped
-    assert sorted(map(int, said)) == sorted([*skipped] * RANKS)
+    assert len(said) == len(skipped), "rank 0 speaks for all"
+    assert ("the last save, iteration 8, is written to storage" in result.log) == (8 in skipped)
+    skipped.discard(8)
     committed = {int(path.parent.name[5:]) for path in save.glob("*/manifest.json")}
     assert committed == set(range(1, 9)) - skipped
-    assert (save / "latest_checkpointed_iteration.txt").read_text() == str(max(committed))
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "8"
 
 
 def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:

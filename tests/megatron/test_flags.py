@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_flashckpt.arguments import common_state
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.piece import UNUSED
 from tests.megatron.flag_runs import DIST, DOORS, EVERY_2, TORCH, Job, Runs, resumed, run_jobs
-from tests.megatron.jobs import differing, tensors
+from tests.megatron.jobs import assemble, differing, tensors
 
+#: Multi-token prediction with tied embeddings.
+_MTP = f"{TORCH} --num-layers 2 --mtp-num-layers 1 --position-embedding-type rope"
 #: Jobs with `NAME-2`, which goes on from the middle of NAME.
 _AWARE = f"{DIST} --use-distributed-optimizer --use-precision-aware-optimizer"
 _OFFLOAD = f"{_AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
@@ -51,6 +55,18 @@ RESUMED_BY_2 = [
         f"{DIST} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
     *resumed("data-parallel-random-init", f"{DIST} --data-parallel-random-init"),
+    # Megatron's own sharded state dict cannot list this model.
+    *resumed("mtp", f"{_MTP} --pipeline-model-parallel-size 2"),
+]
+#: Loads under other stages what `mtp` has saved, and saves it as it is.
+_AS_IT_IS = "--save {save} --save-interval 3"
+OTHER_STAGES = [
+    Job("mtp-one-stage", f"{_MTP} --load {{mtp}} {_AS_IT_IS}", doors=("ours",)),
+    Job(
+        "mtp-two-stages",
+        f"{_MTP} --pipeline-model-parallel-size 2 --load {{mtp-one-stage}} {_AS_IT_IS}",
+        doors=("ours",),
+    ),
 ]
 #: Stock itself goes on otherwise than the job that was never ended; ours must not.
 STOCK_LOSES = ("offload", "offload-overlap")
@@ -137,7 +153,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def runs_by_2(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return run_jobs(tmp_path_factory.mktemp("two"), RESUMED_BY_2, ranks=2)
+    return run_jobs(tmp_path_factory.mktemp("two"), [*RESUMED_BY_2, *OTHER_STAGES], ranks=2)
 
 
 def assert_alike(runs: Runs, name: str) -> None:
@@ -175,6 +191,24 @@ def test_two_ranks_go_on_bit_for_bit(runs_by_2: Runs, job: Job) -> None:
     assert_nothing_lost(runs_by_2, job.name)
     assert_alike(runs_by_2, job.name)
     assert_alike(runs_by_2, f"{job.name}-2")
+
+
+def test_what_no_forward_uses_is_saved_and_other_stages_do_without(runs_by_2: Runs) -> None:
+    """The last of several stages has an output layer of its own, though embeddings are tied."""
+    saved, one, two = (
+        assemble(runs_by_2[name]["ours"].save, 4)
+        for name in ("mtp", "mtp-one-stage", "mtp-two-stages")
+    )
+    unused = {name for name in saved if name[1].endswith(UNUSED)}
+    assert unused == {
+        (kind, "output_layer.weight (unused)")
+        for kind in ("weight", "master", "exp_avg", "exp_avg_sq")
+    }
+    assert one.keys() == saved.keys() - unused
+    assert one.keys() < two.keys()
+    for name in one:
+        assert torch.equal(saved[name], one[name]), name
+        assert torch.equal(saved[name], two[name]), name
 
 
 @pytest.mark.parametrize("job", ALIKE, ids=lambda job: job.name)

@@ -18,7 +18,7 @@ from tests.megatron.jobs import (
     tensors,
     truncated_copy,
 )
-from tests.megatron.test_resume import DISTRIBUTED, schedule
+from tests.megatron.test_resume import DISTRIBUTED, load_calls, schedule
 
 TP2 = ["--num-layers", "4", "--bf16", "--swiglu", "--tensor-model-parallel-size", "2", *DISTRIBUTED]
 PP2 = ["--num-layers", "4", "--bf16", "--swiglu", "--pipeline-model-parallel-size", "2"]
@@ -53,3 +53,8 @@ def test_it_trains_as_from_storage(jobs: dict[str, Result]) -> None:
     losses = jobs["memory"].losses()
     assert sorted(losses) == [4, 5, 6]
     assert losses == jobs["storage"].losses()
+
+
+def test_a_load_under_another_layout_makes_few_calls(jobs: dict[str, Result]) -> None:
+    assert load_calls(jobs["memory"]) <= 31
+    assert load_calls(jobs["storage"]) <= 26

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.layout.names import HISTORY
-from tests.agent.trainer import eventually
+from megatron_flashckpt.layout.names import CLAIM, HISTORY
 from tests.megatron.jobs import Result, await_no_agent, differing, run_job, succeeded, tensors
 
 MODEL = [
@@ -90,6 +89,7 @@ def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs:
         assert where == [(2, True), (4, False), (6, True), (8, False)]
         assert sorted(path.name for path in (jobs.tmp_path / name).iterdir()) == [
             HISTORY,
+            CLAIM,
             "iter_0000004",
             "iter_0000008",
             "latest_checkpointed_iteration.txt",
@@ -114,8 +114,8 @@ def test_a_job_that_megatron_ends_right_after_a_save_to_memory_has_it_in_storage
     arguments += ["--non-persistent-save-interval", "2"]
     result = succeeded(run_job(tmp_path, "exit", arguments, ranks=1))
     assert max(result.losses()) == 6
-    assert "successfully saved checkpoint from iteration       6" not in result.log
-    tracker = save / "latest_checkpointed_iteration.txt"
-    eventually("the checkpoint in storage", lambda: tracker.read_text() == "6")
+    assert "the last save, iteration 6, is written to storage before the job ends" in result.log
+    assert "successfully saved checkpoint from iteration       6" in result.log
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert tensors(save, 6)
     await_no_agent(tmp_path)

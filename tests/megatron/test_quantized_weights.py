@@ -70,7 +70,8 @@ class Runs:
         self.a = succeeded(job(where, recipe, self.whole, self.whole, *flags))
         stop = ["--exit-interval", "3"]
         self.stopped = succeeded(job(where, recipe, self.rest, self.rest, *flags, *stop))
-        self.b = succeeded(job(where, recipe, self.rest, self.rest, *flags))
+        last = ["--save-interval", "7"]  # Megatron's loop has ended by then, and our session
+        self.b = succeeded(job(where, recipe, self.rest, self.rest, *flags, *last))
 
 
 @pytest.fixture(scope="module")

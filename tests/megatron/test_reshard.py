@@ -44,6 +44,7 @@ from tests.megatron.layouts import (
     interrupted_pairs,
     pairs,
     plan,
+    rescheduled_pairs,
     spoiled_pairs,
     stock_pairs,
 )
@@ -218,7 +219,7 @@ def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
             "iteration": BEFORE,
             "consumed": BEFORE * GLOBAL_BATCH,
             "steps": [BEFORE],
-            **{name: saved[0][name] for name in ("scheduler", "lr", "decay")},
+            "scheduler": saved[0]["scheduler"],
             # Random state belongs to a place in the model: elsewhere it is left alone.
             "rng": random_states[place] if kept else event["before"]["rng"],
         }
@@ -228,8 +229,50 @@ def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
             if event[name] != value
         ]
     # A step that parameters share would be counted by each of them.
-    last = [event["steps"] for event in ran.steps(pair, "save") if event["iteration"] == AFTER]
-    return wrong + [f"{AFTER} steps were counted as {steps}" for steps in last if steps != [AFTER]]
+    last = [event for event in ran.steps(pair, "save") if event["iteration"] == AFTER]
+    wrong += [
+        f"{AFTER} steps were counted as {event['steps']}"
+        for event in last
+        if event["steps"] != [AFTER]
+    ]
+    return [
+        *wrong,
+        *wrong_settings(ran, pair, "load", BEFORE),
+        *wrong_settings(ran, pair, "save", AFTER),
+    ]
+
+
+def settings_by_key(ran: Ran, layout: Layout, iteration: int) -> dict[str, Any]:
+    """Return the settings of every parameter of a source, which all of its ranks agree on."""
+    found: dict[str, Any] = {}
+    for event in ran.steps(layout, "save"):
+        if event["iteration"] == iteration:
+            for key, (values,) in event["settings"].items():
+                assert found.setdefault(key, values) == values
+    return found
+
+
+def wrong_settings(ran: Ran, pair: Pair, step: str, iteration: int) -> list[str]:
+    """Check that every parameter has the settings that it had in the source at `iteration`.
+
+    A group without parameters on its rank has settings that some group had.
+    """
+    expected = settings_by_key(ran, pair.source, iteration)
+    wrong, seen = [], set()
+    for event in ran.steps(pair, step):
+        if event["iteration"] != iteration:
+            continue
+        where = f"rank {event['rank']}, {step} at {iteration}"
+        for key, of_key in event["settings"].items():
+            seen.add(key)
+            if of_key != [expected[key]]:
+                wrong.append(f"{where}: {key} has settings {of_key}, not {expected[key]}")
+        wrong += [
+            f"{where}: a group without parameters has settings {values}"
+            for values in event["settings_of_empty"]
+            if values not in expected.values()
+        ]
+    return wrong + [f"{key} is in no group" for key in expected.keys() - seen]
 
 
 def astray(ran: Ran, pair: Pair) -> list[str]:
@@ -310,6 +353,30 @@ def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Lay
     if "--num-experts" not in words:
         assert groups == {(tp, pp): stages[pp].written(tp) * per_parameter for tp, pp in groups}
     assert sum(groups.values()) == sizes.total_nbytes
+
+
+@pytest.mark.parametrize("pair", rescheduled_pairs("fp32"), ids=names)
+def test_groups_whose_rates_have_all_changed_are_told_by_their_parameters(
+    ran: Ran, pair: Pair
+) -> None:
+    """As in Megatron, the checkpoint's rates are those that count."""
+    before = [event["before"]["settings"] for event in ran.steps(pair, "load")]
+    saved = settings_by_key(ran, pair.source, BEFORE)
+    assert rates_of(before).isdisjoint(rates_of([{key: [it] for key, it in saved.items()}]))
+    assert wrong_settings(ran, pair, "load", BEFORE) == []
+
+
+def rates_of(settings: list[dict[str, Any]]) -> set[float]:
+    return {values["max_lr"] for it in settings for of_key in it.values() for values in of_key}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_at_least_three_groups_that_differ(ran: Ran, family: str) -> None:
+    """Or a load that gives two groups the settings of one could go unnoticed."""
+    rates = ("max_lr", "min_lr", "eps", "wd_mult")
+    for layout in FAMILIES[family]:
+        settings = settings_by_key(ran, layout, BEFORE).values()
+        assert len({tuple(values[name] for name in rates) for values in settings}) >= 3
 
 
 def test_destinations_start_from_other_random_states(ran: Ran) -> None:

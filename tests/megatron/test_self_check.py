@@ -42,6 +42,9 @@ CASES: dict[str, list[str] | None] = {
     "no buffer": [r"in no optimizer .*: decoder\.layers\.0\.mlp\.linear_fc2\.weight\n"],
     "trainable, unknown": ["in no optimizer of this rank, though it wants gradients: extra\n"],
     "not in the state dict": ["1 parameters are in no sharded state dict of the model.*: extra;"],
+    "state dict fails": [
+        r"GPTModel\.sharded_state_dict\(\) fails, .*: AssertionError: dict_keys\(.{290} \.\.\.\n"
+    ],
     "frozen, unknown": None,
     "frozen": None,
     "left to another rank": [
@@ -113,8 +116,11 @@ def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
 def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
     said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
-    assert sum("self-check of" in line for line in said) == len(accepted) + 2  # memory, first step
-    start = "\n".join(said[:4])
+    # Enough memory, large files, a start after a save, the first step.
+    assert errors(ran, "start after a save") == [None] * RANKS
+    assert sum("self-check of" in line for line in said) == len(accepted) + 4
+    checked = next(n for n, line in enumerate(said) if "self-check of" in line)
+    start = "\n".join(said[: checked + 1])
     for pattern in (
         r"called by the training script itself; megatron-core 0\.\d+\.\d+, torch",
         r"saves to /.*/save every 2 iterations; kept: all; redundancy: none",
@@ -137,6 +143,17 @@ def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_
     assert errors(ran, "memory for all") == [None] * RANKS
     line = "at most 10.0 MiB per rank; 20.0 MiB on this node (2 ranks) of 20.0 MiB available"
     assert ran.log.count(line) == 1
+
+
+def test_a_file_size_limit_below_one_ranks_slab_stops_all_ranks_before_their_first_step(
+    ran: Result,
+) -> None:
+    for error in errors(ran, "small files"):
+        assert error is not None
+        assert error[0] == "StorageError"
+        need = f"{platform.node()}: rank 1 needs 10.0 MiB in one piece; its file size limit (ulimit"
+        assert f"{need} -f) leaves 9.0 MiB\nraise that limit where the job is started" in error[1]
+    assert errors(ran, "large files") == [None] * RANKS
 
 
 @pytest.mark.parametrize("door", ["launch", "swap"])

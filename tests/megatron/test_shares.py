@@ -16,7 +16,12 @@ RANKS = 4
 
 
 def run_cases(
-    tmp_path: Path, name: str, model: list[str], cases: list[dict], ranks: int = RANKS
+    tmp_path: Path,
+    name: str,
+    model: list[str],
+    cases: list[dict],
+    ranks: int = RANKS,
+    nodes: int = 1,
 ) -> Result:
     file = tmp_path / f"{name}.json"
     file.write_text(json.dumps(cases))
@@ -26,6 +31,7 @@ def run_cases(
             name,
             [*model, "--train-iters", "2"],
             ranks=ranks,
+            nodes=nodes,
             door="stock",
             env={"CASES": str(file)},
             script=REPO / "tests/jobs/many_loads.py",
@@ -36,15 +42,22 @@ def run_cases(
     return result
 
 
+POLICIES = {
+    "share": {},
+    "first": {"replicated": {"weight": "first", "optimizer": "first"}},
+    "mixed": {"replicated": {"weight": "first", "optimizer": "share"}},
+    "two": {"replicated": {"weight": 2, "optimizer": 2}},
+    "one and three": {"replicated": {"weight": 1, "optimizer": 3}},
+}
+
+
 @pytest.fixture(scope="module")
-def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three checkpoints of the same plainly optimised model on 4 replicas."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Checkpoints of the same plainly optimised model on 4 replicas, on 2 nodes; all are loaded.
+
+    The first load is where ranks learn of their nodes.
+    """
     tmp_path = tmp_path_factory.mktemp("shares")
-    policies = {
-        "share": {},
-        "first": {"replicated": {"weight": "first", "optimizer": "first"}},
-        "mixed": {"replicated": {"weight": "first", "optimizer": "share"}},
-    }
     save = [
         {
             "name": name,
@@ -53,10 +66,26 @@ def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "args": {"save": str(tmp_path / name)},
             "config": config,
         }
-        for name, config in policies.items()
+        for name, config in POLICIES.items()
     ]
-    run_cases(tmp_path, "policies", PLAIN, save)
-    return tmp_path
+    load = [
+        {
+            "name": f"load {name}",
+            "call": "load",
+            "args": {"load": str(tmp_path / name), "save": str(tmp_path / "none")},
+            "config": POLICIES["two"],
+            "spoiled": True,
+        }
+        for name in POLICIES
+    ]
+    cases = [save[0], load[0], *save[1:], *load[1:]]
+    (tmp_path / "job").mkdir()
+    return tmp_path, run_cases(tmp_path / "job", "policies", PLAIN, cases, nodes=2)
+
+
+@pytest.fixture(scope="module")
+def where(saved: tuple[Path, Result]) -> Path:
+    return saved[0]
 
 
 def written(save: Path) -> list[dict[str, int]]:
@@ -97,8 +126,31 @@ def test_the_first_replica_writes_all_where_configured(where: Path) -> None:
     assert max(masters) < sum(masters)
 
 
+def test_as_many_replicas_write_as_are_asked_for_each_on_another_node(where: Path) -> None:
+    """Ranks 0 and 1 are on one node, 2 and 3 on the other."""
+    shares = [state_bytes(kinds) for kinds in written(where / "two")]
+    assert shares[1] == shares[3] == 0
+    assert abs(shares[0] - shares[2]) <= 8
+    assert shares[0] > 0
+    kinds = written(where / "one and three")
+    assert [rank for rank in range(RANKS) if kinds[rank].get("weight")] == [0]
+    assert [rank for rank in range(RANKS) if kinds[rank].get("master")] == [0, 1, 2]
+
+
+def test_what_is_loaded_is_the_same_whoever_wrote_it(saved: tuple[Path, Result]) -> None:
+    for rank in range(RANKS):
+        loads = [
+            event
+            for event in saved[1].events
+            if event["rank"] == rank and event["event"].startswith("load ")
+        ]
+        assert len(loads) == len(POLICIES)
+        assert all(event["weights_changed"] for event in loads)
+        assert len({event["state"] for event in loads}) == 1
+
+
 def test_the_shares_make_up_the_same_tensors_whoever_writes_them(where: Path) -> None:
-    one, *others = (assemble(where / name, 2) for name in ("share", "first", "mixed"))
+    one, *others = (assemble(where / name, 2) for name in POLICIES)
     assert {kind for kind, _ in one} == {"weight", "master"}
     for other in others:
         assert other.keys() == one.keys()

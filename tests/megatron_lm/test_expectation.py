@@ -40,12 +40,13 @@ def lion(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [adam, momentum, stateless, lion])
-@pytest.mark.parametrize("policy", ["share", "first"])
+@pytest.mark.parametrize("policy", ["share", "first", 2])
 def test_what_is_expected_is_what_each_replica_saves(
     make: Make, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(CPU_MEGATRON / "stubs/emerging_optimizers")
     job, count = Job(), 3
+    monkeypatch.setattr(parallel, "replica_ranks", lambda *, expert: [0, 1, 2])
     job.optimizer.optimizer = make(job.masters)
     states = [ModelState(Replicated(optimizer=policy)) for _ in range(count)]
 

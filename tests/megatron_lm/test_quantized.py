@@ -174,16 +174,24 @@ def test_plain_weights_that_share_a_key_with_fp8_ones_need_masters_too() -> None
     ]
 
 
-@pytest.mark.parametrize(("keys", "stages"), [({"w"}, 1), (set(), 2), ({"w"}, 2)])
+@pytest.mark.parametrize(
+    ("keys", "stages", "agreed"),
+    [({"w"}, 1, ()), (set(), 2, ()), ({"w"}, 2, ()), ({"w"}, 2, ("v", "w"))],
+)
 def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
-    keys: set[str], stages: int, monkeypatch: pytest.MonkeyPatch
+    keys: set[str], stages: int, agreed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(starting.stock, "checkpointing", lambda: SimpleNamespace(get_args=dict))
-    monkeypatch.setattr(starting, "_is_checked", lambda *_: False)
+    state = ModelState(Replicated())
+    state.note_quantized(agreed)
+    opened = SimpleNamespace(checkpointer=lambda root: SimpleNamespace(model_state=state))
+    args = SimpleNamespace(get_args=lambda: SimpleNamespace(save="save"))
+    monkeypatch.setattr(starting, "session", opened)
+    monkeypatch.setattr(starting.stock, "checkpointing", lambda: args)
+    monkeypatch.setattr(starting, "_is_checked", lambda *_, alone: False)
     monkeypatch.setattr(starting, "_check_own", lambda *_: frozenset(keys))
-    monkeypatch.setattr(starting, "_note_checked", lambda *_: None)
+    monkeypatch.setattr(starting, "_note_checked", lambda *_, alone: None)
     monkeypatch.setattr(parallel, "model_cut", lambda: (1, stages, 1))
-    if not keys or stages == 1:
+    if not keys or stages == 1 or agreed:
         starting.check_alone([], None)
         return
     with pytest.raises(UnsupportedError, match="call load_checkpoint or Megatron's train_step"):

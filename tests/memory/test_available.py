@@ -96,7 +96,7 @@ def test_a_slab_that_the_real_control_group_does_not_allow_is_refused_and_nobody
     if "cgroup.procs" in done.stderr:
         pytest.skip(f"no process can join a control group here: {done.stderr}")
     assert done.returncode == 1, "not killed"
-    assert "cannot reserve 1.00 GiB of host memory for 2 checkpoint slots" in done.stderr
+    assert "cannot reserve 1.0 GiB of host memory for 2 checkpoint slots" in done.stderr
 
 
 def test_each_limit_has_a_name_that_all_containers_of_the_machine_know(made: Path) -> None:

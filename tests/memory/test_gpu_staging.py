@@ -502,7 +502,7 @@ def test_a_device_that_refuses_to_wait_makes_the_host_wait(
 ) -> None:
     weight = torch.ones(10, device="cuda")
     stager.stage(copies(slab, [weight]), Finish())
-    eventually("the copies", lambda: stager._current.begun.is_set())
+    eventually("the copies", lambda: stager._current.copied.is_set())
     node.refusals["Stream.wait_event"] = refuse
     stager._current.copied.clear()  # as if they were still made
     threading.Timer(0.1, stager._current.copied.set).start()

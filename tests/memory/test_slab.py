@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import gc
 import os
 import resource
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -94,7 +96,7 @@ def test_memory_that_is_not_there_is_refused_with_its_size_before_any_is_taken(
     with pytest.raises(StorageError, match="cannot reserve") as raised:
         Slab.create(2, 0, data_nbytes, "5")
     assert raised.value.errno == errno.ENOMEM
-    assert f"{2 * data_nbytes / 2**30:.2f} GiB" in str(raised.value)
+    assert f"{2 * data_nbytes / 2**30:.1f} GiB" in str(raised.value)
     assert "2 checkpoint slots of rank 5" in str(raised.value)
     assert "free memory on this node or lower 'slots'" in str(raised.value)
     assert open_fds() == before
@@ -105,11 +107,13 @@ def test_a_reservation_that_the_kernel_refuses_leaves_nothing() -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
-        with pytest.raises(StorageError, match=r"cannot reserve 0\.01 GiB") as raised:
+        with pytest.raises(StorageError, match=r"cannot reserve \d+\.\d MiB") as raised:
             Slab.create(2, 0, 5 << 20, "5")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert raised.value.errno == errno.EFBIG
+    assert "raise the file size limit (ulimit -f) where the job is started" in str(raised.value)
+    assert "free memory" not in str(raised.value)
     assert open_fds() == before
 
 
@@ -139,9 +143,51 @@ def test_attaching_what_is_not_a_slab_is_refused_and_closes_it(open_it: Callable
     assert open_fds() == before
 
 
+def test_nobody_who_has_a_slab_can_change_its_size() -> None:
+    slab = Slab.create(2, 0, 10 * PAGE, "0")
+    seals = fcntl.fcntl(slab.fd, fcntl.F_GET_SEALS)
+    for seal in (fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL):
+        assert seals & seal
+    other = Slab.attach(os.dup(slab.fd))
+    for fd in (slab.fd, other.fd):
+        for nbytes in (0, slab.geometry.nbytes - PAGE, slab.geometry.nbytes + PAGE):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, nbytes)
+        with pytest.raises(PermissionError):
+            os.posix_fallocate(fd, 0, slab.geometry.nbytes + PAGE)
+    with open(f"/proc/self/fd/{slab.fd}", "r+b") as file, pytest.raises(PermissionError):
+        file.truncate(0)
+    other.close()
+    slab.close()
+
+
+def _copy(slab: Slab, flags: int = os.MFD_ALLOW_SEALING) -> int:
+    fd = os.memfd_create("copy", flags)
+    os.write(fd, slab.memory)
+    return fd
+
+
+def test_a_slab_of_another_make_is_sealed_as_it_is_attached_or_refused() -> None:
+    slab = Slab.create(2, 0, 10 * PAGE, "0")
+    attached = Slab.attach(_copy(slab))
+    with pytest.raises(PermissionError):
+        os.ftruncate(attached.fd, 0)
+    attached.close()
+    before = open_fds()
+    with pytest.raises(StorageError, match="not a slab"):
+        Slab.attach(_copy(slab, 0))  # one that nothing can be sealed of
+    with tempfile.TemporaryFile() as file:
+        file.write(slab.memory)
+        file.flush()
+        with pytest.raises(StorageError, match="not a slab"):
+            Slab.attach(os.dup(file.fileno()))
+    assert open_fds() == before
+    slab.close()
+
+
 def test_attaching_a_slab_that_was_cut_is_refused() -> None:
     slab = Slab.create(2, 0, 10 * PAGE, "0")
-    fd = os.dup(slab.fd)
+    fd = _copy(slab)
     os.ftruncate(fd, slab.geometry.nbytes - PAGE)
     with pytest.raises(CorruptCheckpointError, match="not a slab"):
         Slab.attach(fd)

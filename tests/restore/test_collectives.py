@@ -18,6 +18,7 @@ from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.restore import collectives
 from megatron_flashckpt.restore.collectives import (
     broadcast_object,
+    exchange_blobs,
     from_first,
     gather_objects,
     gathered,
@@ -80,6 +81,29 @@ def largest_collective(call: Callable[[], Any]) -> int:
     return max(held)
 
 
+def blobs_of(number: int) -> dict[int, bytes]:
+    """Return so many different blobs, some of them empty."""
+    return {n: bytes([n + 1]) * (n * 700 % 4900) for n in range(number)}
+
+
+def exchanged(rank: int, number: int) -> tuple[bool, int]:
+    """Return whether `number` blobs arrive, and how many collectives that takes."""
+    blobs = blobs_of(number)
+    all_reduce, calls = dist.all_reduce, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        mine = {n: blob for n, blob in blobs.items() if n % RANKS == rank}
+        received = exchange_blobs([len(blob) for blob in blobs.values()], mine)
+    finally:
+        dist.all_reduce = all_reduce
+    return received == b"".join(blobs.values()), sum(calls)
+
+
 def rank_main(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -95,7 +119,9 @@ def rank_main(rank: int, directory: str) -> None:
         gathered_lengths = [len(each) for each in gather_objects(b"x" * (length + rank))]
         sent = [len(broadcast_object(b"x" * (length + rank), source)) for source in range(RANKS)]
         found[str(length)] = [gathered_lengths, sent]
+    found["blobs"] = [exchanged(rank, number) for number in range(2, 9)]
     collectives.PART_NBYTES = BOUND
+    found["blobs in parts"] = exchanged(rank, 8)
     contents = [bytes([source]) * (100_000 * source) for source in range(RANKS)]
     found["parts"] = [
         gather_objects(contents[rank]) == contents,
@@ -130,6 +156,16 @@ def test_objects_of_any_length_arrive_from_every_rank(found: list[dict], length:
 
 def test_large_objects_travel_in_parts_of_bounded_size(found: list[dict]) -> None:
     assert [each["parts"] for each in found] == [[True, True, BOUND, BOUND]] * RANKS
+
+
+def test_any_number_of_blobs_travels_in_one_collective(found: list[dict]) -> None:
+    assert [each["blobs"] for each in found] == [[[True, 1]] * 7] * RANKS
+
+
+def test_blobs_that_are_large_together_travel_in_parts(found: list[dict]) -> None:
+    parts = -(-sum(map(len, blobs_of(8).values())) // BOUND)
+    assert parts > 1
+    assert [each["blobs in parts"] for each in found] == [[True, parts]] * RANKS
 
 
 @pytest.mark.parametrize(

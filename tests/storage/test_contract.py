@@ -101,6 +101,32 @@ def test_a_put_is_seen_whole_or_not_at_all(backend):
     assert set(backend.contents()) == {"m"}
 
 
+def test_a_put_whose_guard_refuses_changes_nothing(backend):
+    backend.plant("tracker.txt", b"5")
+
+    def refuse() -> None:
+        assert backend.storage.read("tracker.txt") == b"5", "it is asked before, not after"
+        raise ValueError("not now")
+
+    with pytest.raises(ValueError, match="not now"):
+        backend.storage.put("tracker.txt", b"2", guard=refuse)
+    assert backend.contents() == {"tracker.txt": b"5"}
+
+
+def test_a_rewrite_replaces_what_it_expects(backend):
+    backend.plant("claim", b"mine 1")
+    assert backend.storage.rewrite("claim", b"mine 1", b"mine 2")
+    assert backend.contents() == {"claim": b"mine 2"}
+
+
+@pytest.mark.parametrize("stored", [b"theirs", b"mine", b"mine 1 and more", b"", None])
+def test_a_rewrite_leaves_what_it_does_not_expect(backend, stored):
+    if stored is not None:
+        backend.plant("claim", stored)
+    assert not backend.storage.rewrite("claim", b"mine 1", b"mine 2")
+    assert backend.contents() == ({} if stored is None else {"claim": stored})
+
+
 @pytest.mark.parametrize("offset", [0, 1, 4095, len(DATA) - 1, len(DATA), len(DATA) + 1])
 @pytest.mark.parametrize("nbytes", [None, 0, 1, 4097, len(DATA), len(DATA) + 1])
 def test_read_returns_the_range_and_less_only_at_the_end(backend, offset, nbytes):
@@ -247,6 +273,7 @@ def test_names_that_are_there_now(backend):
     backend.storage.delete("iter_1/a")
     assert backend.storage.present("iter_1", asked) == {"b", "c"}
     assert backend.storage.present("iter_1", []) == set()
+    assert backend.storage.present("", asked) == {"b"}
 
 
 def test_a_moved_file_is_under_its_new_name_only(backend):
@@ -342,16 +369,17 @@ def test_two_writers_of_two_names_do_not_disturb_each_other(backend):
         lambda storage, name: storage.size(name),
         lambda storage, name: storage.delete(name),
         lambda storage, name: storage.kind(name),
-        lambda storage, name: storage.present(name, ["b"]),
+        lambda storage, name: storage.present(name or "..", ["b"]),  # this may be the root itself
         lambda storage, name: storage.present("a", [name]),
         lambda storage, name: storage.move("a/b", name),
         lambda storage, name: storage.move(name, "x"),
         lambda storage, name: storage.delete_directory(name),
-        lambda storage, name: storage.list(name or ".."),  # the root itself may be listed
+        lambda storage, name: storage.list(name or ".."),  # as this
+        lambda storage, name: storage.rewrite(name, b"stays", b"other"),
     ],
     ids=(
         "put create read read_into size delete kind present-in present move-to move "
-        "delete_directory list"
+        "delete_directory list rewrite"
     ).split(),
 )
 def test_a_name_that_is_not_inside_the_root_is_refused(backend, tmp_path, operation, name):

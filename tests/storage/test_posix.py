@@ -118,6 +118,15 @@ def test_a_put_that_fails_halfway_leaves_the_old_contents_and_no_temporary(stora
     assert (root / "tracker").read_bytes() == b"old"
 
 
+def test_a_put_does_not_remove_what_has_the_name_of_its_temporary(storage, root, monkeypatch):
+    root.mkdir(exist_ok=True)
+    (root / "taken").write_text("not ours")
+    monkeypatch.setattr("megatron_flashckpt.storage.posix.temporary_name", lambda name: "taken")
+    with pytest.raises(StorageError, match="cannot write"):
+        storage.put("name", b"data")
+    assert (root / "taken").read_text() == "not ours"
+
+
 def test_a_put_over_a_directory_fails_and_leaves_no_temporary(storage, root):
     (root / "d").mkdir()
     with pytest.raises(StorageError, match="a directory stands where a file should be") as caught:

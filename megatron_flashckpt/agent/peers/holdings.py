@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.peers.messages import Held, Label
 from megatron_flashckpt.agent.peers.topology import Lane, Part
-from megatron_flashckpt.memory.available import available_nbytes
+from megatron_flashckpt.memory.available import available_nbytes, shown
 
 logger = logging.getLogger(__name__)
 
@@ -192,8 +192,8 @@ def _at_least(memory: mmap.mmap | None, nbytes: int) -> mmap.mmap:
     available = available_nbytes()
     if nbytes > available:
         raise HoldError(
-            f"its node has {available / 2**30:.2f} GiB of memory left and needs "
-            f"{nbytes / 2**30:.2f} GiB; free memory there, or set 'redundancy' to xor or none"
+            f"its node has {shown(available)} of memory left and needs {shown(nbytes)}; free "
+            "memory there, or set 'redundancy' to xor or none"
         )
     larger = mmap.mmap(-1, max(nbytes, 1))
     if memory is not None:

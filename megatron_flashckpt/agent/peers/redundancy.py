@@ -79,7 +79,7 @@ class Redundancy:
     @property
     def opened(self) -> PeersOpened:
         """Where the agents of other nodes reach this one, and its keys."""
-        return PeersOpened(self._identity, self._host, self._server.port)
+        return PeersOpened(self._identity, self._host, self._server.port, self._threads)
 
     def join(self, plan: JoinPeers) -> None:
         """Let in the agents of these nodes, and send to them from now on."""

@@ -1,0 +1,151 @@
+"""The claim of a run to its save directory: one small file, which says who writes there.
+
+A start puts the claim with a higher epoch than the former one's. From then on the agent of rank 0
+renews it in place. Renewals never create or replace the file, so an agent that hung and wakes in
+the middle of one cannot bring back the claim of a run that was taken over.
+
+Clocks of hosts are never compared: a writer lives if its claim changes while somebody looks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_flashckpt.agent.incarnations import RankProcess
+from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.names import CLAIM
+from megatron_flashckpt.storage.base import Storage, read_whole
+
+#: Seconds between two renewals.
+INTERVAL_S = 2.0
+#: A writer that renews nothing for so many of its intervals is gone.
+_PATIENCE = 6
+
+#: Claims with a longer interval were not made by us.
+_LONGEST_S = 3600.0
+
+#: States of a writer: trainers of its run are connected; none are, but a save is still being
+#: written; its memory is kept for a restart only; it has ended.
+TRAINING, FINISHING, IDLE, ENDED = range(4)
+#: What follows the writer in a message, by state.
+DOING = (
+    ", which trains unless it was killed",
+    ", which writes what was staged",
+    ", which has no trainers",
+    ", which has ended",
+)
+
+#: All claims are as long, so that a renewal replaces all bytes of the one before.
+_NBYTES = 1024
+
+
+class RunKey(NamedTuple):
+    """A run as claims know it. Any other one than one's own is another run."""
+
+    epoch: int
+    run_id: str
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Who writes to a save directory."""
+
+    state: int
+    renewed_at: float
+    """Seconds since 1970 on the writer's host: for people, and to tell renewals apart."""
+    claimed_at: float
+    interval_s: float
+    pid: int
+    """Of the agent of rank 0."""
+    started: int
+    """When that process started; see `RankProcess`."""
+    machine: str
+    """Where `pid` means something; see `here`."""
+    epoch: int
+    host: str
+    run_id: str
+
+    @property
+    def key(self) -> RunKey:
+        return RunKey(self.epoch, self.run_id)
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds without a renewal after which the writer is gone."""
+        return _PATIENCE * self.interval_s
+
+    @property
+    def is_of_dead_process(self) -> bool:
+        """Return whether the agent ran on this machine and does so no more."""
+        return self.machine == here() and not RankProcess(self.started, self.pid).is_alive
+
+    @property
+    def writer(self) -> str:
+        """Return the run, the agent, the host and the time of the last renewal, for messages."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.renewed_at))
+        return f"run {self.run_id} (agent {self.pid} on {self.host}, claim renewed {when})"
+
+
+@functools.cache
+def here() -> str:
+    """Return what tells apart where process ids are valid: the boot and the pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def encode(claim: Claim) -> bytes:
+    """Return the contents of the file."""
+    return msgspec.msgpack.encode(claim).ljust(_NBYTES, b"\0")
+
+
+def decode(encoded: bytes, place: str) -> Claim:
+    """Return the claim in the contents of the file `place`.
+
+    Raises:
+        CorruptCheckpointError: there is none.
+    """
+    try:
+        # The last field is text, so that no byte of it is zero.
+        claim = msgspec.msgpack.decode(encoded.rstrip(b"\0"), type=Claim)
+        if not (claim.host + claim.run_id).isprintable():
+            raise ValueError("host or run cannot be printed")
+        if not TRAINING <= claim.state <= ENDED:
+            raise ValueError(f"state {claim.state}")
+        if not 0 < claim.interval_s < _LONGEST_S:
+            raise ValueError(f"a renewal every {claim.interval_s} s")
+        time.localtime(claim.renewed_at)
+        return claim
+    except (msgspec.DecodeError, ValueError, OverflowError, OSError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{place}: is no claim of a writer ({error}); remove it if no job saves here"
+        ) from error
+
+
+def read(storage: Storage) -> Claim | None:
+    """Return the claim to a save directory; None if there is none.
+
+    Raises:
+        CorruptCheckpointError: what stands in its place is none.
+    """
+    # Looks at the directory first, so that NFS asks its server what the name stands for.
+    if CLAIM not in storage.present("", [CLAIM]):
+        return None
+    try:
+        return decode(read_whole(storage, CLAIM, _NBYTES), f"{storage.place}/{CLAIM}")
+    except FileNotFoundError:
+        return None
+
+
+def put(storage: Storage, claim: Claim) -> None:
+    """Replace the claim to a save directory, whoever had it."""
+    storage.put(CLAIM, encode(claim))
+
+
+def renew(storage: Storage, former: Claim, claim: Claim) -> bool:
+    """Replace `former` by `claim`; return False if the directory has another claim, or none."""
+    return storage.rewrite(CLAIM, encode(former), encode(claim))

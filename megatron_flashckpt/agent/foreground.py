@@ -1,0 +1,239 @@
+"""`flashckpt agent --foreground`: an agent with a life of its own, which no trainer has started.
+
+It is a Slurm step, a systemd unit or a sidecar container, so it does not end with the step, unit or
+container of the trainers. When all trainers have ended as planned, it frees their memory and waits
+for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+from typing import NoReturn
+
+from megatron_flashckpt import faults
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.client import agent_command, agent_environment
+from megatron_flashckpt.agent.node import AgentOptions
+from megatron_flashckpt.agent.reception import raise_limit
+from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory, holder
+from megatron_flashckpt.agent.save_directory import ensure
+from megatron_flashckpt.agent.server import Agent
+from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import AgentError
+
+logger = logging.getLogger(__name__)
+
+#: Lines that wait for a reader of stderr; later ones stand in the log only.
+_MOST_WAITING = 1000
+#: Seconds that an agent which ends has for the last lines to stderr.
+_LAST_LINES_S = 2.0
+_RETRY_S = 0.05
+#: Attempts to enter a directory which a former agent is removing.
+_ATTEMPTS = 100
+
+
+def become(root: str, config: Config) -> NoReturn:
+    """Turn this process into the agent for save directory `root`.
+
+    Raises:
+        AgentError: another agent serves `root` on this node, or a directory cannot be used.
+    """
+    root = os.path.abspath(root)
+    try:
+        os.makedirs(root, exist_ok=True)
+    except OSError as error:
+        raise AgentError(
+            f"{root}: cannot be created ({error.strerror}); name the save directory of the job, "
+            "as Megatron's --save"
+        ) from error
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        raise AgentError(
+            f"{root}: cannot be written by user {os.getuid()}; mount it writable, or run the "
+            "agent as the user of the job"
+        )
+    directory = agent_directory(root, config.runtime_dir)
+    if pid := holder(directory):
+        raise AgentError(_refusal(pid, root))
+    command = [*agent_command(directory, root, config), "--foreground"]
+    # No working directory that would keep a file system from being unmounted.
+    os.chdir("/")
+    os.execve(command[0], command, agent_environment())
+
+
+def wait_for_agent(root: str, config: Config) -> int:
+    """Return the pid of the agent of this node for `root`, as soon as it answers; 0 if unseen.
+
+    Raises:
+        AgentError: no agent answered within `agent.start_timeout_s`.
+    """
+    ensure(root)
+    deadline = time.monotonic() + config.agent.start_timeout_s
+    while True:
+        directory = agent_directory(os.path.abspath(root), config.runtime_dir)
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock,
+            contextlib.suppress(OSError),
+        ):
+            sock.connect(str(directory / SOCKET))
+            return p.peer(sock).pid
+        if time.monotonic() > deadline:
+            raise AgentError(
+                f"no agent for {root} answered on this node within "
+                f"{config.agent.start_timeout_s:g} s; look at the output of 'flashckpt agent "
+                f"--foreground', or raise 'agent.start_timeout_s'"
+            )
+        time.sleep(_RETRY_S)
+
+
+def serve(runtime_dir: str | None, options: AgentOptions) -> int:
+    """Serve trainers until SIGTERM, Ctrl-C or the end of the grace time; return the exit status."""
+    try:
+        upkeep, log = _enter(options.root, runtime_dir)
+    except AgentError as error:
+        print(f"flashckpt: {error}", file=sys.stderr)
+        return 1
+    to_stderr = _PatientStderr()
+    logging.basicConfig(
+        level=logging.INFO, format=LOG_FORMAT, handlers=[logging.StreamHandler(log), to_stderr]
+    )
+    for ignored in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored, signal.SIG_IGN)
+    faults.this_is("agent")
+    raise_limit()
+    lives = _Lives(upkeep, options)
+    for told in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(told, lives.end_soon)
+    logger.info(
+        "agent %d serves %s until SIGTERM, or %g s without trainers",
+        os.getpid(),
+        options.root,
+        options.grace_s,
+    )
+    clean = lives.serve()
+    logger.info("agent %d ends%s", os.getpid(), "" if clean else ": a save is not in storage")
+    upkeep.leave(keep_log=to_stderr.error_seen)
+    to_stderr.last_lines()
+    # Without the threads, which the interpreter would wait for.
+    os._exit(0 if clean else 1)
+
+
+def _refusal(pid: int, root: str) -> str:
+    return (
+        f"agent {pid} serves {root} on this node already; trainers join that one. To replace it, "
+        f"end it first ('kill {pid}'): it finishes what is staged"
+    )
+
+
+def _enter(root: str, runtime_dir: str | None) -> tuple[Upkeep, _Log]:
+    """Return the lock of the agent's directory, and the log in it.
+
+    Raises:
+        AgentError: another agent holds the lock, or the directory cannot be used.
+    """
+    for _ in range(_ATTEMPTS):
+        directory = agent_directory(root, runtime_dir)
+        try:
+            fd = os.open(
+                directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise AgentError(f"{directory / LOG}: cannot be written ({error.strerror})") from error
+        try:
+            upkeep = Upkeep(directory, runtime_dir, (fd,))
+            if upkeep.writes_log:
+                return upkeep, _Log(fd)
+            upkeep.leave(keep_log=True)
+        except BlockingIOError as error:
+            if pid := holder(directory):  # or it is about to enter its pid
+                os.close(fd)
+                raise AgentError(_refusal(pid, root)) from error
+        except FileNotFoundError:
+            pass  # an agent has just left, directory and all
+        os.close(fd)
+        time.sleep(_RETRY_S)
+    raise AgentError(f"{directory}: other agents come and go there; end them")
+
+
+class _Log:
+    """Writes to a descriptor that `Upkeep` may turn to a new file."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, text: str) -> None:
+        os.write(self._fd, text.encode(errors="backslashreplace"))
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""
+
+
+class _PatientStderr(logging.Handler):
+    """Writes to stderr on a thread of its own.
+
+    A pipe that nobody reads (a stopped terminal, a log driver that hangs) must not stop the agent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error_seen = False
+        self._waiting: queue.Queue[str] = queue.Queue(_MOST_WAITING)
+        threading.Thread(target=self._write, name="stderr", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.error_seen = self.error_seen or record.levelno >= logging.ERROR
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(self.format(record) + "\n")
+
+    def last_lines(self) -> None:
+        """Return when all lines are written, or nobody reads them for a while."""
+        deadline = time.monotonic() + _LAST_LINES_S
+        while self._waiting.unfinished_tasks and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _write(self) -> None:
+        while True:
+            line = self._waiting.get()
+            with contextlib.suppress(OSError):
+                os.write(2, line.encode(errors="backslashreplace"))
+            self._waiting.task_done()
+
+
+class _Lives:
+    """Agents one after the other: a new one when all trainers have ended as planned."""
+
+    def __init__(self, upkeep: Upkeep, options: AgentOptions) -> None:
+        self._upkeep = upkeep
+        self._options = options
+        self._told = False
+        self._agent = self._new()
+
+    def _new(self) -> Agent:
+        return Agent(self._upkeep, self._options, unclaimed_s=self._options.grace_s)
+
+    def end_soon(self, number: int, _: FrameType | None) -> None:
+        """Have `serve` return; the handler of signals."""
+        self._told = True
+        self._agent.end_soon()
+
+    def serve(self) -> bool:
+        """Return whether all that was staged is in storage, when this agent is to end."""
+        while True:
+            self._agent.serve()
+            if self._told or not self._agent.all_left:
+                return not self._agent.unfinished
+            logger.info("all trainers have left: their memory is free; waiting for others")
+            self._agent = self._new()
+            if self._told:  # a signal that the former one got
+                return True

@@ -1,0 +1,104 @@
+"""Renews the claim of a run, on the agent of its rank 0, and says in it what the run is doing."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+import threading
+import time
+
+import msgspec
+
+from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Claim
+from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.incarnations import process_with
+from megatron_flashckpt.agent.node import Node
+from megatron_flashckpt.errors import FlashCkptError, OvertakenError
+
+logger = logging.getLogger(__name__)
+
+#: Longest wait of an agent that leaves for storage to take its last renewal.
+_LAST_S = 2.0
+
+
+class ClaimKeeper:
+    """A thread of its own: storage that hangs keeps nothing else from its work."""
+
+    def __init__(self, node: Node, committer: Committer) -> None:
+        self._node = node
+        self._committer = committer
+        self._closing = False
+        #: The claim as it was renewed last.
+        self._own: Claim | None = None
+        self._trouble = ""
+        self._thread = threading.Thread(target=self._run, name="claim", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say in the claim that the run has ended, if storage takes that within a moment."""
+        with self._node.changed:
+            self._closing = True
+            self._node.changed.notify_all()
+        self._thread.join(_LAST_S)
+
+    def _run(self) -> None:
+        state: int | None = None
+        while True:
+            with self._node.changed:
+                if state is not None:
+                    is_news = functools.partial(self._differs_from, state)
+                    self._node.changed.wait_for(is_news, claims.INTERVAL_S)
+                state = ENDED if self._closing else self._state()
+            try:
+                self._renew(state)
+                self._trouble = ""
+            except OvertakenError:
+                pass  # the fence has said so
+            except (FlashCkptError, OSError) as error:
+                if str(error) != self._trouble:
+                    self._trouble = str(error)
+                    logger.warning("the claim to the save directory is not renewed: %s", error)
+            if state == ENDED:
+                return
+
+    def _differs_from(self, state: int) -> bool:
+        return self._closing or self._state() != state
+
+    def _state(self) -> int:
+        """Return what the newest run is doing. The lock is held."""
+        run = self._node.fence.newest
+        if any(it.connection is not None and it.run == run for it in self._node.ranks.values()):
+            return TRAINING
+        return FINISHING if self._committer.pending else IDLE
+
+    def _renew(self, state: int) -> None:
+        storage = self._node.storage
+        if self._node.fence.newest is None:
+            return  # an agent of its own waits for trainers: whoever claims meanwhile is welcome
+        self._node.fence.check(storage)
+        found = claims.read(storage)
+        if found is None:
+            if self._own is not None:
+                claims.put(storage, self._renewed(self._own, state))  # somebody has removed it
+            return
+        if not self._node.fence.may_renew(found):
+            return
+        self._own = self._renewed(found, state)
+        claims.renew(storage, found, self._own)
+
+    def _renewed(self, claim: Claim, state: int) -> Claim:
+        me = process_with(os.getpid())
+        return msgspec.structs.replace(
+            claim,
+            state=state,
+            renewed_at=time.time(),
+            pid=os.getpid(),
+            started=0 if me is None else me.started,
+            machine=claims.here(),
+            host=platform.node(),
+        )

@@ -1,0 +1,136 @@
+"""Accepts the agent's connections, and lives through whatever goes wrong with one of them.
+
+The agent holds the only copy of a checkpoint when its trainers are dead. So no flood of
+connections, no silent peer and no lack of descriptors or threads may end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+import threading
+import time
+
+logger = logging.getLogger(__name__)
+
+#: Connections that have not said who they are. Trainers do so at once, and are at most some dozens.
+MOST_SILENT = 64
+#: Seconds that a connection has for each part of its greeting.
+GREETING_S = 5.0
+#: A greeting has about 20 bytes.
+GREETING_NBYTES = 1024
+#: Descriptors that an agent may have at most. Some daemons' limits are beyond a billion.
+_FILES = 2**16
+#: Seconds between two lines of the log about connections that were turned away.
+_SAY_EVERY_S = 60.0
+_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+
+def raise_limit() -> None:
+    """Let this process open as many files as it may: every slab and connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class Strangers:
+    """The connections that have not greeted yet. Of too many, the oldest ones are hung up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[int, socket.socket] = {}
+        self._unsaid = 0
+        self._said_at = -_SAY_EVERY_S
+
+    def add(self, connection: socket.socket) -> None:
+        """Expect a greeting of `connection`, within a time."""
+        connection.settimeout(GREETING_S)
+        with self._lock:
+            self._waiting[id(connection)] = connection
+        self._hang_up(MOST_SILENT, f"more than {MOST_SILENT} connections say nothing")
+
+    def remove(self, connection: socket.socket) -> None:
+        """Forget `connection`, which has greeted, or is about to be closed. May be repeated."""
+        with self._lock:
+            self._waiting.pop(id(connection), None)
+
+    def hang_up_all(self, reason: str) -> None:
+        """Free the descriptors of all of them."""
+        self._hang_up(0, reason)
+
+    def _hang_up(self, most: int, reason: str) -> None:
+        with self._lock:
+            surplus = list(self._waiting.values())[: max(0, len(self._waiting) - most)]
+            for connection in surplus:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)  # its own thread closes it
+        if surplus:
+            self.turned_away(reason, len(surplus))
+
+    def turned_away(self, reason: str, count: int = 1) -> None:
+        """Say that connections were turned away; a flood of them does not fill the log."""
+        with self._lock:
+            self._unsaid += count
+            now = time.monotonic()
+            if now - self._said_at < _SAY_EVERY_S:
+                return
+            count, self._unsaid, self._said_at = self._unsaid, 0, now
+        logger.warning("turned away %d connections: %s", count, reason)
+
+
+class Reception:
+    """Accepts connections one at a time, on one thread."""
+
+    def __init__(self, listener: socket.socket, strangers: Strangers) -> None:
+        self._listener = listener
+        self._strangers = strangers
+        #: Closed to accept a connection, and hang up on it, when there is no other descriptor left:
+        #: whoever waits in the queue would have the kernel report the same error for ever.
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def listen_on(self, listener: socket.socket) -> None:
+        """Accept the connections of another socket from now on."""
+        self._listener.close()
+        self._listener = listener
+
+    def close(self) -> None:
+        """Hang up on those who wait in the queue."""
+        self._listener.close()
+        if self._spare >= 0:
+            os.close(self._spare)
+
+    def accept(self, within_s: float) -> socket.socket | None:
+        """Return the next connection; None if none came, or if it could not be taken."""
+        try:
+            self._listener.settimeout(within_s)
+            return self._listener.accept()[0]
+        except TimeoutError:
+            return None
+        except OSError as error:
+            if error.errno in _FULL:
+                self._turn_away(str(error))
+            else:
+                # That peer is gone again (ECONNABORTED), or the kernel has a reason of its own.
+                self._strangers.turned_away(str(error))
+                time.sleep(within_s)
+            return None
+
+    def _turn_away(self, reason: str) -> None:
+        self._strangers.hang_up_all(reason)
+        if self._spare >= 0:
+            os.close(self._spare)
+            self._spare = -1
+        with contextlib.suppress(OSError):
+            self._listener.settimeout(0.0)
+            self._listener.accept()[0].close()
+            self._strangers.turned_away(reason)
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        if self._spare < 0:
+            time.sleep(0.01)  # until threads have closed what was hung up

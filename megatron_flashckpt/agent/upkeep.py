@@ -1,0 +1,187 @@
+"""The agent looks after its own files: cleaners of temporary files take what nobody has touched.
+
+A trainer that finds no socket starts another agent, which ends at once while the lock is held. So
+an agent without a socket could be reached by nobody, and be replaced by nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+
+from megatron_flashckpt.agent import rendezvous
+from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
+from megatron_flashckpt.errors import AgentError
+
+logger = logging.getLogger(__name__)
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_BACKLOG = 128
+#: Seconds between two looks at the own files, and at whether others still find them.
+_LOOK_S = 1.0
+_FIND_S = 30.0
+#: Files untouched for so many seconds are touched: the strictest cleaners take those of a day.
+_FRESH_S = 3600.0
+
+
+class Upkeep:
+    """The lock, the socket and the log of an agent. Used by one thread."""
+
+    def __init__(
+        self, directory: Path, runtime_dir: str | None, log_fds: tuple[int, ...] = (1, 2)
+    ) -> None:
+        """Take the lock.
+
+        Args:
+            directory: where agents of this save directory live.
+            runtime_dir: the setting.
+            log_fds: the descriptors by which this process writes to the log.
+
+        Raises:
+            BlockingIOError: another agent has it.
+            FileNotFoundError: another agent has just left, directory and all.
+        """
+        self.directory = directory
+        self._runtime_dir = runtime_dir
+        self._log_fds = log_fds
+        self._lock = _locked(directory)
+        self._logs = self.writes_log
+        self._socket: os.stat_result | None = None
+        self._looked_at = self._found_at = time.monotonic()
+        self._trouble = ""
+
+    @property
+    def writes_log(self) -> bool:
+        """Whether what this process says goes to the log that others see."""
+        try:
+            return os.path.samestat(os.fstat(self._log_fds[-1]), os.stat(self.directory / LOG))
+        except FileNotFoundError:
+            return False
+
+    def listen(self) -> socket.socket:
+        """Return a new listening socket, in place of a former one. The lock now names this process.
+
+        Called after the fork: whoever connects is told by the kernel who called `listen`.
+        """
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, b"%d\n" % os.getpid(), 0)
+        path = self.directory / SOCKET
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(_BACKLOG)
+            self._socket = path.lstat()
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    def look(self) -> socket.socket | None:
+        """Restore what is missing; return the socket to listen on from now on, if it is a new one.
+
+        Called often; looks now and then. Never raises.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return None
+        self._looked_at = now
+        try:
+            return self._restore(now)
+        except (OSError, AgentError) as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.error("trainers that come now do not find this agent: %s", error)
+            return None
+
+    def _restore(self, now: float) -> socket.socket | None:
+        whole = self._has(LOCK, os.fstat(self._lock)) and self._has(SOCKET, self._socket)
+        if not whole or now - self._found_at > _FIND_S:
+            self._found_at = now
+            directory = rendezvous.directory_of(
+                self.directory.name, self._runtime_dir, parents=False
+            )
+            whole = whole and directory == self.directory
+            if not self._runtime_dir:
+                _touch(*rendezvous.shared_paths(directory.name))
+            if directory != self.directory or not self._has(LOCK, os.fstat(self._lock)):
+                lock = _locked(directory)
+                os.close(self._lock)
+                self.directory, self._lock = directory, lock
+        self._restore_log()
+        own = [self.directory / name for name in (SOCKET, LOCK, LOG)]
+        _touch(*own, self.directory, self.directory.parent)
+        if whole:
+            return None
+        listener = self.listen()
+        logger.info("restored %s, which had been removed", self.directory / SOCKET)
+        self._trouble = ""
+        return listener
+
+    def _has(self, name: str, status: os.stat_result | None) -> bool:
+        """Return whether a file of ours is still there under its name."""
+        try:
+            found = (self.directory / name).lstat()
+        except FileNotFoundError:
+            return False
+        return status is not None and os.path.samestat(found, status)
+
+    def _restore_log(self) -> None:
+        if self._logs and not (self.directory / LOG).exists():
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            fd = os.open(self.directory / LOG, flags, 0o600)
+            for log_fd in self._log_fds:
+                os.dup2(fd, log_fd)
+            os.close(fd)
+
+    def leave(self, *, keep_log: bool) -> None:
+        """Remove the socket, and the other files too unless there is something to read in the log.
+
+        The socket first: from then on a trainer that comes finds nobody and starts a new agent.
+        """
+        if self._has(LOCK, os.fstat(self._lock)):  # or another agent lives there
+            (self.directory / SOCKET).unlink(missing_ok=True)
+            if not keep_log:
+                (self.directory / LOG).unlink(missing_ok=True)
+                (self.directory / LOCK).unlink(missing_ok=True)
+                rendezvous.leave(self.directory, self._runtime_dir)
+        os.close(self._lock)
+
+
+def _locked(directory: Path) -> int:
+    """Return the descriptor of the lock of `directory`, which this process now holds.
+
+    Raises:
+        BlockingIOError: another agent holds it.
+        FileNotFoundError: another agent has just left.
+    """
+    path = directory / LOCK
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # An agent that leaves removes its files while it still holds the lock. If it did so since
+        # the lock was opened, the lock is no longer what others see.
+        if not os.path.samestat(os.fstat(fd), os.stat(path)):
+            raise FileNotFoundError(f"{path}: its agent has just left")
+    except BlockingIOError as error:
+        os.close(fd)
+        raise BlockingIOError(f"{path}: another agent holds it") from error
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _touch(*paths: Path) -> None:
+    """Make files new that a cleaner might soon take for old ones."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.lstat().st_mtime > _FRESH_S:
+                os.utime(path, follow_symlinks=False)

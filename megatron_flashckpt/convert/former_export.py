@@ -1,0 +1,149 @@
+"""Recognise the result of an earlier conversion, which alone `--overwrite` may replace.
+
+A result in a format of others carries a list of its files, `.flashckpt-export.json`: a file is
+known by its name, its size and the second in which it was written. A checkpoint in our own format
+says in its manifest that it was converted, and its files carry the id of their save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+from pathlib import Path
+
+import msgspec
+
+from megatron_flashckpt.errors import ConfigError, FlashCkptError
+from megatron_flashckpt.layout import manifest
+from megatron_flashckpt.layout.names import MANIFEST, common_name
+from megatron_flashckpt.storage.base import read_whole
+from megatron_flashckpt.storage.posix import PosixStorage
+
+MARKER = ".flashckpt-export.json"
+CONVERTED_FROM = "converted_from"
+
+#: No list of ours is longer.
+_MAX_MARKER_NBYTES = 2**28
+#: Names in a message.
+_SHOWN = 8
+
+
+class _File(msgspec.Struct, frozen=True):
+    nbytes: int
+    written_at: int
+    """Seconds since 1970: finer times do not survive every file system."""
+
+
+class _Marker(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of `MARKER`."""
+
+    written_by: str
+    files: dict[str, _File]
+    """By path relative to the directory."""
+
+
+def mark(directory: Path) -> None:
+    """List all files that are in `directory` now in its `MARKER`."""
+    files = {}
+    for path in sorted(directory.rglob("*")):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            files[str(path.relative_to(directory))] = _File(status.st_size, int(status.st_mtime))
+    listed = _Marker(written_by="flashckpt convert", files=files)
+    (directory / MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(listed), indent=1))
+
+
+def refuse_others(directory: Path, name: Path | None = None) -> None:
+    """Return if all that is in `directory` was written by one earlier conversion.
+
+    Files of that conversion may be missing. An empty directory is nobody's.
+
+    Args:
+        name: how the message calls the directory, which may have been moved aside.
+
+    Raises:
+        ConfigError: something else is there; names it.
+    """
+    name = name or directory
+    if directory.is_symlink() or not directory.is_dir():
+        raise ConfigError(
+            f"{name}: is not a directory, so no conversion wrote it; name another directory"
+        )
+    foreign = sorted(str(path.relative_to(directory)) for path in _foreign(directory))
+    if foreign:
+        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+        raise ConfigError(
+            f"{name}: holds what 'flashckpt convert' did not write: "
+            f"{', '.join(foreign[:_SHOWN])}{more}; nothing was changed; name another "
+            "directory, or move these away yourself"
+        )
+
+
+def remove(directory: Path) -> bool:
+    """Delete what an earlier conversion wrote in `directory`; return whether that was everything.
+
+    Anything else stays where it is, with the directories that hold it.
+    """
+    files, directories = _written(directory)
+    for path in files:
+        path.unlink()
+    for path in sorted({*directories, directory}, reverse=True):
+        with contextlib.suppress(OSError):  # it holds something else
+            path.rmdir()
+    return not directory.exists()
+
+
+def _foreign(directory: Path) -> list[Path]:
+    """Return all in `directory` that no one earlier conversion wrote."""
+    files, directories = _written(directory)
+    return [path for path in directory.rglob("*") if path not in files | directories]
+
+
+def _written(directory: Path) -> tuple[set[Path], set[Path]]:
+    """Return the files in `directory` that one earlier conversion wrote, and their directories."""
+    listed = _listed(directory)
+    files = _of_our_format(directory) if listed is None else listed
+    inside = {parent for path in files for parent in path.relative_to(directory).parents}
+    directories = {directory / parent for parent in inside if parent.name}
+    return files, {path for path in directories if path.is_dir() and not path.is_symlink()}
+
+
+def _listed(directory: Path) -> set[Path] | None:
+    """Return the files that `MARKER` lists and that are as it says; None: there is no list."""
+    try:
+        encoded = read_whole(PosixStorage(directory), MARKER, _MAX_MARKER_NBYTES)
+        listed = msgspec.json.decode(encoded, type=_Marker)
+    except (FlashCkptError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return {directory / MARKER} | {
+        directory / name
+        for name, file in listed.files.items()
+        if ".." not in Path(name).parts and _is_unchanged(directory / name, file)
+    }
+
+
+def _is_unchanged(path: Path, file: _File) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and (
+        (status.st_size, int(status.st_mtime)) == (file.nbytes, file.written_at)
+    )
+
+
+def _of_our_format(directory: Path) -> set[Path]:
+    """Return the files of a converted checkpoint of ours; nothing if it is none."""
+    try:
+        encoded = read_whole(PosixStorage(directory), MANIFEST, manifest.MAX_MANIFEST_NBYTES)
+        found = manifest.decode_manifest(encoded, str(directory / MANIFEST))
+    except (FlashCkptError, OSError):
+        return set()
+    if CONVERTED_FROM not in found.description:
+        return set()
+    names = [MANIFEST, common_name(found.save_id), *(shard.file for shard in found.shards)]
+    return {path for name in names if _is_file(path := directory / name)}
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()

@@ -1,0 +1,55 @@
+"""The lines in which rank 0 says which agent it has joined, and what would end that agent."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from megatron_flashckpt.agent.life import AgentFacts, Life, own_life
+
+#: Pid and start of the agents that were announced. Megatron closes and joins again before its last
+#: save.
+_announced: set[tuple[int, float]] = set()
+_COMMAND = "flashckpt agent --save {} --foreground"
+_REMEDIES = {
+    "Slurm step": "a later step finds the memory if 'srun --overlap " + _COMMAND + "' runs in a "
+    "step of its own",
+    "container": "a later container finds the memory if '" + _COMMAND + "' runs in a container of "
+    "its own on this node (a sidecar)",
+    "systemd unit": "a later start finds the memory if '" + _COMMAND + "' runs in a unit of its "
+    "own",
+}
+
+
+def announce(pid: int, facts: AgentFacts | None, root: str) -> None:
+    """Print what is to be known of the agent that this rank has joined, once."""
+    if facts is None or (pid, facts.started_at) in _announced:
+        return
+    _announced.add((pid, facts.started_at))
+    for line in lines(pid, facts, own_life(), root):
+        # One write: other threads print as well.
+        sys.stdout.write(f"  flashckpt: {line}\n")
+    sys.stdout.flush()
+
+
+def lines(pid: int, facts: AgentFacts, own: Life, root: str) -> list[str]:
+    """Return the lines; the second one only if what ends the ranks ends the agent, too.
+
+    Args:
+        own: what the rank's own process is bound to.
+    """
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.started_at))
+    plural = "s" if len(facts.iterations) > 1 else ""
+    numbers = ", ".join(map(str, facts.iterations))
+    held = f"iteration{plural} {numbers}" if facts.iterations else "no checkpoint"
+    place = ""
+    if facts.foreground:
+        place = f", a foreground one{f' in {facts.life}' if facts.life.kind else ''},"
+    told = [f"agent {pid} of this node{place} has run since {since}; its memory holds {held}"]
+    if facts.life.kind and facts.life == own:
+        remedy = _REMEDIES[facts.life.kind].format(root)
+        told.append(
+            f"agent {pid} ends with the {facts.life} that this rank runs in, and its memory with "
+            f"it: {remedy}"
+        )
+    return told

@@ -1,0 +1,293 @@
+"""Megatron's legacy GPT (`megatron.model`, the default until core 0.7) as names and places alone.
+
+The model classes are gone from later releases, so the local models of all ranks are laid out from
+the args: the parameters in the order in which the legacy modules register them, as that order
+decides where buckets keep them. A global key is the name in the state dict without the number of
+the layer; like layers are stacked along a first axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.piece import Shape
+from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.runs import Geometry, Run
+
+#: The word embeddings, on the first pipeline stage.
+WORDS = "language_model.embedding.word_embeddings.weight"
+_OUTPUT = "language_model.output_layer.weight"
+#: The copy of the word embeddings that the last pipeline stage has if they are tied.
+TIED = "word_embeddings.weight"
+#: Their first axis is padded for the tensor parallel size.
+_RESIZABLE = (WORDS, TIED, _OUTPUT)
+#: With SwiGLU the gate and the other half lie one after the other in the local tensor.
+_FUSED = (".dense_h_to_4h.weight", ".dense_h_to_4h.bias")
+_LAYERS = "language_model.encoder.layers"
+_EXTRA = "_extra_state"
+#: Name of the module `word_embeddings` in the nested state dict.
+_TIED_IN_FILES = "word_embeddings_for_head"
+#: Modules of `language_model` whose own state dict is nested once more.
+_EMBEDDING = "embedding"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How tensor parallelism shards a parameter."""
+
+    axis: int
+    size: int
+    """Ranks."""
+    rank: int
+    strides: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Place of a layer in the stack of like layers."""
+
+    number: int
+    """From 0, over all pipeline stages."""
+    count: int
+
+
+def is_legacy_gpt(args: Any) -> bool:
+    """Return whether the job of `args` trained a model of `megatron.model`, not megatron.core."""
+    if hasattr(args, "use_legacy_models"):  # since core 0.8
+        return bool(args.use_legacy_models)
+    return getattr(args, "use_mcore_models", True) is False
+
+
+def geometry(
+    name: str,
+    shape: Shape,
+    *,
+    layer: Layer | None,
+    cut: Cut | None,
+    swiglu: bool,
+    tensor_rank: int,
+    replica: int,
+) -> Geometry:
+    """Return where the local tensor `name` belongs.
+
+    Args:
+        shape: of the local tensor.
+        layer: None for a parameter outside the layers.
+        cut: None for a parameter that all tensor-parallel ranks hold alike.
+        tensor_rank: of such a parameter, tensor rank 0 has the main copy.
+
+    Raises:
+        UnsupportedError: sharded in strides along another axis than the first.
+    """
+    key = WORDS if name == TIED else name
+    if layer is not None:
+        _, _, rest = name.removeprefix(f"{_LAYERS}.").partition(".")
+        key = f"{_LAYERS}.{rest}"
+    if cut is not None and swiglu and name.endswith(_FUSED):
+        cut = dataclasses.replace(cut, strides=cut.strides * 2)
+    duplicate = (int(name == TIED), tensor_rank if cut is None else 0)
+    return Geometry(
+        name=name,
+        runs=tuple(_runs(name, key, shape, layer, cut)),
+        main=not any(duplicate),
+        replica=replica,
+        resizable=name in _RESIZABLE,
+        copy="{}.{}".format(*duplicate) if any(duplicate) else "",
+    )
+
+
+def _runs(name: str, key: str, shape: Shape, layer: Layer | None, cut: Cut | None) -> Iterator[Run]:
+    """Yield one run per stride: part `i` of the local tensor is part `i * TP + rank` of all."""
+    cut = cut or Cut(axis=0, size=1, rank=0)
+    if cut.strides > 1 and cut.axis != 0:
+        raise UnsupportedError(
+            f"{name}: is cut along axis {cut.axis} in {cut.strides} strides, which this release "
+            "does not save; use --use-mcore-models"
+        )
+    local = list(shape)
+    whole = [extent * (cut.size if n == cut.axis else 1) for n, extent in enumerate(local)]
+    local[cut.axis] //= cut.strides
+    numel = math.prod(local)
+    stacked = () if layer is None else ((layer.count, layer.number),)
+    for part in range(cut.strides):
+        offset = [0] * len(local)
+        offset[cut.axis] = (part * cut.size + cut.rank) * local[cut.axis]
+        yield Run(
+            key,
+            (*(extent for extent, _ in stacked), *whole),
+            (*(index for _, index in stacked), *offset),
+            (*(1 for _ in stacked), *local),
+            0,
+            part * numel,
+            numel,
+        )
+
+
+# ---------------------------------------------------------------------- the model of args
+
+
+def rank_models(args: Any) -> list[RankModel]:
+    """Return the local models of the layout that `args` name, each place once.
+
+    Raises:
+        UnsupportedError: another model than a dense GPT of Megatron's local layers.
+    """
+    _refuse_unknown(args)
+    ways, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    return [
+        RankModel(
+            tp,
+            pp,
+            0,
+            first_replica=True,
+            dense_group=pp * ways + tp,
+            expert_group=pp * ways + tp,
+            chunks=tuple(_chunk(args, tp, pp, number) for number in range(chunks)),
+        )
+        for tp in range(ways)
+        for pp in range(stages)
+    ]
+
+
+def _refuse_unknown(args: Any) -> None:
+    foreign = {
+        "--transformer-impl transformer_engine": args.transformer_impl != "local",
+        "--num-experts": getattr(args, "num_experts", None),
+        "--retro-add-retriever": getattr(args, "retro_add_retriever", False),
+        "--standalone-embedding-stage": getattr(args, "standalone_embedding_stage", False),
+        f"--position-embedding-type {args.position_embedding_type}": (
+            args.position_embedding_type not in ("learned_absolute", "rope")
+        ),
+    }
+    named = [name for name, value in foreign.items() if value]
+    if named:
+        raise UnsupportedError(
+            f"the checkpoint's legacy model cannot be laid out from its args: {', '.join(named)}; "
+            "in the Megatron that wrote it, let a job load it with the code that saved it, and "
+            "save it once in the other format"
+        )
+
+
+def _chunk(args: Any, tp: int, pp: int, number: int) -> Chunk:
+    parameters: list[LocalTensor] = []
+    state_names: list[str] = []
+    ways, chunks = args.tensor_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
+    first = pp == 0 and number == 0
+    last = pp == args.pipeline_model_parallel_size - 1 and number == chunks - 1
+    hidden, padded = args.hidden_size, args.padded_vocab_size // ways
+
+    def add(name: str, shape: Shape, axis: int | None, layer: Layer | None = None) -> None:
+        place = geometry(
+            name,
+            shape,
+            layer=layer,
+            cut=None if axis is None else Cut(axis, ways, tp),
+            swiglu=args.swiglu,
+            tensor_rank=tp,
+            replica=0,
+        )
+        parameters.append(LocalTensor(place, shape))
+        state_names.append(name)
+
+    if first:
+        add(WORDS, (padded, hidden), 0)
+        if args.position_embedding_type == "learned_absolute":
+            positions = "language_model.embedding.position_embeddings.weight"
+            add(positions, (args.max_position_embeddings, hidden), None)
+    for index, layer in enumerate(_layers(args, pp, number)):
+        for name, shape, axis in _of_layer(args):
+            if name.endswith(_EXTRA):
+                state_names.append(f"{_LAYERS}.{index}.{name}")
+            else:
+                add(f"{_LAYERS}.{index}.{name}", shape, axis, layer)
+    if last:
+        for name, shape, axis in _norm(args, "final_norm"):
+            add(f"language_model.encoder.{name}", shape, axis)
+        if args.untie_embeddings_and_output_weights:
+            add(_OUTPUT, (padded, hidden), 0)
+            state_names.append(f"language_model.output_layer.{_EXTRA}")
+        elif not first:
+            add(TIED, (padded, hidden), 0)
+    return Chunk(tuple(parameters), (), tuple(state_names), ())
+
+
+def _layers(args: Any, pp: int, number: int) -> list[Layer]:
+    """Return the layers of a chunk, in order."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    share = args.num_layers // args.pipeline_model_parallel_size // chunks
+    start = number * (args.num_layers // chunks) + pp * share
+    return [Layer(index, args.num_layers) for index in range(start, start + share)]
+
+
+_Entry = tuple[str, Shape, int | None]
+"""Name in the layer, local shape, and the axis that tensor parallelism shards."""
+
+
+def _of_layer(args: Any) -> Iterator[_Entry]:
+    hidden, ways = args.hidden_size, args.tensor_model_parallel_size
+    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    projections = args.kv_channels * (args.num_attention_heads + 2 * groups)
+    attention = args.kv_channels * args.num_attention_heads
+    inner = args.ffn_hidden_size
+    wide = inner * (2 if args.swiglu else 1)
+    bias = args.add_bias_linear
+    yield from _norm(args, "input_norm")
+    yield from _linear("self_attention.query_key_value", (projections, hidden), 0, ways, bias)
+    yield from _linear("self_attention.dense", (hidden, attention), 1, ways, bias)
+    yield from _norm(args, "post_attention_norm")
+    yield from _linear("mlp.dense_h_to_4h", (wide, hidden), 0, ways, bias)
+    yield from _linear("mlp.dense_4h_to_h", (hidden, inner), 1, ways, bias)
+
+
+def _norm(args: Any, name: str) -> Iterator[_Entry]:
+    yield f"{name}.weight", (args.hidden_size,), None
+    if args.normalization == "LayerNorm":
+        yield f"{name}.bias", (args.hidden_size,), None
+
+
+def _linear(name: str, whole: Shape, axis: int, ways: int, bias: bool) -> Iterator[_Entry]:
+    rows, columns = whole
+    yield f"{name}.weight", (rows // ways, columns) if axis == 0 else (rows, columns // ways), axis
+    if bias:
+        # The bias of a row-parallel layer is added after the reduction.
+        yield (f"{name}.bias", (rows // ways,), 0) if axis == 0 else (f"{name}.bias", (rows,), None)
+    yield f"{name}.{_EXTRA}", (), None
+
+
+# ---------------------------------------------------------------------- its state dict
+
+
+def flattened(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's state dict with the names of its parameters.
+
+    A legacy model nests the state dicts of its modules; that of megatron.core comes back as it is.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            module = "word_embeddings" if name == _TIED_IN_FILES else name
+            flat |= {f"{module}.{rest}": inner for rest, inner in flattened(value).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def nested(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of names as a legacy model nests it."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        module, *rest = name.split(".")
+        if module == "word_embeddings":
+            found.setdefault(_TIED_IN_FILES, {})[".".join(rest)] = value
+            continue
+        part, *rest = rest
+        inner = found.setdefault(module, {}).setdefault(part, {})
+        if part == _EMBEDDING:
+            inner = inner.setdefault(rest.pop(0), {})
+        inner[".".join(rest)] = value
+    return found

@@ -1,0 +1,22 @@
+"""The local models of all ranks of a job, from its args, whichever model the job trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_flashckpt.megatron_lm import legacy_gpt
+from megatron_flashckpt.megatron_lm.local_model import RankModel
+
+
+def rank_models(args: Any) -> list[RankModel]:
+    """Return the local models of the layout that `args` name, each place once.
+
+    Raises:
+        UnsupportedError: the model cannot be laid out.
+    """
+    if legacy_gpt.is_legacy_gpt(args):
+        return legacy_gpt.rank_models(args)
+    # Only now: a Megatron of early 2024, whose jobs trained the legacy GPT, cannot import it.
+    from megatron_flashckpt.megatron_lm import rebuild
+
+    return rebuild.rank_models(args)

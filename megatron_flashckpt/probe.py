@@ -1,0 +1,171 @@
+"""Checks before the first step that the save directory can hold checkpoints, and is shared.
+
+Every node does with a small file what a save does with shards. Then the node of rank 0, which
+commits, waits until it sees the files of all nodes. Without this check such faults show in the
+first save, hours later, and a directory local to each node only after the commit timeout.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from megatron_flashckpt.errors import FlashCkptError, StorageError
+from megatron_flashckpt.restore.collectives import from_first, gathered
+from megatron_flashckpt.storage.base import Storage, probe_name
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: Longest wait for one operation of storage.
+_ANSWER_S = 60.0
+_POLL_S = (0.02, 1.0)
+#: Visibility delays of less than this are not reported.
+_SLOW_S = 1.0
+_SHOWN = 8
+_HALF = 4096
+_NEEDS = (
+    "saves need a file system that is shared by all nodes and can rename files and write at any "
+    "position of a file"
+)
+
+
+def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float | None) -> None:
+    """Raise on all ranks unless all nodes can save to `storage`. Collective: two small messages.
+
+    Args:
+        is_first_of_node: this rank probes for its node.
+        wait_s: longest wait of rank 0 for the files of the other nodes. None: this node tries
+            nothing out; where that is rank 0's, nobody waits. Nodes may differ in that.
+
+    Raises:
+        StorageError: names the operation that failed, or the ranks whose nodes are not seen.
+    """
+    name = probe_name(rank) if is_first_of_node and wait_s is not None else None
+
+    def try_out() -> tuple[None, str | None]:
+        if name is not None:
+            _within(_ANSWER_S, lambda: _write(storage, name), storage)
+        return None, name
+
+    try:
+        _, of_ranks = gathered(try_out)
+        seen_s = from_first(lambda: 0.0 if wait_s is None else _await(storage, of_ranks, wait_s))
+    finally:
+        if name is not None:
+            # In the background: storage that hangs must not keep training.
+            threading.Thread(target=_remove, args=(storage, name), daemon=True).start()
+    if rank == 0 and seen_s > _SLOW_S:
+        logger.warning(
+            "%s: files of other nodes became visible after %.1f s; every commit waits for that",
+            storage.place,
+            seen_s,
+        )
+
+
+def _write(storage: Storage, name: str) -> None:
+    """Do with a file of two pages what a save does: data first, header last, fsync, rename."""
+    draft = probe_name(0)
+    data, header = os.urandom(_HALF), os.urandom(_HALF)
+    action = "write at any position of a file"
+    try:
+        writer = storage.create(draft, 2 * _HALF)
+        try:
+            writer.write_at(_HALF, data)
+            writer.write_at(0, header)
+            writer.finish()
+        except BaseException:
+            writer.abandon()
+            raise
+        action = "rename a file"
+        try:
+            storage.move(draft, name)
+        except BaseException:
+            storage.delete(draft)
+            raise
+        action = "list a new file"
+        if name not in storage.list(""):
+            raise StorageError(
+                errno.ENOENT, f"{storage.place}/{name}: was written, but is not listed"
+            )
+        action = "read what was written"
+        if storage.read(name) != header + data:
+            raise StorageError(errno.EIO, f"{storage.place}/{name}: holds other bytes than written")
+    except OSError as error:
+        text = error.strerror if isinstance(error, StorageError) else str(error)
+        raise StorageError(
+            error.errno,
+            f"{storage.place}: this node cannot {action} in the save directory ({text}); {_NEEDS}",
+        ) from error
+
+
+def _await(storage: Storage, of_ranks: Sequence[str | None], wait_s: float) -> float:
+    """Return the seconds until the files of all nodes were seen.
+
+    Raises:
+        StorageError: names the ranks whose files were not seen within `wait_s`.
+    """
+    expected = {name: rank for rank, name in enumerate(of_ranks) if name is not None}
+    began = time.monotonic()
+    pause_s, longest_s = _POLL_S
+    while True:
+        present = _within(_ANSWER_S, lambda: storage.present("", expected), storage)
+        waited_s = time.monotonic() - began
+        missing = sorted(rank for name, rank in expected.items() if name not in present)
+        if not missing:
+            return waited_s
+        if waited_s > wait_s:
+            shown = ", ".join(map(str, missing[:_SHOWN]))
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise StorageError(
+                errno.ENOENT,
+                f"{storage.place}: the node of rank 0 does not see the files of {len(missing)} of "
+                f"{len(expected)} nodes (those of ranks {shown}{more}) {wait_s:.0f} s after they "
+                "were written: each node has a directory of its own there, or names of other nodes "
+                f"become visible late; {_NEEDS}; save elsewhere, mount it with a shorter attribute "
+                "cache (NFS: acdirmax), or raise 'probe_wait_s'",
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+def _remove(storage: Storage, name: str) -> None:
+    try:
+        storage.delete(name)
+    except (FlashCkptError, OSError) as error:
+        logger.warning("left behind: %s", error)
+
+
+def _within(seconds: float, work: Callable[[], _T], storage: Storage) -> _T:
+    """Return `work()`, done in a thread of its own.
+
+    Raises:
+        StorageError: storage did not answer in time; the thread stays behind.
+    """
+    results: list[_T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="flashckpt-probe", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StorageError(
+            errno.ETIMEDOUT,
+            f"{storage.place}: does not answer within {seconds:.0f} s; look at the file system's "
+            "servers and at this node's mount",
+        )
+    return results[0]

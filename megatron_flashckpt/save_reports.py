@@ -1,0 +1,107 @@
+"""What a rank says of the saves to one directory, and whether the last one is durable.
+
+Rank 0 speaks for the job, and a rank whose part has failed names the failure. All others are silent
+unless debug messages are shown: a job of 1,024 ranks would fill its log with copies of one line.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from megatron_flashckpt.agent.protocol import Outcome
+
+logger = logging.getLogger(__name__)
+
+#: Ranks that a message lists.
+_MOST_SHOWN = 8
+
+
+def level_on(rank: int, level: int) -> int:
+    """Return `level` on rank 0, and on other ranks the level of debug messages."""
+    return level if rank == 0 else logging.DEBUG
+
+
+class SaveReports:
+    """The saves of this process to `root`, in the order of their calls. Outlives checkpointers."""
+
+    def __init__(self, root: str, rank: int) -> None:
+        self._root = root
+        self.rank = rank
+        #: Newest iteration that is durable in `root`, as far as this rank knows.
+        self._durable: int | None = None
+        #: Iteration of the last save to storage; None: it is durable, or there was none.
+        self._open: int | None = None
+        #: Why that save has failed; None: its outcome was not reported yet.
+        self._reason: str | None = None
+
+    def found(self, iteration: int | None) -> None:
+        """Note the newest durable checkpoint that earlier processes have left in `root`."""
+        self._durable = iteration
+
+    def wanted(self, iteration: int) -> None:
+        """Note that training has called for a save to storage."""
+        self._open, self._reason = iteration, None
+
+    def committed(self, outcome: Outcome) -> None:
+        """Report a durable checkpoint."""
+        self._durable = max(outcome.iteration, self._durable or 0)
+        if self._open == outcome.iteration:
+            self._open = None
+        if self.rank == 0:
+            print(
+                f"  flashckpt: iteration {outcome.iteration} durable after {outcome.seconds:.3f} s",
+                flush=True,
+            )
+
+    def kept(self, outcome: Outcome) -> None:
+        """Report a checkpoint that is in host memory and was not meant for storage."""
+        if self.rank == 0:
+            print(
+                f"  flashckpt: iteration {outcome.iteration} kept in host memory, not in storage, "
+                f"after {outcome.seconds:.3f} s",
+                flush=True,
+            )
+
+    def failed(self, outcome: Outcome) -> None:
+        """Report a save that failed, on rank 0 and on the rank that failed."""
+        assert outcome.error is not None
+        if self._open == outcome.iteration:
+            self._reason = outcome.error
+        speaks = self.rank == 0 or self.rank == min(outcome.failed_ranks, default=-1)
+        logger.log(
+            logging.ERROR if speaks else logging.DEBUG,
+            "rank %d: iteration %d was not saved: %s%s%s",
+            self.rank,
+            outcome.iteration,
+            outcome.error,
+            _and_others(outcome.failed_ranks, self.rank),
+            f"; {self._remains()}" if self.rank == 0 else "",
+        )
+
+    def skipped(self, iteration: int, refusal: str) -> None:
+        """Report a save that all ranks have skipped (`busy: skip`)."""
+        if self._open == iteration:
+            self._reason = f"it was skipped: {refusal}"
+        level = level_on(self.rank, logging.WARNING)
+        logger.log(level, "iteration %d is not saved: %s", iteration, refusal)
+
+    def verdict(self) -> str | None:
+        """Return how the last save has failed; None: it has not."""
+        if self._open is None or self._reason is None:
+            return None
+        return f"the last save, iteration {self._open}, is not durable: {self._reason}; " + (
+            self._remains()
+        )
+
+    def _remains(self) -> str:
+        if self._durable is None:
+            return f"there is no durable checkpoint in {self._root}"
+        return f"the newest durable checkpoint in {self._root} is iteration {self._durable}"
+
+
+def _and_others(failed_ranks: tuple[int, ...], rank: int) -> str:
+    others = [str(other) for other in failed_ranks if other != rank]
+    if not others:
+        return ""
+    more = f" and {len(others) - _MOST_SHOWN} more" if len(others) > _MOST_SHOWN else ""
+    return f" (likewise rank {', '.join(others[:_MOST_SHOWN])}{more})"

@@ -1,0 +1,144 @@
+"""Templates that ranks share: on a node through its agent, between nodes through the job's store.
+
+Nothing here is collective. The store is the one that the job's rendezvous has set up; it is asked
+outside of saves only, so no save depends on another node.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import datetime
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron_flashckpt.node_link import NodeLink
+
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+#: Seconds for which the ranks of a node wait for another node's rank that computes their template.
+_COMPUTING_S = 30.0
+#: Seconds beyond that for one answer: PyTorch's client waits for a store that hangs without end.
+_ANSWER_S = 15.0
+#: A larger value ends the connection to PyTorch's TCPStore (8 MiB at most).
+_MOST_NBYTES = 4 * 2**20
+
+
+class SharedTemplates:
+    """The template store of this rank's node and, inside `over_nodes`, of the job."""
+
+    def __init__(self, link: NodeLink) -> None:
+        self._link = link
+        self._store: _JobStore | None = None
+
+    @contextlib.contextmanager
+    def over_nodes(self, run_id: str | None) -> Iterator[None]:
+        """Inside, share templates with other nodes, if the job has any. Never called in a save.
+
+        Args:
+            run_id: equal on all ranks; None: not agreed yet, so nothing is shared over nodes.
+        """
+        if run_id is not None and _has_several_nodes():
+            self._store = _JobStore(f"megatron_flashckpt/template/{run_id}")
+        try:
+            yield
+        finally:
+            self._store = None
+
+    def fetch(self, fingerprint: str) -> bytes | None:
+        """Return a template; None: this rank is to compute it.
+
+        Raises:
+            AgentError: the agent is gone.
+        """
+        encoded = self._link.fetch_template(fingerprint)
+        if encoded is None and self._store is not None:
+            encoded = self._store.fetch(fingerprint)
+            if encoded is not None:
+                self._link.publish_template(fingerprint, encoded)
+        return encoded
+
+    def publish(self, fingerprint: str, encoded: bytes) -> None:
+        """Share a template that this rank has computed.
+
+        Raises:
+            AgentError: the agent is gone.
+        """
+        self._link.publish_template(fingerprint, encoded)
+        if self._store is not None:
+            self._store.publish(fingerprint, encoded)
+
+
+class _JobStore:
+    """Templates in the job's store. An error of the store costs only the sharing."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        self._me = str(dist.get_rank())
+        self._hangs = False
+
+    def fetch(self, fingerprint: str) -> bytes | None:
+        """Return a template; None: this rank is to compute it."""
+        key = f"{self._prefix}/{fingerprint}"
+
+        def ask() -> bytes | None:
+            if self._store.compare_set(f"{key}/computed_by", "", self._me).decode() == self._me:
+                return None
+            self._store.wait([key], datetime.timedelta(seconds=_COMPUTING_S))
+            return zlib.decompress(self._store.get(key)) or None
+
+        try:
+            return self._within(_COMPUTING_S + _ANSWER_S, ask)
+        except (RuntimeError, zlib.error) as error:
+            logger.warning("a plan is computed, not taken over from another node: %s", error)
+            return None
+
+    def publish(self, fingerprint: str, encoded: bytes) -> None:
+        """Share a template that this rank has computed."""
+        packed = zlib.compress(encoded, 1)
+        if len(packed) > _MOST_NBYTES:
+            packed = zlib.compress(b"")  # tells the others to compute it
+        try:
+            self._within(
+                _ANSWER_S, lambda: self._store.set(f"{self._prefix}/{fingerprint}", packed)
+            )
+        except RuntimeError as error:
+            logger.warning("a plan is not shared with other nodes: %s", error)
+
+    def _within(self, seconds: float, ask: Callable[[], _Answer]) -> _Answer:
+        """Return `ask()`, done in a thread of its own.
+
+        Raises:
+            RuntimeError: the store fails, or has not answered in time; the thread stays behind.
+        """
+        if self._hangs:
+            raise RuntimeError("the job's store does not answer")
+        future: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(ask())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="flashckpt-store", daemon=True).start()
+        try:
+            return future.result(seconds)
+        except TimeoutError as error:
+            self._hangs = True
+            raise RuntimeError(f"the job's store did not answer within {seconds:.0f} s") from error
+
+
+def _has_several_nodes() -> bool:
+    if not dist.is_initialized():
+        return False
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < dist.get_world_size()

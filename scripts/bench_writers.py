@@ -1,0 +1,222 @@
+"""All replicas, some, or one write what they all hold alike: which is faster where.
+
+One group of replicas, two on each of four nodes, saves once in each way. Shards are written by the
+code of the agents (`write_shard`: chunks, digests, commit records), with their usual numbers of
+threads. Network and storage are models, and nothing reaches a disk: a node sends at a fixed
+bandwidth; a storage has servers, each with a bandwidth for all nodes together, which may need time
+to create a file, or time whenever they turn from one file to another, as spinning disks do.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_flashckpt.agent.flow import Flow
+from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.config import AgentConfig, ShareOut
+from megatron_flashckpt.layout.piece import (
+    MASTER,
+    RANK_STATE,
+    Piece,
+    equal_shares,
+    spread_over_nodes,
+)
+from megatron_flashckpt.layout.plan import PlanCache
+from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.memory.slot import SlotMeta
+
+NODES, REPLICAS = 4, 8
+NODE_MIB_PER_S = 200
+SIDE_NBYTES = 64 * 1024
+SAVE_ID = "0badcafe0003"
+POLICIES: tuple[ShareOut, ...] = ("share", "first", 2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of storage."""
+
+    name: str
+    servers: int = 1
+    """Each file lies on one of them."""
+    mib_per_s: float | None = None
+    """Of each server, for all nodes together; None: more than they send."""
+    create_s: float = 0.0
+    """Seconds per file; the storage creates one file at a time."""
+    turn_s: float = 0.0
+    """Seconds whenever a server turns to another file."""
+
+
+KINDS = (
+    Kind("faster than all nodes"),
+    Kind("1 server of 200 MiB/s", mib_per_s=200),
+    Kind("1 server of 400 MiB/s, 10 ms per file", mib_per_s=400, create_s=0.01),
+    Kind("1 server of 200 MiB/s, 20 ms per turn", mib_per_s=200, turn_s=0.02),
+    Kind("4 servers of 100 MiB/s, 20 ms per turn", servers=4, mib_per_s=100, turn_s=0.02),
+)
+
+
+class Line:
+    """Lets work pass one after the other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+        self._last: object = None
+
+    def wait(self, seconds: float, of: object = None, turn_s: float = 0.0) -> None:
+        """Return when work of so many seconds is done; more if the last was of something else."""
+        with self._lock:
+            turned, self._last = self._last is not of, of
+            begin = max(time.perf_counter(), self._free_at)
+            self._free_at = end = begin + seconds + turned * turn_s
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+
+class Servers:
+    """A storage."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self._files = Line()
+        self._lock = threading.Lock()
+        self._lines = [Line() for _ in range(kind.servers)]
+        self._nbytes = [0] * kind.servers
+
+    def create(self, nbytes: int) -> Line:
+        """Create a file on the server with the least data; return that server."""
+        self._files.wait(self.kind.create_s)
+        with self._lock:
+            server = self._nbytes.index(min(self._nbytes))
+            self._nbytes[server] += nbytes
+        return self._lines[server]
+
+
+class Storage:
+    """A storage as one node sees it, as far as `write_shard` uses it."""
+
+    place = "the model"
+
+    def __init__(self, servers: Servers) -> None:
+        self.servers = servers
+        self.network = Line()
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        return Writer(self, self.servers.create(nbytes))
+
+    def put(self, name: str, data: bytes, durable: str) -> None:
+        """Take in a commit record, which all ways have equally many of."""
+
+
+class Writer:
+    """A file that forgets what is written to it."""
+
+    def __init__(self, storage: Storage, server: Line) -> None:
+        self._network, self._server = storage.network, server
+        self._kind = storage.servers.kind
+
+    def write_at(self, offset: int, chunk: memoryview) -> None:
+        mib = len(chunk) / 2**20
+        self._network.wait(mib / NODE_MIB_PER_S)
+        if self._kind.mib_per_s is not None:
+            self._server.wait(mib / self._kind.mib_per_s, self, self._kind.turn_s)
+
+    def finish(self) -> None:
+        """Nothing is left to be done."""
+
+    def abandon(self) -> None:
+        """There is nothing to remove."""
+
+
+def part_of(replica: int, numel: int, policy: ShareOut) -> tuple[int, int]:
+    """Return the elements that a replica writes."""
+    writers = list(range(REPLICAS))
+    if policy == "first":
+        writers = [0]
+    elif policy != "share":
+        nodes = [number * NODES // REPLICAS for number in range(REPLICAS)]
+        writers = spread_over_nodes(nodes, policy, turn=0)
+    if replica not in writers:
+        return 0, 0
+    return equal_shares([(numel, 4)], len(writers), writers.index(replica))[0]
+
+
+def meta_of(replica: int, numel: int, policy: ShareOut) -> SlotMeta:
+    """Return what describes the slot of a replica."""
+    start, end = part_of(replica, numel, policy)
+    pieces = [Piece("side", RANK_STATE, "U8", (SIDE_NBYTES,), (0,), (SIDE_NBYTES,), 0, SIDE_NBYTES)]
+    if start < end:
+        pieces.insert(0, Piece("w", MASTER, "F32", (numel,), (0,), (numel,), start, end))
+    layout = PlanCache().layout(pieces)
+    return SlotMeta(
+        root="",
+        rank=replica,
+        world_size=REPLICAS,
+        coordinates=Coordinates(dp=replica),
+        template_fingerprint=layout.template_fingerprint,
+        template=layout.template,
+        placement=layout.placement,
+        common=b"",
+        description={},
+    )
+
+
+def seconds_of_save(kind: Kind, state: bytearray, numel: int, policy: ShareOut) -> float:
+    """Save once; return the seconds until the last shard is written."""
+    usual = AgentConfig()
+    servers = Servers(kind)
+    storages: list[Any] = [Storage(servers) for _ in range(NODES)]
+    metas = [meta_of(replica, numel, policy) for replica in range(REPLICAS)]
+
+    def chunks(nbytes: int) -> Iterator[memoryview]:
+        for start in range(0, nbytes, CHUNK_NBYTES):
+            yield memoryview(state)[start : min(start + CHUNK_NBYTES, nbytes)]
+
+    def write(replica: int) -> None:
+        meta = metas[replica]
+        flow = Flow(usual.write_threads)
+        storage = storages[replica * NODES // REPLICAS]
+        write_shard(storage, 1, SAVE_ID, meta, chunks(meta.template.nbytes), None, flow)
+
+    pools = [concurrent.futures.ThreadPoolExecutor(usual.persist_threads) for _ in range(NODES)]
+    started = time.perf_counter()
+    writing = [pools[n * NODES // REPLICAS].submit(write, n) for n in range(REPLICAS)]
+    for future in writing:
+        future.result()
+    seconds = time.perf_counter() - started
+    for pool in pools:
+        pool.shutdown()
+    return seconds
+
+
+def bench_writers(out: Console, sizes_mib: list[int], rounds: int) -> None:
+    """Print the seconds of a save by storage, size and policy, medians over the rounds."""
+    state = bytearray(max(sizes_mib) * 2**20 + SIDE_NBYTES)
+    seconds: dict[tuple[str, int, ShareOut], list[float]] = {}
+    for turn in range(rounds):
+        order = POLICIES[turn % len(POLICIES) :] + POLICIES[: turn % len(POLICIES)]
+        for kind in KINDS:
+            for mib in sizes_mib:
+                for policy in order:
+                    took = seconds_of_save(kind, state, mib * 2**20 // 4, policy)
+                    seconds.setdefault((kind.name, mib, policy), []).append(took)
+    out.print(
+        f"{REPLICAS} replicas on {NODES} nodes of {NODE_MIB_PER_S} MiB/s; seconds until what they "
+        f"hold alike is written, medians of {rounds}, interleaved"
+    )
+    table = Table("storage", "MiB", *(f"replicated: {policy}" for policy in POLICIES), box=None)
+    for kind in KINDS:
+        for mib in sizes_mib:
+            medians = [statistics.median(seconds[kind.name, mib, each]) for each in POLICIES]
+            table.add_row(kind.name, str(mib), *(f"{median:.3f}" for median in medians))
+    out.print(table)

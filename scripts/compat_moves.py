@@ -1,0 +1,83 @@
+"""Moves between ours, Megatron's `torch` and DLRover, by `flashckpt convert` in a release's tree.
+
+They are tried with the legacy GPT of early 2024, which the tests of conversions cannot run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import compat_dlrover
+from compat_release import HALF, TP2, CellError, NotHereError, Release
+
+from megatron_flashckpt.layout.names import iteration_dir
+
+
+def follows_dlrover(release: Release) -> None:
+    """What real DLRover has saved is converted: ours goes on from it as if never stopped."""
+    _only_legacy(release)
+    try:
+        site = compat_dlrover.install(release.where.parent)
+    except subprocess.CalledProcessError as error:
+        raise NotHereError(f"DLRover cannot be installed: {error.stderr.strip()[-200:]}") from error
+    theirs = release.where / "dlrover"
+    tree = compat_dlrover.swapped(release.tree, release.where / "with-dlrover")
+    run = compat_dlrover.run(
+        tree,
+        site,
+        release.where,
+        lambda env: release.run("dlrover", TP2, save=theirs, tree=tree, door="stock", env=env),
+    )
+    if run.figures != release.stock.figures:
+        raise CellError(run.reason("with DLRover it trains otherwise than stock"))
+    if not (theirs / iteration_dir(HALF) / "rank_00003").is_dir():
+        raise CellError(run.reason("DLRover has not saved"))
+    _goes_on(release, theirs, "K")
+
+
+def follows_torch(release: Release) -> None:
+    """What stock has saved is converted: ours goes on from it as if never stopped."""
+    _only_legacy(release)
+    _goes_on(release, release.where / "stock", "L")
+
+
+def leaves_to_torch(release: Release) -> None:
+    """What we have saved is converted: stock goes on from it as if never stopped."""
+    _only_legacy(release)
+    save = release.where / "M"
+    _convert(release, release.where / "A", save, "torch")
+    run = release.run("M", TP2, save=save, door="stock")
+    release.same_figures(run)
+
+
+def _only_legacy(release: Release) -> None:
+    if (release.tree.root / "megatron/training").is_dir():
+        raise NotHereError("")
+
+
+def _goes_on(release: Release, source: Path, name: str) -> None:
+    save = release.where / name
+    _convert(release, source, save, "flashckpt")
+    release.same_end(release.run(name, TP2, save=save), save)
+
+
+def _convert(release: Release, source: Path, destination: Path, to: str) -> None:
+    """Convert iteration HALF, with the release's own megatron.core."""
+    shutil.rmtree(destination, ignore_errors=True)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "megatron_flashckpt.cli", "convert", source, destination),
+            *("--to", to, "--iteration", str(HALF)),
+        ],
+        cwd=release.tree.root,
+        # The stand-in is installed where there is a rank.
+        env={**release.tree.environment(release.where), "LOCAL_RANK": "0"},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise CellError(f"flashckpt convert --to {to}: {said[-1] if said else done.returncode}")

@@ -1,0 +1,272 @@
+"""Memory of ranks that a new run does not have on this node goes back, when nobody needs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_flashckpt import node_memory, starting
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, whose
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.memory import slab
+from megatron_flashckpt.memory.available import Limit
+from megatron_flashckpt.node_link import NodeLink, slab_nbytes
+from megatron_flashckpt.node_memory import Need
+from tests.agent.conftest import Node
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.test_resources import open_files
+from tests.agent.trainer import FakeTrainer, eventually, held_back, new_save_id
+
+MIB = 2**20
+
+
+def slabs(agent: int) -> list[int]:
+    """Return the ranks whose slabs an agent has open."""
+    found = {path for path in open_files(agent) if "memfd:flashckpt-" in path}
+    return sorted(int(path.partition("flashckpt-")[2].split(" ")[0]) for path in found)
+
+
+def shared_nbytes(pid: int) -> int:
+    """Return the shared memory of a process that is in its resident memory."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssShmem:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no memory")
+
+
+def log(node: Node, root: Path) -> str:
+    return (node.directory(root) / LOG).read_text()
+
+
+def started(node: Node, root: Path, ranks: Iterable[int], **more: int) -> list[FakeTrainer]:
+    """Return trainers of a run that has these ranks on this node."""
+    ranks = list(ranks)
+    return [node.trainer(root, rank, len(ranks), **more) for rank in ranks]
+
+
+def begin(trainers: list[FakeTrainer]) -> None:
+    """Have trainers, which are all that their run has on this node, say that they have loaded."""
+    ranks = tuple(trainer.rank for trainer in trainers)
+    for trainer in trainers:
+        trainer.client.begin_run(BeginRun("second", ranks))
+
+
+def crash(trainers: list[FakeTrainer]) -> None:
+    for trainer in trainers:
+        trainer.hang_up()
+
+
+def committed(trainers: list[FakeTrainer], iteration: int) -> None:
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(iteration, save_id)
+    for trainer in trainers:
+        assert trainer.outcome().error is None
+
+
+def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root: Path) -> None:
+    first = started(node, root, range(4), numel=2 * MIB)
+    agent = first[0].client.agent_pid
+    committed(first, 1)
+    crash(first)
+    before = shared_nbytes(agent)
+    assert before > 4 * 6 * 2 * MIB, "one slot of each rank was read"
+    second = started(node, root, range(2))
+    for trainer in second:
+        assert [offer.iteration for offer in trainer.take()] == [1]
+        trainer.client.adopt(None, 1)
+    assert slabs(agent) == [0, 1, 2, 3], "until the run has loaded"
+    second[0].client.begin_run(BeginRun("second", (0, 1)))
+    assert [held.rank for held in second[0].client.held(0.5)] == [0, 1, 2, 3], "not all have loaded"
+    begin(second)
+    assert [held.rank for held in second[0].client.held(60.0)] == [0, 1]
+    assert slabs(agent) == [0, 1]
+    assert shared_nbytes(agent) < 0.6 * before
+    said = next(line for line in log(node, root).splitlines() if "freed" in line)
+    assert "MiB of host memory of ranks that are not of the run" in said
+    assert "rank 2 (iteration 1, in storage), rank 3 (iteration 1, in storage)" in said
+
+
+def test_what_departed_ranks_have_staged_is_committed_first(node: Node, root: Path) -> None:
+    first = started(node, root, range(2))
+    agent, save_id = first[0].client.agent_pid, new_save_id()
+    shard = root / names.iteration_dir(1) / names.shard_name(1, save_id)
+    with held_back(shard) as let_go:
+        data = [trainer.stage(1, save_id) for trainer in first]
+        crash(first)
+        second = started(node, root, range(1))
+        begin(second)
+        (own, departed) = second[0].client.held(0.5)
+        assert (own.departed, departed.departed, departed.in_use) == (False, True, True)
+        assert slabs(agent) == [0, 1]
+        let_go()
+        assert [held.rank for held in second[0].client.held(60.0)] == [0]
+    found = stored(root, 1)
+    assert [read_rank(found, trainer) for trainer in first] == data
+
+
+def test_what_was_in_memory_only_is_named_when_it_is_freed(node: Node, root: Path) -> None:
+    first = started(node, root, range(2))
+    save_id = new_save_id()
+    for trainer in first:
+        trainer.keep(7, save_id)
+    crash(first)
+    second = started(node, root, range(1))
+    begin(second)
+    assert [held.rank for held in second[0].client.held(60.0)] == [0]
+    assert "rank 1 (iteration 7, in memory only" in log(node, root)
+
+
+def test_a_departed_rank_that_is_connected_keeps_its_memory_until_it_hangs_up(
+    node: Node, root: Path
+) -> None:
+    first = started(node, root, range(2))
+    agent = first[0].client.agent_pid
+    committed(first, 1)
+    first[0].hang_up()
+    second = started(node, root, range(1))
+    begin(second)
+    second[0].client.held(0.5)
+    assert slabs(agent) == [0, 1]
+    first[1].hang_up()
+    eventually("freed", lambda: slabs(agent) == [0])
+
+
+def test_ranks_that_were_dealt_to_another_node_leave_nothing_here(node: Node, root: Path) -> None:
+    first = started(node, root, range(2))
+    agent = first[0].client.agent_pid
+    committed(first, 1)
+    crash(first)
+    second = [node.trainer(root, rank, 4) for rank in (2, 3)]
+    begin(second)
+    eventually("freed", lambda: slabs(agent) == [])
+    back = node.trainer(root, 0, 4)
+    assert back.take() == (), "its slots are gone"
+    assert back.slab is None
+
+
+def test_an_agent_does_not_linger_for_ranks_that_have_departed(node: Node, root: Path) -> None:
+    first = started(node, root, range(2))
+    agent = first[0].client.agent_pid
+    committed(first, 1)
+    crash(first)
+    second = started(node, root, range(1))
+    begin(second)
+    second[0].client.held(60.0)
+    second[0].hang_up(leave=True)
+    eventually("the end of the agent", lambda: not node.agents())
+    assert not os.path.exists(f"/proc/{agent}/fd") or not slabs(agent)
+
+
+def test_a_run_that_grows_frees_nothing(node: Node, root: Path) -> None:
+    first = started(node, root, range(1))
+    agent = first[0].client.agent_pid
+    committed(first, 1)
+    crash(first)
+    second = started(node, root, range(2))
+    begin(second)
+    assert [held.rank for held in second[0].client.held(60.0)] == [0]
+    assert slabs(agent) == [0]
+
+
+def test_ranks_of_one_run_may_come_in_groups_that_do_not_know_of_each_other(
+    node: Node, root: Path
+) -> None:
+    """As from two containers of one machine."""
+    first = started(node, root, range(3))
+    agent = first[0].client.agent_pid
+    committed(first, 1)
+    crash(first)
+    second = started(node, root, range(2))
+    for trainer in second:
+        trainer.client.begin_run(BeginRun("second", (trainer.rank,)))
+    eventually("rank 2 has departed", lambda: slabs(agent) == [0, 1])
+    crash(second)
+    third = started(node, root, range(2))
+    assert [len(trainer.take()) for trainer in third] == [1, 1], "its memory was not freed"
+
+
+def test_who_holds_memory_is_named_by_rank_size_and_save() -> None:
+    gib = 2**30
+    held = [
+        HeldSlab(0, gib, -1, False, False, False),
+        HeldSlab(1, gib, 5, True, False, False),
+        HeldSlab(2, 2 * gib, 6, False, True, True),
+        HeldSlab(3, gib, 6, False, True, False),
+    ]
+    assert whose(held) == (
+        "5.0 GiB: 1.0 GiB of rank 0 (no checkpoint), 1.0 GiB of rank 1 (iteration 5, in "
+        "storage), 2.0 GiB of rank 2 (iteration 6, being written, of an earlier run), "
+        "1.0 GiB of rank 3 (iteration 6, not in storage, of an earlier run)"
+    )
+    assert whose([held[0]] * 20).endswith("(no checkpoint), 12 more")
+
+
+def test_a_refused_slab_names_who_holds_memory(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = started(node, root, range(2))
+    committed(first, 4)
+    crash(first)
+    link = NodeLink(str(root), 0, node.config())
+    monkeypatch.setattr(slab, "available_nbytes", lambda: MIB)
+    with pytest.raises(StorageError) as raised:
+        link.ensure_slab(2 * MIB, 0)
+    assert "cannot reserve" in str(raised.value)
+    assert "1.0 MiB available" in str(raised.value)
+    assert re.search(
+        r"; agent \d+ holds \d\.\d MiB: .* of rank 1 \(iteration 4, in storage\)", str(raised.value)
+    )
+    link.close(leave=False)
+
+
+def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
+    """Do what a start with one rank does before it reserves memory."""
+    checkpointer: Any = SimpleNamespace(
+        root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
+    )
+    expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0)
+    return starting._fitting(checkpointer, expected)
+
+
+@pytest.mark.parametrize("missing_nbytes", [0, 1])
+def test_a_start_waits_for_the_memory_of_departed_ranks_before_it_is_refused(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, missing_nbytes: int
+) -> None:
+    first = started(node, root, range(2))
+    agent, save_id = first[0].client.agent_pid, new_save_id()
+    needed = slab_nbytes(2, MIB, 0)
+    link = NodeLink(str(root), 0, node.config())
+
+    def limits() -> list[Limit]:
+        """Leave enough memory, but for some bytes, beside the slab of one rank."""
+        left = needed - missing_nbytes if slabs(agent) == [0] else 0
+        return [Limit("machine", "the machine", left)]
+
+    monkeypatch.setattr(node_memory, "limits", limits)
+    shard = root / names.iteration_dir(1) / names.shard_name(1, save_id)
+    with held_back(shard) as let_go:
+        for trainer in first:
+            trainer.stage(1, save_id)
+        crash(first)
+        threading.Timer(0.5, let_go).start()
+        if missing_nbytes:
+            with pytest.raises(StorageError) as raised:
+                fitting(node, root, link)
+            assert re.search(
+                rf"left; agent {agent} holds .*: .* of rank 0 \(iteration 1, in storage\)\n",
+                str(raised.value),
+            )
+        else:
+            assert [need.slab_nbytes for need in fitting(node, root, link)] == [needed]
+    assert slabs(agent) == [0]
+    link.close(leave=False)

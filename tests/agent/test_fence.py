@@ -1,0 +1,298 @@
+"""An agent whose run was overtaken writes nothing that others see."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.agent.claim import ENDED, IDLE, TRAINING, Claim, RunKey
+from megatron_flashckpt.agent.fence import Fence, FencedStorage
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.errors import CorruptCheckpointError, OvertakenError
+from megatron_flashckpt.faults import VARIABLE
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.test_commit import iterations_in
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import eventually, is_alive, new_save_id
+
+OLD, NEW = RunKey(1, "aaaaaaaa"), RunKey(2, "bbbbbbbb")
+
+
+def claim_of(key: RunKey, **more: object) -> Claim:
+    made = Claim(
+        state=TRAINING,
+        renewed_at=time.time(),
+        claimed_at=time.time(),
+        interval_s=0.1,
+        pid=os.getpid(),
+        started=0,
+        machine="another machine",
+        epoch=key.epoch,
+        host="elsewhere",
+        run_id=key.run_id,
+    )
+    return msgspec.structs.replace(made, **more)
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> PosixStorage:
+    return PosixStorage(tmp_path / "save")
+
+
+# ---------------------------------------------------------------------- the claim
+
+
+def test_a_claim_says_what_was_put(storage: PosixStorage) -> None:
+    claim = claim_of(OLD)
+    assert claims.read(storage) is None
+    claims.put(storage, claim)
+    assert claims.read(storage) == claim
+
+
+def test_a_renewal_never_brings_back_a_claim_that_was_replaced(storage: PosixStorage) -> None:
+    mine, theirs = claim_of(OLD), claim_of(NEW)
+    claims.put(storage, mine)
+    assert claims.renew(storage, mine, claim_of(OLD, state=IDLE, pid=2**22, host="a" * 64))
+    claims.put(storage, theirs)
+    assert not claims.renew(storage, mine, mine)
+    assert claims.read(storage) == theirs
+    (Path(storage.place) / names.CLAIM).unlink()
+    assert not claims.renew(storage, mine, mine)
+    assert claims.read(storage) is None
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"",
+        b"\xc1 not msgpack",
+        b"\x91" * 100_000,
+        claims.encode(claim_of(OLD))[:50],
+        claims.encode(claim_of(OLD, host="\x1b[2J")),
+        claims.encode(claim_of(OLD, renewed_at=1e300)),
+        claims.encode(claim_of(OLD, renewed_at=float("nan"))),
+        claims.encode(claim_of(OLD, interval_s=1e9)),
+    ],
+    ids="empty garbage nested cut escapes far-off no-time rare".split(),
+)
+def test_what_is_no_claim_is_not_taken_for_one(storage: PosixStorage, encoded: bytes) -> None:
+    storage.put(names.CLAIM, encoded)
+    with pytest.raises(CorruptCheckpointError):
+        claims.read(storage)
+
+
+# ---------------------------------------------------------------------- the fence
+
+
+def is_refused(fence: Fence, storage: PosixStorage) -> bool:
+    try:
+        fence.check(storage)
+    except OvertakenError:
+        return True
+    return False
+
+
+def test_an_agent_accepts_the_claim_of_its_run_and_no_other(storage: PosixStorage) -> None:
+    fence = Fence()
+    fence.hold(OLD, has_rank_0=True)
+    assert not is_refused(fence, storage), "rank 0 tells its agent before it puts the claim"
+    claims.put(storage, claim_of(OLD))
+    assert not is_refused(fence, storage)
+    claims.put(storage, claim_of(NEW))
+    with pytest.raises(OvertakenError, match=r"run bbbbbbbb \(agent .* on elsewhere"):
+        fence.check(storage)
+    claims.put(storage, claim_of(RunKey(1, "cccccccc")))
+    assert is_refused(fence, storage), "its epoch is no higher, but it is another run"
+    fence.hold(RunKey(1, "cccccccc"), has_rank_0=True)
+    assert not is_refused(fence, storage)
+
+
+def test_an_agent_finishes_what_its_former_run_has_staged(storage: PosixStorage) -> None:
+    fence = Fence()
+    fence.hold(OLD, has_rank_0=True)
+    claims.put(storage, claim_of(OLD))
+    fence.check_commits(storage)
+    fence.hold(NEW, has_rank_0=True)
+    fence.check_commits(storage)
+    claims.put(storage, claim_of(NEW))
+    fence.check_commits(storage)
+
+
+def test_an_agent_of_no_run_accepts_what_it_found_first(storage: PosixStorage) -> None:
+    fence = Fence()
+    claims.put(storage, claim_of(OLD))
+    assert not is_refused(fence, storage)
+    claims.put(storage, claim_of(NEW))
+    assert is_refused(fence, storage)
+
+
+def test_an_agent_that_has_lost_rank_0_commits_nothing(storage: PosixStorage) -> None:
+    fence = Fence()
+    fence.hold(OLD, has_rank_0=True)
+    claims.put(storage, claim_of(NEW))
+    fence.hold(NEW, has_rank_0=False)
+    fence.check(storage)
+    with pytest.raises(OvertakenError, match="rank 0 is on another node"):
+        fence.check_commits(storage)
+
+
+def test_an_agent_without_rank_0_waits_to_be_told_whose_claim_it_is(storage: PosixStorage) -> None:
+    """Rank 0 of its own job has put it: the other ranks tell their agents a moment later."""
+    fence = Fence(told_s=60.0)
+    fence.hold(OLD, has_rank_0=False)
+    claims.put(storage, claim_of(NEW))
+    telling = threading.Timer(0.1, lambda: fence.hold(NEW, has_rank_0=False))
+    telling.start()
+    assert not is_refused(fence, storage)
+    telling.join()
+
+
+def test_an_agent_without_rank_0_is_overtaken_if_nobody_tells(storage: PosixStorage) -> None:
+    fence = Fence(told_s=0.1)
+    fence.hold(OLD, has_rank_0=False)
+    claims.put(storage, claim_of(NEW))
+    assert is_refused(fence, storage)
+
+
+def test_a_directory_that_was_replaced_is_not_written(storage: PosixStorage) -> None:
+    root = Path(storage.place)
+    fence = Fence()
+    fenced = FencedStorage(storage, fence)
+    fence.hold(OLD, has_rank_0=True)
+    claims.put(storage, claim_of(OLD))
+    fenced.put("a", b"")
+    (root / names.CLAIM).unlink()
+    assert not is_refused(fence, storage), "the directory is the same"
+    root.rename(root.with_name("moved"))
+    eventually("a check that looks", lambda: is_refused(fence, storage))
+    with pytest.raises(OvertakenError, match="removed or replaced"):
+        fenced.put("a", b"")
+    assert not root.exists(), "it is not made again"
+    root.mkdir()
+    assert is_refused(fence, storage)
+    shutil.rmtree(root)
+    root.with_name("moved").rename(root)
+    assert not is_refused(fence, storage)
+
+
+def test_an_overtaken_agent_changes_nothing_in_storage(storage: PosixStorage) -> None:
+    fence = Fence()
+    fenced = FencedStorage(storage, fence)
+    fence.hold(OLD, has_rank_0=True)
+    claims.put(storage, claim_of(OLD))
+    fenced.put("directory/file", b"1")
+    fenced.put("empty/file", b"1")
+    fenced.delete("empty/file")
+    claims.put(storage, claim_of(NEW))
+    eventually("a check that looks", lambda: is_refused(fence, storage))
+    before = sorted(Path(storage.place).rglob("*"))
+    for change in (
+        lambda: fenced.put("directory/file", b"2"),
+        lambda: fenced.put("new/file", b"2"),
+        lambda: fenced.rewrite("directory/file", b"1", b"2"),
+        lambda: fenced.create("directory/file", 1),
+        lambda: fenced.move("directory/file", "other"),
+        lambda: fenced.delete("directory/file"),
+        lambda: fenced.delete_directory("empty"),
+    ):
+        with pytest.raises(OvertakenError):
+            change()
+    assert sorted(Path(storage.place).rglob("*")) == before
+    assert storage.read("directory/file") == b"1"
+
+
+# ---------------------------------------------------------------------- agents
+
+
+def test_the_agent_of_rank_0_renews_the_claim_and_says_what_the_run_does(
+    node: Node, root: Path
+) -> None:
+    storage = PosixStorage(root)
+    trainer = node.trainer(root)
+    key = trainer.claim()
+
+    def found() -> Claim:
+        claim = claims.read(storage)
+        assert claim is not None
+        assert (claim.key, claim.pid, claim.host) == (key, *node.agents(), platform.node())
+        return claim
+
+    first = found()
+    eventually("a renewal", lambda: found() != first)
+    assert found().state == TRAINING
+    trainer.hang_up()
+    eventually("the run is over", lambda: found().state == IDLE)
+    (agent,) = node.agents()
+    os.kill(agent, signal.SIGTERM)
+    eventually("the agent ends", lambda: not is_alive(agent))
+    claim = claims.read(storage)
+    assert claim is not None
+    assert claim.state == ENDED
+
+
+def test_a_claim_that_somebody_removed_is_put_again(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    key = trainer.claim()
+    claim = claims.read(PosixStorage(root))
+    eventually("a renewal", lambda: claims.read(PosixStorage(root)) != claim)
+    (root / names.CLAIM).unlink()
+    put = eventually("another claim", lambda: claims.read(PosixStorage(root)))
+    assert put.key == key
+
+
+def test_the_retention_of_an_overtaken_run_removes_nothing(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    first = node.trainer(root, retention=Retention(latest=1))
+    first.claim()
+    assert first.save(1).error is None
+    later = other_node.trainer(root)
+    run = later.claim("take_over").run_id
+    assert later.save(2).error is None
+    error = first.save(3).error
+    assert error is not None
+    assert run in error
+    assert iterations_in(root) == [1, 2]
+    assert later.save(4).error is None
+    assert iterations_in(root) == [1, 2, 4]
+    log = (node.directory(root) / LOG).read_text()
+    assert log.count("ERROR megatron_flashckpt.agent.fence") == 1
+
+
+def test_a_shard_that_another_host_removed_while_it_was_written_is_not_committed(
+    node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"agent:persist.chunks:1:STOP:{tmp_path / 'reached'}")
+    trainer, save_id = node.trainer(root, config=node.config(answer_timeout_s=600.0)), new_save_id()
+    trainer.claim()
+    asking = threading.Thread(target=trainer.stage, args=(1, save_id))
+    asking.start()
+    eventually("the agent stands still", (tmp_path / "reached").exists)
+    (root / names.iteration_dir(1) / names.shard_name(0, save_id)).unlink()
+    agent = trainer.client.agent_pid
+    eventually("it can be woken", lambda: wake(agent))
+    asking.join()
+    assert f"{names.shard_name(0, save_id)} is missing" in str(trainer.outcome().error)
+    assert not (root / names.iteration_dir(1) / names.MANIFEST).exists()
+    assert trainer.save(2).error is None
+    assert_intact(root, 2, [trainer])
+
+
+def wake(pid: int) -> bool:
+    """Wake a process once it stands still."""
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    if state == "T":
+        os.kill(pid, signal.SIGCONT)
+    return state == "T"

@@ -1,0 +1,399 @@
+"""`flashckpt agent --foreground`: no trainer has started this agent, and it outlives them all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt import joining
+from megatron_flashckpt.agent.claim import INTERVAL_S
+from megatron_flashckpt.agent.life import AgentFacts, Life, life_of
+from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.node_link import NodeLink
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.test_signals import watched
+from tests.agent.trainer import eventually, held_back, is_alive, new_save_id
+
+#: Generous: the machine may be busy with other tests.
+PATIENCE_S = 60.0
+
+
+class Foreground:
+    """Commands `flashckpt agent` for one node."""
+
+    def __init__(self, node: Node, root: Path) -> None:
+        self._node = node
+        self._root = root
+        self._started: list[subprocess.Popen[str]] = []
+
+    def command(
+        self,
+        how: str = "--foreground",
+        *,
+        stderr: int | None = None,
+        container: tuple[str, ...] = (),
+        **settings: str,
+    ) -> subprocess.Popen[str]:
+        """Start `flashckpt agent`, by the command `container` if given."""
+        settings = {"runtime_dir": str(self._node.runtime_dir), **settings}
+        variables = {f"FLASHCKPT_{name.upper()}": value for name, value in settings.items()}
+        process = subprocess.Popen(
+            [
+                *(*container, sys.executable, "-m", "megatron_flashckpt.cli"),
+                *("agent", "--save", str(self._root), how),
+            ],
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if stderr is None else stderr,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def agent(self, **settings: str) -> subprocess.Popen[str]:
+        """Return an agent that answers, as `flashckpt agent --wait` has said."""
+        agent = self.command(**settings)
+        self.wait_for(agent.pid)
+        return agent
+
+    def wait_for(self, pid: int) -> None:
+        waiting = self.command("--wait", agent__start_timeout_s=str(PATIENCE_S))
+        out, err = waiting.communicate(timeout=PATIENCE_S)
+        assert (out, waiting.returncode) == (f"agent {pid} serves {self._root}\n", 0), err
+
+    def close(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+
+
+@pytest.fixture
+def foreground(node: Node, root: Path) -> Iterator[Foreground]:
+    made = Foreground(node, root)
+    yield made
+    made.close()
+
+
+def ended(agent: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    """Return the exit status of an agent and what it has printed to stderr."""
+    _, err = agent.communicate(timeout=PATIENCE_S)
+    return agent.returncode, err.splitlines()
+
+
+def test_trainers_join_it_and_it_outlives_those_that_left_and_those_that_were_killed(
+    node: Node, root: Path, foreground: Foreground
+) -> None:
+    agent = foreground.agent()
+    trainer = node.trainer(root)
+    assert trainer.client.agent_pid == agent.pid
+    assert trainer.save(1).error is None
+    trainer.hang_up(leave=True)
+    log = node.directory(root) / LOG
+    eventually("freed memory", lambda: "their memory is free" in log.read_text(), PATIENCE_S)
+    second = node.trainer(root)
+    assert second.client.agent_pid == agent.pid
+    assert second.take() == (), "those before have ended as planned"
+    assert second.save(2).error is None
+    second.hang_up()
+    third = node.trainer(root)
+    assert third.client.agent_pid == agent.pid
+    assert [offer.iteration for offer in third.take()] == [2]
+    third.hang_up()
+    assert watched(agent.pid, 0.5)
+    agent.terminate()
+    status, lines = ended(agent)
+    assert status == 0
+    assert lines[0].endswith(
+        f"agent {agent.pid} serves {root} until SIGTERM, or 600 s without trainers"
+    )
+    assert lines[-1].endswith(f"agent {agent.pid} ends")
+    assert sum("committed iteration" in line for line in lines) == 2
+    assert list(node.runtime_dir.iterdir()) == []
+
+
+def test_a_run_that_claims_the_directory_before_it_joins_is_no_stranger(
+    node: Node, other_node: Node, root: Path, foreground: Foreground
+) -> None:
+    """So do the ranks of other nodes than rank 0's, whose agents were there first."""
+    agent = foreground.agent()
+    key = other_node.trainer(root, 0, 2).claim()
+    assert watched(agent.pid, 1.5 * INTERVAL_S)  # it looks once in that time
+    trainer = node.trainer(root, 1, 2)
+    trainer.client.hold(key)
+    trainer.hang_up()
+    agent.terminate()
+    status, lines = ended(agent)
+    assert status == 0
+    assert [line for line in lines if "taken over" in line] == []
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_told_to_end_it_finishes_what_is_staged(
+    node: Node, root: Path, foreground: Foreground, name: str
+) -> None:
+    agent = foreground.agent()
+    save_id = new_save_id()
+    trainer = node.trainer(root)
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+        trainer.stage(1, save_id)
+        trainer.client.close()
+        agent.send_signal(signal.Signals[name])
+        assert watched(agent.pid, 0.7)
+        let_go()
+        assert ended(agent)[0] == 0
+    assert_intact(root, 1, [trainer])
+
+
+@pytest.mark.parametrize("how", ["told twice", "out of time"])
+def test_what_it_could_not_finish_is_said_by_its_exit_status(
+    node: Node, root: Path, foreground: Foreground, how: str
+) -> None:
+    timeout_s = 0.3 if how == "out of time" else 120.0
+    agent = foreground.agent(agent__sigterm_timeout_s=str(timeout_s))
+    config, save_id = node.config(sigterm_timeout_s=timeout_s), new_save_id()
+    trainer = node.trainer(root, config=config)
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+        trainer.stage(1, save_id)
+        agent.terminate()
+        if how == "told twice":
+            assert watched(agent.pid, 0.5)
+            agent.terminate()
+        status, lines = ended(agent)
+    assert status == 1
+    assert any("told to end: iteration 1 is not durable: " in line for line in lines)
+    assert lines[-1].endswith(f"agent {agent.pid} ends: a save is not in storage")
+    assert "iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
+
+
+@pytest.mark.parametrize("first", ["foreground", "of a trainer"])
+def test_beside_another_agent_it_ends_with_one_line_that_names_that_one(
+    node: Node, root: Path, foreground: Foreground, first: str
+) -> None:
+    theirs = node.trainer(root).client.agent_pid if first == "of a trainer" else None
+    pid = theirs or foreground.agent().pid
+    status, lines = ended(foreground.command())
+    assert status == 1
+    (line,) = lines
+    assert line.startswith(f"flashckpt: agent {pid} serves {root} on this node already")
+    assert f"'kill {pid}'" in line
+    assert is_alive(pid)
+
+
+def test_agents_that_start_at_once_agree_on_one(
+    node: Node, root: Path, foreground: Foreground
+) -> None:
+    """The look at the lock comes before the new program, and others may take it meanwhile."""
+    agents = [foreground.command() for _ in range(3)]
+    eventually(
+        "one agent", lambda: [it.poll() for it in agents].count(None) == 1, within_s=PATIENCE_S
+    )
+    (agent,) = [it for it in agents if it.poll() is None]
+    foreground.wait_for(agent.pid)
+    for other in agents:
+        if other is not agent:
+            status, (line,) = ended(other)
+            assert status == 1
+            assert line.startswith(f"flashckpt: agent {agent.pid} serves")
+
+
+@pytest.mark.parametrize("what", ["save directory", "runtime directory"])
+def test_without_a_directory_it_ends_with_one_line(
+    node: Node, root: Path, foreground: Foreground, what: str
+) -> None:
+    if what == "save directory":
+        root.write_text("a file")
+        expected = f"flashckpt: {root}: cannot be created"
+    else:
+        node.runtime_dir.mkdir()
+        node.runtime_dir.chmod(0o777)
+        expected = f"flashckpt: {node.runtime_dir}: other users can reach it"
+    status, lines = ended(foreground.command())
+    assert status == 1
+    (line,) = lines
+    assert line.startswith(expected)
+
+
+def test_it_waits_for_its_first_trainers_for_the_grace_time_and_for_others_as_long(
+    node: Node, root: Path, foreground: Foreground
+) -> None:
+    assert ended(foreground.command(agent__grace_s="0.5"))[0] == 0
+    assert list(node.runtime_dir.iterdir()) == []
+    # Without `flashckpt agent --wait`, which may take longer than that on a busy machine.
+    agent = foreground.command(agent__grace_s="5")
+    socket = node.directory(root) / SOCKET
+    eventually("a socket", socket.exists, PATIENCE_S)
+    trainer = node.trainer(root, config=node.config(grace_s=5.0))
+    assert trainer.client.agent_pid == agent.pid
+    assert trainer.keep(3).error is None
+    trainer.hang_up()
+    assert ended(agent)[0] == 0
+    assert_intact(root, 3, [trainer]), "written before it left, for want of trainers"
+
+
+def test_a_container_of_its_own_serves_trainers_of_another_container(
+    node: Node, root: Path, foreground: Foreground
+) -> None:
+    """Neither of them sees the other's processes."""
+    container = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    if subprocess.run([*container, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine makes no pid namespaces")
+    agent = foreground.command(container=container)
+    out, _ = foreground.command(
+        "--wait", agent__start_timeout_s=str(PATIENCE_S), container=container
+    ).communicate(timeout=PATIENCE_S)
+    assert out == f"an agent serves {root}\n"
+    trained = subprocess.run(
+        [
+            *(*container, sys.executable, "-m", "tests.agent.trainer", "--stop", "committed"),
+            *("--root", str(root), "--runtime-dir", str(node.runtime_dir), "--iterations", "1"),
+            *("--rank", "0", "--world-size", "1", "--save-id", new_save_id()),
+        ],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert trained.returncode == 0, trained.stderr
+    trainer = node.trainer(root)
+    assert [offer.iteration for offer in trainer.take()] == [1], "of a trainer that was killed"
+    assert trainer.client.facts is not None
+    assert trainer.client.facts.life.kind == "container"
+    trainer.hang_up(leave=True)
+    (pid,) = node.agents()
+    os.kill(pid, signal.SIGTERM)
+    assert ended(agent)[0] == 0
+
+
+def test_nobody_reads_its_stderr_and_it_serves_all_the_same(
+    node: Node, root: Path, foreground: Foreground
+) -> None:
+    """A log driver hangs, or a terminal is stopped."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writes, b"x" * 4096)
+    os.set_blocking(writes, True)
+    agent = foreground.command(stderr=writes)
+    foreground.wait_for(agent.pid)
+    trainer = node.trainer(root, config=node.config(answer_timeout_s=PATIENCE_S))
+    for iteration in (1, 2):
+        assert trainer.save(iteration).error is None
+    assert "committed iteration 2" in (node.directory(root) / LOG).read_text()
+    trainer.hang_up()
+    agent.terminate()
+    assert agent.wait(PATIENCE_S) == 0
+    os.close(writes)
+    os.close(reads)
+
+
+def test_a_cleaner_takes_its_files_and_it_restores_them(
+    node: Node, root: Path, foreground: Foreground
+) -> None:
+    agent = foreground.agent()
+    directory = node.directory(root)
+    for name in (LOG, SOCKET):
+        (directory / name).unlink()
+    eventually("its socket", (directory / SOCKET).exists, PATIENCE_S)
+    trainer = node.trainer(root)
+    assert trainer.client.agent_pid == agent.pid
+    assert trainer.save(1).error is None
+    assert "committed iteration 1" in (directory / LOG).read_text()
+
+
+def test_whoever_waits_for_an_agent_in_vain_is_told_so(foreground: Foreground) -> None:
+    waiting = foreground.command("--wait", agent__start_timeout_s="0.2")
+    status, (line,) = ended(waiting)
+    assert status == 1
+    assert "no agent for" in line
+
+
+def test_rank_0_says_which_agent_it_has_joined_and_what_that_holds(
+    node: Node, root: Path, foreground: Foreground, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent = foreground.agent()
+    others = [node.trainer(root, rank, 2) for rank in (0, 1)]
+    for trainer in others:
+        trainer.stage(7, "a" * 12)
+    assert others[0].outcome().error is None
+    others[0].hang_up()
+    for rank in (0, 1):
+        link = NodeLink(str(root), rank, node.config())
+        link.client()
+        link.abandon()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"  flashckpt: agent {agent.pid} of this node, a foreground one")
+    assert line.endswith("; its memory holds iteration 7")
+    since = line.partition("has run since ")[2].partition(";")[0]
+    assert abs(time.time() - time.mktime(time.strptime(since, "%Y-%m-%d %H:%M:%S"))) < 600
+
+
+@pytest.mark.parametrize(
+    ("life", "remedy"),
+    [
+        (Life("Slurm step", "7.0"), "'srun --overlap flashckpt agent --save /s --foreground'"),
+        (Life("container", "pod"), "'flashckpt agent --save /s --foreground' runs in a container"),
+        (Life("systemd unit", "a.service"), "'flashckpt agent --save /s --foreground' runs in a u"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_an_agent_that_ends_with_its_ranks_is_named_with_the_remedy(
+    life: Life, remedy: str
+) -> None:
+    facts = AgentFacts(0.0, False, life, (2, 4))
+    first, second = joining.lines(5, facts, life, "/s")
+    assert first.endswith("its memory holds iterations 2, 4")
+    assert second.startswith(f"agent 5 ends with the {life} that this rank runs in")
+    assert remedy in second
+    for apart in (Life(life.kind, "another"), Life()):
+        assert len(joining.lines(5, facts, apart, "/s")) == 1
+    own = joining.lines(5, msgspec.structs.replace(facts, foreground=True), Life(), "/s")
+    assert len(own) == 1
+    assert f"a foreground one in {life}," in own[0]
+
+
+MACHINE = 0xEFFFFFFC
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "namespace", "expected"),
+    [
+        # Read off steps of Slurm 22.05 with control groups of version 1.
+        ("6:freezer:/slurm_node1/uid_0/job_1/step_0\n0::/", MACHINE, "Slurm step 1.0"),
+        # proctrack/pgid, with processors dealt out by task/cgroup.
+        ("3:cpuset:/slurm/uid_0/job_1/step_0\n6:freezer:/\n0::/", MACHINE, " "),
+        (
+            "0::/system.slice/slurmstepd.scope/job_12/step_batch/user/task_0",
+            5,
+            "Slurm step 12.batch",
+        ),
+        ("0::/system.slice/slurmd.service", MACHINE, " "),
+        ("0::/", 4026532201, "container host"),
+        ("0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-ab.scope", MACHINE, None),
+        ("1:name=systemd:/docker/0123\n0::/", MACHINE, "container 0123"),
+        ("0::/system.slice/train.service", MACHINE, "systemd unit train.service"),
+        ("1:name=systemd:/system.slice/train.service\n0::/", MACHINE, "systemd unit train.service"),
+        ("0::/user.slice/user-1000.slice/session-3.scope", MACHINE, " "),
+        ("", MACHINE, " "),
+    ],
+)
+def test_what_ends_a_process_is_read_off_its_control_groups(
+    cgroups: str, namespace: int, expected: str | None
+) -> None:
+    life = life_of(cgroups, namespace, {"HOSTNAME": "host"})
+    assert str(life) == (expected or "container cri-containerd-ab.scope")

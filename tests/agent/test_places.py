@@ -1,0 +1,245 @@
+"""All processes of a user find one place on a node, whatever their environment and other users."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import rendezvous
+from megatron_flashckpt.agent.rendezvous import SOCKET, agent_directory, holder
+from megatron_flashckpt.config import AgentConfig, Config
+from tests.agent.test_rendezvous import NOBODY, as_root, run_as_nobody
+from tests.agent.trainer import FakeTrainer, eventually, is_alive
+
+ROOT = "/some/save"
+NAME = f"flashckpt-{os.getuid()}"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory in which `tmp` stands for /tmp, open to all users."""
+    path = Path(tempfile.mkdtemp(prefix="fc-test-"))
+    path.chmod(0o755)
+    (path / "tmp").mkdir()
+    (path / "tmp").chmod(0o1777)
+    monkeypatch.setattr(rendezvous, "_TEMPORARY", path / "tmp")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def session(machine: Path) -> Path:
+    """What a login session has as its runtime directory."""
+    path = machine / "session"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def found(session: Path | None = None) -> Path:
+    """Return the directory that a process with, or without, a session's variable finds."""
+    with pytest.MonkeyPatch.context() as patched:
+        if session is not None:
+            patched.setenv("XDG_RUNTIME_DIR", str(session))
+        return agent_directory(ROOT, None)
+
+
+def test_the_runtime_directory_of_the_session_is_preferred_and_found_without_the_variable(
+    machine: Path, session: Path
+) -> None:
+    place = found(session)
+    assert place.parent == session / "flashckpt"
+    assert place.stat().st_mode & 0o777 == 0o700
+    assert found() == found(session) == place
+    other = machine / "another session"
+    other.mkdir(mode=0o700)
+    assert found(other) == place
+
+
+def test_a_place_that_was_chosen_without_the_variable_is_found_with_it(
+    machine: Path, session: Path
+) -> None:
+    place = found()
+    assert place.parent == machine / "tmp" / NAME
+    assert found(session) == place
+    assert list(session.iterdir()) == []
+
+
+def test_when_the_session_is_over_another_place_is_found(machine: Path, session: Path) -> None:
+    place = found(session)
+    shutil.rmtree(session)
+    assert found(session) == found() == machine / "tmp" / NAME / place.name
+    session.mkdir(mode=0o700)
+    assert found(session) == found()
+
+
+def open_to_others(session: Path) -> Path:
+    session.chmod(0o755)
+    return session
+
+
+def of_another_user(session: Path) -> Path:
+    os.chown(session, NOBODY, -1)
+    return session
+
+
+def a_link(session: Path) -> Path:
+    session.with_name("link").symlink_to(session)
+    return session.with_name("link")
+
+
+def too_long(session: Path) -> Path:
+    path = session / ("x" * 80)
+    path.mkdir(mode=0o700)
+    return path
+
+
+def a_file(session: Path) -> Path:
+    (session / "file").touch()
+    return session / "file"
+
+
+def with_another_users_directory_in_it(session: Path) -> Path:
+    (session / "flashckpt").mkdir(mode=0o700)
+    os.chown(session / "flashckpt", NOBODY, -1)
+    return session
+
+
+@as_root
+@pytest.mark.parametrize(
+    "make",
+    [
+        open_to_others,
+        of_another_user,
+        a_link,
+        too_long,
+        a_file,
+        with_another_users_directory_in_it,
+        lambda session: session / "nowhere",
+        lambda session: Path("relative"),
+    ],
+)
+def test_a_runtime_directory_that_is_not_private_is_passed_over(
+    machine: Path, session: Path, make: Callable[[Path], Path]
+) -> None:
+    place = found(make(session))
+    assert place == found() == machine / "tmp" / NAME / place.name
+
+
+def squat(path: Path) -> str:
+    path.mkdir(mode=0o777)
+    return "done"
+
+
+def squat_by_link(path: Path) -> str:
+    path.symlink_to("/tmp")
+    return "done"
+
+
+def squat_by_file(path: Path) -> str:
+    path.touch()
+    return "done"
+
+
+@as_root
+@pytest.mark.parametrize("how", [squat, squat_by_link, squat_by_file])
+def test_another_user_who_takes_our_name_blocks_nobody(
+    machine: Path, session: Path, how: Callable[[Path], str]
+) -> None:
+    usual = machine / "tmp" / NAME
+    assert run_as_nobody(lambda: how(usual)) == "done"
+    place = found()
+    assert place.parent.name.startswith(f"{NAME}-")
+    assert place.parent.stat().st_uid == os.getuid()
+    assert place.stat().st_mode & 0o777 == 0o700
+    decoy = machine / "tmp" / f"{NAME}-{0:016x}-00000000"  # sorts before ours
+    assert run_as_nobody(lambda: squat(decoy)) == "done"
+    assert found() == found(session) == place
+    # The name is free again: those who are there stay together.
+    (shutil.rmtree if usual.is_dir() and not usual.is_symlink() else os.unlink)(usual)
+    assert found() == place
+    assert len(os.fsencode(place / SOCKET)) - len(os.fsencode(machine / "tmp")) < 80
+
+
+@as_root
+def test_processes_that_look_at_once_agree_though_the_name_is_taken(
+    machine: Path, session: Path
+) -> None:
+    assert run_as_nobody(lambda: squat(machine / "tmp" / NAME)) == "done"
+    ready, start = os.pipe()
+    readers = []
+    for number in range(12):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(start)
+            os.read(ready, 1)  # all begin as the other end is closed
+            try:
+                said = str(found(session if number % 2 else None))
+            except BaseException as error:
+                said = repr(error)
+            os.write(writer, said.encode())
+            os._exit(0)
+        os.close(writer)
+        readers.append((child, reader))
+    os.close(ready)
+    os.close(start)
+    places = set()
+    for child, reader in readers:
+        with open(reader) as stream:
+            places.add(stream.read())
+        os.waitpid(child, 0)
+    assert places == {str(found())}, "and so does who comes later"
+
+
+def test_a_link_that_another_process_makes_at_that_moment_is_followed(
+    machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, looks = rendezvous._entered, []
+
+    def look(entry: Path) -> Path | None:
+        looks.append(entry)
+        return None if len(looks) == 1 else entered(entry)  # it was not there yet
+
+    place = found(session)
+    monkeypatch.setattr(rendezvous, "_entered", look)
+    assert found() == place
+    assert len(looks) == 2
+
+
+def test_an_agent_moves_when_its_session_is_over_and_takes_its_memory_along(
+    machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real agent, which knows the real /tmp only."""
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(session))
+    root = machine / "save"
+    config = Config(agent=AgentConfig(grace_s=60.0, start_timeout_s=60.0))
+    trainer = FakeTrainer(root, config)
+    agent = trainer.client.agent_pid
+    place = agent_directory(str(root), None)
+    try:
+        assert place.parent == session / "flashckpt"
+        assert trainer.keep(1).error is None
+        shutil.rmtree(session)
+        trainer.hang_up()
+        monkeypatch.delenv("XDG_RUNTIME_DIR")
+        # Within the second that this takes, a trainer would start another agent.
+        eventually("its move", lambda: holder(agent_directory(str(root), None)) == agent)
+        again = FakeTrainer(root, config)
+        assert again.client.agent_pid == agent
+        assert [offer.iteration for offer in again.take()] == [1]
+        assert again.save(2).error is None
+        moved = agent_directory(str(root), None)
+        assert moved != place
+        again.hang_up(leave=True)
+        eventually("its end", lambda: not is_alive(agent))
+        assert not os.path.lexists(moved), "nothing is left"
+    finally:
+        if is_alive(agent):
+            os.kill(agent, 9)

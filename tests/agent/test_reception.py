@@ -1,0 +1,255 @@
+"""The agent lives through any error of any connection: it may hold a checkpoint's only copy."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.reception import MOST_SILENT, Reception, Strangers
+from megatron_flashckpt.agent.rendezvous import SOCKET
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.memory.slab import Slab
+from tests.agent.conftest import Node
+from tests.agent.test_resources import open_files, rss_nbytes, thread_count
+from tests.agent.trainer import FakeTrainer, content, eventually, is_alive
+
+PATIENCE_S = 60.0
+MIB = 2**20
+
+
+class Crowd:
+    """Connections to an agent that do as they are told; closed at the end of the test."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = str(path)
+        self.sockets: list[socket.socket] = []
+
+    def come(self, count: int = 1, send: bytes = b"") -> None:
+        for _ in range(count):
+            sock = socket.socket(socket.AF_UNIX)
+            self.sockets.append(sock)
+            sock.connect(self._path)  # with a time limit it would fail where the queue is full
+            sock.settimeout(PATIENCE_S)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall(send)
+
+    def is_hung_up(self, number: int) -> bool:
+        """Return whether the agent ends a connection; waits for it."""
+        try:
+            return self.sockets[number].recv(1) == b""
+        except ConnectionResetError:  # it had not read all of it
+            return True
+
+    def go(self) -> None:
+        while self.sockets:
+            self.sockets.pop().close()
+
+
+@pytest.fixture
+def trainer(node: Node, root: Path) -> FakeTrainer:
+    return node.trainer(root)
+
+
+@pytest.fixture
+def crowd(node: Node, root: Path, trainer: FakeTrainer) -> Iterator[Crowd]:
+    made = Crowd(node.directory(root) / SOCKET)
+    yield made
+    made.go()
+
+
+def limit_files(pid: int, count: int) -> None:
+    """Let a process have as many open files; what it has stays open."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (count, hard))
+
+
+def test_memory_of_dead_trainers_survives_a_flood_of_connections(
+    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+) -> None:
+    agent = trainer.client.agent_pid
+    assert trainer.keep(1).error is None
+    data = content(0, 1, trainer.layout.nbytes)
+    trainer.hang_up()
+    eventually("the end of its connection", lambda: agent_connections(agent) == 0)
+    limit_files(agent, len(open_files(agent)) + 4)
+    crowd.come(100)
+    for number in range(90):
+        assert crowd.is_hung_up(number)
+    assert is_alive(agent)
+    log = (node.directory(root) / "agent.log").read_text()
+    assert "Too many open files" in log
+    assert log.count("turned away") < 5, "a flood does not fill the log"
+    again = node.trainer(root)  # while the last of the crowd are there
+    assert again.client.agent_pid == agent
+    assert [offer.iteration for offer in again.take()] == [1]
+    assert data in (again.bytes_in(0), again.bytes_in(1))
+    limit_files(agent, 1024)
+    assert again.save(2).error is None
+
+
+def agent_connections(pid: int) -> int:
+    # The listener is one of them.
+    return sum(path.startswith("socket:") for path in open_files(pid)) - 1
+
+
+def test_a_lack_of_descriptors_is_told_to_the_rank_whose_slab_does_not_arrive(
+    node: Node, root: Path, trainer: FakeTrainer
+) -> None:
+    agent = trainer.client.agent_pid
+    slab = Slab.create(2, 4096, 4096, "0")
+    limit_files(agent, len(open_files(agent)))
+    with pytest.raises(AgentError, match=r"may open \d+ files; raise its limit"):
+        trainer.client.attach(slab)
+    limit_files(agent, 1024)
+    assert trainer.client.attach(slab) == (), "the connection is as good as before"
+    slab.close()
+
+
+def test_a_lack_of_descriptors_does_not_hide_what_a_restarted_rank_has_in_memory(
+    node: Node, root: Path
+) -> None:
+    """The slab is handed over as a descriptor; without it the job would go back to storage."""
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(AgentError, match=r"this process may open 3 files.*'ulimit -n'"):
+            trainer.client.take()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [offer.iteration for offer in trainer.take()] == [1]
+
+
+def test_an_agent_may_open_as_many_files_as_its_hard_limit_allows(node: Node, root: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        agent = node.trainer(root).client.agent_pid
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(agent, resource.RLIMIT_NOFILE) == (min(hard, 2**16), hard)
+
+
+def test_silent_connections_are_a_limited_number_and_keep_nobody_waiting(
+    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+) -> None:
+    agent = trainer.client.agent_pid
+    assert trainer.save(1).error is None
+    threads, connections = thread_count(agent), agent_connections(agent)
+    crowd.come(MOST_SILENT + 100)
+    for number in range(100):
+        assert crowd.is_hung_up(number), "the oldest go first"
+    log = (node.directory(root) / "agent.log").read_text()
+    assert f"more than {MOST_SILENT} connections say nothing" in log
+    eventually("few threads", lambda: thread_count(agent) <= threads + MOST_SILENT)
+    eventually("few sockets", lambda: agent_connections(agent) <= connections + MOST_SILENT)
+    other = node.trainer(root, 1, 2)
+    assert other.client.agent_pid == agent
+    assert trainer.save(2).error is None
+    crowd.go()
+    eventually("as many threads as before", lambda: thread_count(agent) <= threads + 1)
+
+
+def test_a_connection_that_says_nothing_is_hung_up_in_the_end(
+    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+) -> None:
+    crowd.come(1)
+    crowd.come(1, b"\x14")
+    assert crowd.is_hung_up(0)
+    assert crowd.is_hung_up(1)
+    assert trainer.save(1).error is None, "one that has greeted may be silent for as long"
+
+
+def frame(body: bytes) -> bytes:
+    return struct.pack("<I", len(body)) + body
+
+
+BAD = {
+    "oversize": struct.pack("<I", 200 * MIB) + bytes(4096),
+    "largest": b"\xff" * 64,
+    "empty frame": frame(b""),
+    "garbage": frame(b"\xc1" * 100),
+    "text": b"GET / HTTP/1.1\r\n\r\n",
+    "deep": frame(b"\x91" * 1000),
+    "another message first": frame(msgspec.msgpack.encode(p.Leave())),
+    "another protocol": frame(msgspec.msgpack.encode(p.Hello(0, 999))),
+    "no text in a name": frame(b"\x82\xa4type\xa5Hello\xa4rank\xa1\xff"),
+    "rank out of range": frame(msgspec.msgpack.encode({"type": "Hello", "rank": 2**63})),
+}
+
+
+@pytest.mark.parametrize("sent", BAD.values(), ids=list(BAD))
+def test_a_greeting_that_is_none_ends_that_connection_only(
+    trainer: FakeTrainer, crowd: Crowd, sent: bytes
+) -> None:
+    memory = rss_nbytes(trainer.client.agent_pid)
+    crowd.come(5, sent)
+    for number in range(5):
+        with contextlib.suppress(ConnectionResetError):
+            while crowd.sockets[number].recv(4096):
+                pass  # a refusal may come before the end
+    assert trainer.save(1).error is None
+    assert rss_nbytes(trainer.client.agent_pid) < memory + 50 * MIB
+
+
+def test_peers_that_die_while_they_send_leave_no_descriptor(
+    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+) -> None:
+    agent = trainer.client.agent_pid
+    assert trainer.save(1).error is None
+    files = len(open_files(agent))
+    hello = frame(msgspec.msgpack.encode(p.Hello(5, p.PROTOCOL_VERSION)))
+    attach = frame(msgspec.msgpack.encode(p.AttachSlab()))
+    for cut in (1, 3, 4, 10, len(hello) - 1):
+        crowd.come(1, hello[:cut])
+    for cut in (0, 2, 5, len(attach)):
+        crowd.come(1, hello)
+        fd = os.open("/dev/null", os.O_RDONLY)
+        if cut:
+            socket.send_fds(crowd.sockets[-1], [attach[:cut]], [fd] * 3)
+        os.close(fd)
+    crowd.go()
+    eventually("as many descriptors as before", lambda: len(open_files(agent)) <= files)
+    assert trainer.save(2).error is None
+
+
+class Listener:
+    """Reports one error after the other, as the kernel does, and then has nobody."""
+
+    def __init__(self, *errors: OSError) -> None:
+        self._errors = list(errors)
+
+    def settimeout(self, _: float) -> None:
+        pass
+
+    def accept(self) -> tuple[socket.socket, object]:
+        raise self._errors.pop(0) if self._errors else TimeoutError
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ECONNABORTED, errno.ENOMEM, errno.ENOBUFS, errno.ENFILE, errno.EPERM]
+)
+def test_no_error_of_accept_is_the_end(number: int) -> None:
+    listener = Listener(*(OSError(number, os.strerror(number)) for _ in range(3)))
+    reception = Reception(listener, Strangers())
+    assert [reception.accept(0.001) for _ in range(5)] == [None] * 5
+
+
+def test_nothing_large_is_taken_from_those_who_have_not_greeted(
+    node: Node, root: Path, trainer: FakeTrainer, crowd: Crowd
+) -> None:
+    crowd.come(1, BAD["oversize"])
+    assert crowd.is_hung_up(0)
+    log = (node.directory(root) / "agent.log").read_text()
+    assert f"a frame of {200 * MIB} bytes is not of this protocol" in log

@@ -1,0 +1,136 @@
+"""An agent serves one directory: what another one holds at the same path is none of its business.
+
+The bind mounts are real, each in a mount namespace of its own, which ends with its processes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import client as client_module
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.save_directory import identity_of
+from megatron_flashckpt.errors import AgentError
+from tests.agent.conftest import Node
+from tests.agent.test_persist import stored
+from tests.agent.trainer import eventually, is_alive, new_save_id
+
+_SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
+
+
+def mounted(directory: Path, path: Path) -> tuple[str, ...]:
+    """Return what runs a command in a namespace in which `directory` is at `path`."""
+    shell = ("sh", "-c", _SCRIPT, "sh", str(directory), str(path))
+    return ("unshare", "--mount", "--propagation", "private", *shell)
+
+
+def holds_open(agent: int, directory: Path) -> bool:
+    opened = [os.readlink(fd) for fd in Path(f"/proc/{agent}/fd").iterdir() if fd.exists()]
+    return str(directory) in opened
+
+
+def test_two_directories_bind_mounted_at_one_path_have_an_agent_each(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for directory in (root, one, two):
+        directory.mkdir()
+    try:
+        subprocess.run([*mounted(one, root), "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine refuses to mount in a namespace: {error}")
+    agents = []
+    for directory, save_id in ((one, "1" * 12), (two, "2" * 12), (one, "3" * 12)):
+        trainer = node.process(
+            root,
+            iterations=[int(save_id[0])],
+            save_id=save_id,
+            stop="committed",
+            inside=mounted(directory, root),
+        )
+        agents.append(trainer.stopped())
+        trainer.kill()
+    assert agents[0] == agents[2] != agents[1], "a restart finds the agent of its directory"
+    assert [stored(one, n).manifest.save_id for n in (1, 3)] == ["1" * 12, "3" * 12]
+    assert stored(two, 2).manifest.save_id == "2" * 12
+    assert [len(list(path.glob("iter_*"))) for path in (one, two, root)] == [2, 1, 0]
+
+
+def test_a_directory_in_the_place_of_another_is_served_by_another_agent(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    """The agent of a directory that is gone gives up its memory when its trainers are gone."""
+    first = node.trainer(root)
+    assert first.save(1).error is None
+    agent = first.client.agent_pid
+    eventually("the directory is held", lambda: holds_open(agent, root))
+    log = node.directory(root) / LOG
+    root.rename(tmp_path / "away")
+    second = node.trainer(root)
+    assert second.client.agent_pid != agent
+    assert second.take() == ()
+    assert second.save(2).error is None
+    # Its own trainer goes on to save to the path.
+    assert first.save(3).error is None
+    assert is_alive(agent)
+    first.hang_up()
+    eventually("its end", lambda: not is_alive(agent), 60)
+    assert f"{root}: was removed, or another directory is in its place" in log.read_text()
+    assert second.save(4).error is None
+    assert [path.name for path in sorted((tmp_path / "away").glob("iter_*"))] == ["iter_0000001"]
+
+
+def test_no_directory_is_taken_for_one_that_was_removed_while_its_agent_lives(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    agent, former = trainer.client.agent_pid, identity_of(str(root))
+    eventually("the directory is held", lambda: holds_open(agent, root))
+    shutil.rmtree(root)
+    root.mkdir()
+    assert identity_of(str(root)) != former, "inode numbers are given out again at once on ext4"
+    trainer.hang_up()
+    assert node.trainer(root).client.agent_pid != agent
+
+
+def test_a_symbolic_link_leads_to_the_agent_of_its_directory(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    link = root.with_name("link")
+    link.symlink_to(root)
+    assert node.trainer(link, 1).client.agent_pid == trainer.client.agent_pid
+
+
+def test_an_agent_refuses_a_trainer_for_which_its_directory_is_another_one(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = node.trainer(root)
+    agent, own = trainer.client.agent_pid, identity_of(str(root))
+    eventually("the directory is held", lambda: holds_open(agent, root))
+    monkeypatch.setattr(client_module, "identity_of", lambda root: "device 7:7, inode 7")
+    with pytest.raises(AgentError) as refused:
+        node.trainer(root)
+    assert f"(pid {agent}) serves {root} ({own})" in str(refused.value)
+    assert "(device 7:7, inode 7)" in str(refused.value)
+    assert trainer.save(1).error is None, "it is served on"
+
+
+def test_offers_name_the_saves_that_they_continue(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    trainer.keep(1)
+    assert [offer.lineage for offer in trainer.take()] == [()], "nobody has said"
+    trainer.client.adopt(None, 0)
+    trainer.keep(1)
+    assert [offer.lineage for offer in trainer.take()] == [("",)], "training began from nothing"
+    base, save_id = new_save_id(), new_save_id()
+    trainer.client.adopt(base, 1)
+    trainer.save(2, save_id)
+    assert trainer.take()[0].lineage == (save_id, base)
+    os.kill(trainer.client.agent_pid, 9)
+    trainer.reconnect()
+    assert trainer.take()[0].lineage == (save_id,), "its slot says that it is durable"

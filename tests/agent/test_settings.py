@@ -1,0 +1,235 @@
+"""An agent that an earlier run started takes the settings of the run that comes last."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_flashckpt import peering
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.node import AgentOptions
+from megatron_flashckpt.agent.node import Node as AgentNode
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.settings import AgentSettings, differences, settings_of
+from megatron_flashckpt.config import AgentConfig, Config, Trace
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.layout.names import HISTORY
+from tests.agent.conftest import Node
+from tests.agent.trainer import (
+    FakeTrainer,
+    eventually,
+    held_back,
+    is_alive,
+    new_save_id,
+)
+
+#: Settings of the section `agent` that trainers heed, each in every run.
+OF_TRAINERS = {"start_timeout_s", "answer_timeout_s"}
+#: Settings that go to the agent with the addresses of the other nodes' agents. `peer_timeout_s`
+#: changes with each run; of the others `introduce` says which ones stay.
+OF_PEERS = {"address", "peer_timeout_s", "peer_threads"}
+
+Second = Callable[..., FakeTrainer]
+
+
+def config_of(node: Node, values: dict[str, Any]) -> Config:
+    """Return a configuration with these values of agent settings."""
+    values = dict(values)
+    trace = Trace(
+        directory=values.pop("trace_directory", None) or None, keep=values.pop("trace_keep", 20)
+    )
+    history = values.pop("history", 1000)
+    return msgspec.structs.replace(node.config(**values), history=history, trace=trace)
+
+
+def writes_two_shards_at_a_time(node: Node, root: Path, second: Second) -> None:
+    trainers, save_id = [second(0, 2), second(1, 2)], new_save_id()
+    directory = root / names.iteration_dir(1)
+    with held_back(directory / names.shard_name(0, save_id)):
+        for trainer in trainers:
+            trainer.stage(1, save_id)
+        record = directory / names.record_name(1, save_id)
+        eventually("rank 1 does not wait for rank 0", record.exists)
+
+
+def keeps_to_the_pace(node: Node, root: Path, second: Second) -> None:
+    trainer = second(numel=5 * 2**20 // 6)
+    trainer.stage(1, new_save_id())
+    assert trainer.outcome().seconds > 1.0, (
+        "the second of two chunks waits for the first one's 4 seconds"
+    )
+
+
+def gives_way(node: Node, root: Path, second: Second) -> None:
+    trainer = second()
+    assert trainer.save(1).error is None
+    agent = trainer.client.agent_pid
+    tasks = [int(task.name) for task in Path(f"/proc/{agent}/task").iterdir()]
+    nice = {os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
+    assert max(nice) == min(19, os.getpriority(os.PRIO_PROCESS, agent) + 5)
+
+
+def leaves_at_once(node: Node, root: Path, second: Second) -> None:
+    trainer = second()
+    trainer.hang_up()
+    eventually("the end of the agent", lambda: not node.agents())
+
+
+def gives_up_at_once(node: Node, root: Path, second: Second) -> None:
+    trainer = second(0, 2)
+    trainer.stage(1, new_save_id())
+    assert "gave up after 1 s" in (trainer.outcome().error or "")
+
+
+def says_at_once_what_is_slow(node: Node, root: Path, second: Second) -> None:
+    trainer = second(0, 2)
+    trainer.stage(1, new_save_id())
+    eventually("a notice", lambda: trainer.client.poll().notices)
+
+
+def ends_at_once_when_told(node: Node, root: Path, second: Second) -> None:
+    agent = second().client.agent_pid
+    os.kill(agent, signal.SIGTERM)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+
+
+def writes_what_is_in_memory_only(node: Node, root: Path, second: Second) -> None:
+    trainer = second()
+    trainer.keep(1)
+    trainer.hang_up(leave=True)
+    eventually("it is written", (root / names.TRACKER).exists)
+
+
+def has_a_history(node: Node, root: Path, second: Second) -> None:
+    assert second().save(1).error is None
+    eventually("the history", (root / HISTORY).exists)
+
+
+def has_traces(node: Node, root: Path, second: Second) -> None:
+    trainer = second()
+    assert trainer.save(1).error is None
+    eventually("a trace", lambda: list((root / "traces").glob("*.json")))
+
+
+def keeps_one_trace(node: Node, root: Path, second: Second) -> None:
+    trainer = second()
+    for iteration in (1, 2):
+        assert trainer.save(iteration).error is None
+        trainer.client.poll()
+    newest = names.iteration_dir(2)
+    eventually("the second", lambda: list((root / "traces").glob(f"{newest}*.json")))
+    eventually("one trace", lambda: len(list((root / "traces").glob("*.json"))) == 1)
+
+
+def is_there_for_the_next_save(node: Node, root: Path, second: Second) -> None:
+    """Show nothing but that the agent goes on; `test_the_node_takes_...` looks inside."""
+    assert second().save(1).error is None
+
+
+TRACED = {"trace_directory": "traces"}
+#: By setting: the values of the first run, those of the second, and what shows that they count.
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, Second], None]]] = {
+    "grace_s": ({"grace_s": 600.0}, {"grace_s": 0.2}, leaves_at_once),
+    "persist_threads": (
+        {"persist_threads": 1},
+        {"persist_threads": 2},
+        writes_two_shards_at_a_time,
+    ),
+    "write_threads": ({"write_threads": 1}, {"write_threads": 3}, is_there_for_the_next_save),
+    "write_mib_per_s": ({}, {"write_mib_per_s": 1.0, "write_threads": 1}, keeps_to_the_pace),
+    "writer_nice": ({}, {"writer_nice": 5}, gives_way),
+    "direct_io": ({"direct_io": "always"}, {"direct_io": "never"}, is_there_for_the_next_save),
+    "commit_timeout_s": ({}, {"commit_timeout_s": 1.0}, gives_up_at_once),
+    "slow_save_s": ({}, {"slow_save_s": 0.0}, says_at_once_what_is_slow),
+    "sigterm_timeout_s": ({}, {"sigterm_timeout_s": 0.2}, ends_at_once_when_told),
+    "persist_on_leave": (
+        {"persist_on_leave": False},
+        {"persist_on_leave": True},
+        writes_what_is_in_memory_only,
+    ),
+    "history": ({"history": 0}, {"history": 5}, has_a_history),
+    "trace_directory": ({}, TRACED, has_traces),
+    "trace_keep": ({**TRACED, "trace_keep": 5}, {**TRACED, "trace_keep": 1}, keeps_one_trace),
+}
+
+
+def test_every_setting_of_the_agent_has_its_test_or_is_heeded_elsewhere() -> None:
+    assert set(CHANGES) == set(AgentSettings.__struct_fields__)
+    agent = set(AgentConfig.__struct_fields__)
+    assert agent <= set(CHANGES) | OF_TRAINERS | OF_PEERS
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+def test_the_run_that_comes_last_decides(node: Node, root: Path, setting: str) -> None:
+    before, after, shows = CHANGES[setting]
+    first = node.trainer(root, config=config_of(node, before))
+    agent = first.client.agent_pid
+    first.hang_up()
+
+    def second(rank: int = 0, world_size: int = 1, **more: Any) -> FakeTrainer:
+        trainer = node.trainer(root, rank, world_size, config=config_of(node, after), **more)
+        assert trainer.client.agent_pid == agent
+        return trainer
+
+    shows(node, root, second)
+
+
+def test_the_settings_of_its_own_run_change_nothing(
+    node: Node, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They have all come by the command line."""
+    values = {name: value for _, after, _ in CHANGES.values() for name, value in after.items()}
+    with caplog.at_level(logging.INFO, "megatron_flashckpt"):
+        node.trainer(root, config=config_of(node, {**values, "grace_s": 60.0}))
+    assert "changed its settings" not in caplog.text
+
+
+def test_what_changes_is_said_in_both_logs(
+    node: Node, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = node.trainer(root, config=config_of(node, {"grace_s": 60.0}))
+    first.hang_up()
+    with caplog.at_level(logging.INFO, "megatron_flashckpt"):
+        node.trainer(root, config=config_of(node, {"grace_s": 61.5, "history": 7}))
+    said = "agent.grace_s from 60.0 to 61.5, history from 1000 to 7"
+    assert f"changed its settings to this run's: {said}" in caplog.text
+    assert f"settings changed: {said}" in (node.directory(root) / LOG).read_text()
+
+
+def test_the_node_takes_what_no_save_shows(tmp_path: Path) -> None:
+    """Threads that write one shard, and O_DIRECT."""
+    former = settings_of(Config(agent=AgentConfig(write_threads=1, direct_io="always")))
+    made = AgentNode(AgentOptions(root=str(tmp_path), **msgspec.structs.asdict(former)))
+    pace = made.flow.pace
+    new = settings_of(Config(agent=AgentConfig(write_threads=3, direct_io="never")))
+    with made.changed:
+        changed = made.configure(new)
+    assert changed == (
+        "agent.write_threads from 1 to 3",
+        "agent.direct_io from 'always' to 'never'",
+    )
+    assert made.flow.threads == 3
+    assert made.flow.pace is pace, "shards that are being written share it"
+    file = tmp_path / "file"
+    file.touch()
+    with open(file, "rb") as opened:
+        assert made.direct_io.of(opened.fileno(), file).open(file) == -1
+    assert differences(new, new) == ()
+
+
+def test_settings_that_stay_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    opened = p.PeersOpened(p.Identity("public", "secret"), "10.0.0.1", 7, threads=2)
+    peering._say_what_stays(3, opened, "10.0.0.1", Config())
+    assert caplog.text == ""
+    config = Config(agent=AgentConfig(peer_threads=4))
+    peering._say_what_stays(3, opened, "10.0.0.2", config)
+    assert "rank 3: the agent of this node, which an earlier run started, keeps" in caplog.text
+    assert "agent.address '10.0.0.1', not '10.0.0.2' and agent.peer_threads 2, not 4" in caplog.text
+    assert "end the agents of all nodes before the job starts" in caplog.text

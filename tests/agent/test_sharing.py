@@ -1,0 +1,91 @@
+"""A save directory that others use too: members of a group, and copies taken while saves go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt import inspection
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.verification import verify
+from tests.agent.conftest import Node
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import content, eventually
+
+GROUP = 12345
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can choose any group")
+def test_members_of_a_group_may_read_and_replace_what_is_in_a_directory_of_theirs(
+    node: Node, root: Path
+) -> None:
+    root.mkdir()
+    try:
+        os.chown(root, -1, GROUP)
+    except OSError as error:
+        pytest.skip(f"this machine refuses groups: {error}")
+    root.chmod(0o2775)
+    former = os.umask(0o002)
+    try:
+        trainer = node.trainer(root)  # its agent has the same umask
+    finally:
+        os.umask(former)
+    assert trainer.save(1).error is None
+    eventually("the history", (root / names.HISTORY).exists)
+    for path in root.rglob("*"):
+        status = path.stat()
+        assert status.st_gid == GROUP, path
+        expected = 0o2775 if path.is_dir() else 0o664
+        assert stat.S_IMODE(status.st_mode) == expected, path
+
+
+def _tar(source: Path, copy: Path) -> None:
+    copy.mkdir()
+    command = f"tar -C '{source}' -cf - . | tar -C '{copy}' -xf -"
+    subprocess.run(["sh", "-c", command], stderr=subprocess.DEVNULL, check=False)
+
+
+def _file_by_file(source: Path, copy: Path) -> None:
+    """As `rsync` and `cp` do: what goes meanwhile is left out."""
+    with contextlib.suppress(shutil.Error):
+        shutil.copytree(source, copy)
+
+
+@pytest.mark.parametrize("take", [_tar, _file_by_file])
+def test_a_copy_that_is_taken_while_saves_go_on_has_no_checkpoint_by_halves(
+    node: Node, root: Path, tmp_path: Path, take: Callable[[Path, Path], None]
+) -> None:
+    trainer = node.trainer(root, numel=2**18)
+    assert trainer.save(1).error is None
+    stop = threading.Event()
+
+    def train() -> None:
+        iteration = 1
+        while not stop.is_set():
+            iteration += 1
+            assert trainer.save(iteration).error is None
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        eventually("saves go on", (root / names.iteration_dir(3) / names.MANIFEST).exists)
+        take(root, tmp_path / "copy")
+    finally:
+        stop.set()
+        training.join()
+    found = inspection.committed_iterations(PosixStorage(tmp_path / "copy"))
+    assert found[:2] == [1, 2]
+    for iteration in found:
+        checkpoint = stored(tmp_path / "copy", iteration)
+        assert verify(checkpoint) == []
+        expected = content(0, iteration, trainer.layout.nbytes)
+        assert read_rank(checkpoint, trainer) == expected

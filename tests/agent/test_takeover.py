@@ -1,0 +1,292 @@
+"""What a start does about a claim that is there: refuse, wait, or take the place of its run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Claim, RunKey
+from megatron_flashckpt.agent.incarnations import process_with
+from megatron_flashckpt.agent.takeover import is_live
+from megatron_flashckpt.errors import OtherWriterError
+from megatron_flashckpt.faults import VARIABLE
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.test_commit import iterations_in
+from tests.agent.test_fence import OLD, claim_of, wake
+from tests.agent.trainer import eventually, is_alive, new_save_id
+
+
+@pytest.fixture
+def storage(root: Path) -> PosixStorage:
+    return PosixStorage(root)
+
+
+@pytest.fixture
+def renewing(storage: PosixStorage) -> Iterator[Callable[[Claim], None]]:
+    """Returns a function that lets a writer elsewhere renew a claim, as long as it has it."""
+    done = threading.Event()
+    writers = []
+
+    def renew(claim: Claim) -> None:
+        former = claim
+        for number in itertools.count():
+            renewed = claim_of(claim.key, state=claim.state, renewed_at=float(number))
+            if done.wait(0.02) or not claims.renew(storage, former, renewed):
+                return
+            former = renewed
+
+    def begin(claim: Claim) -> None:
+        claims.put(storage, claim)
+        writers.append(threading.Thread(target=renew, args=(claim,)))
+        writers[-1].start()
+
+    yield begin
+    done.set()
+    for writer in writers:
+        writer.join()
+
+
+def epoch_in(storage: PosixStorage) -> int:
+    claim = claims.read(storage)
+    assert claim is not None
+    return claim.epoch
+
+
+def test_a_refused_start_names_the_writer_and_changes_nothing(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    first = node.trainer(root)
+    run = first.claim().run_id
+    assert first.save(1).error is None
+    later = other_node.trainer(root)
+
+    def listing() -> set[Path]:
+        return set(root.rglob("*"))
+
+    before = listing()
+    with pytest.raises(OtherWriterError) as caught:
+        later.claim()
+    (agent,) = node.agents()
+    said = str(caught.value)
+    for words in (run, f"agent {agent} on {os.uname().nodename}", time.strftime("%Y-%m-%d")):
+        assert words in said
+    assert listing() == before
+    assert first.save(2).error is None, "it goes on as if nothing had been"
+
+
+def test_a_restart_on_the_same_node_waits_for_nothing(node: Node, root: Path) -> None:
+    first = node.trainer(root)
+    keys = [first.claim()]
+    assert first.save(1).error is None
+    for iteration in (2, 3):
+        first.hang_up()
+        first = node.trainer(root)
+        keys.append(first.claim())
+        assert first.save(iteration).error is None
+    assert [key.epoch for key in keys] == [1, 2, 3]
+    assert iterations_in(root) == [1, 2, 3]
+
+
+def test_what_was_staged_before_a_restart_is_committed_after_it(
+    node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent is in the middle of a commit, of the run before, when the next run claims."""
+    monkeypatch.setenv(VARIABLE, f"agent:commit.ready:1:STOP:{tmp_path / 'reached'}")
+    config = node.config(answer_timeout_s=600.0)
+    first = node.trainer(root, config=config)
+    first.claim()
+    asking = threading.Thread(target=first.stage, args=(1, new_save_id()))
+    asking.start()
+    eventually("the agent stands still", (tmp_path / "reached").exists)
+    agent = first.client.agent_pid
+    waking = threading.Timer(0.5, lambda: eventually("it can be woken", lambda: wake(agent)))
+    waking.start()
+    second = node.trainer(root, config=config)
+    second.claim()
+    eventually("a commit", (root / names.iteration_dir(1) / names.MANIFEST).exists)
+    asking.join()
+    waking.join()
+
+
+@pytest.mark.parametrize("state", [IDLE, ENDED])
+def test_a_run_that_is_over_is_no_obstacle(
+    node: Node, root: Path, storage: PosixStorage, state: int
+) -> None:
+    claims.put(storage, claim_of(OLD, state=state))
+    assert node.trainer(root).claim().epoch == OLD.epoch + 1
+
+
+def test_a_claim_that_nobody_renews_is_taken_after_a_moment(
+    node: Node, root: Path, storage: PosixStorage
+) -> None:
+    """Whatever its times say: clocks of hosts are not compared."""
+    claims.put(storage, claim_of(OLD, renewed_at=time.time() + 3600.0))
+    assert node.trainer(root).claim().epoch == OLD.epoch + 1
+
+
+def test_a_process_of_this_machine_that_is_gone_is_no_obstacle(
+    node: Node, root: Path, storage: PosixStorage
+) -> None:
+    me = process_with(os.getpid())
+    assert me is not None
+    mine = claim_of(OLD, machine=claims.here(), started=me.started)
+    gone = claim_of(OLD, machine=claims.here(), started=me.started - 1, interval_s=1e3)
+    assert not mine.is_of_dead_process
+    assert gone.is_of_dead_process
+    claims.put(storage, gone)
+    assert node.trainer(root).claim().epoch == OLD.epoch + 1
+
+
+def test_a_start_waits_for_a_run_to_end(
+    node: Node, root: Path, storage: PosixStorage, renewing: Callable[[Claim], None]
+) -> None:
+    renewing(claim_of(OLD))
+    trainer = node.trainer(root)
+    with pytest.raises(OtherWriterError):
+        trainer.claim()
+    ending = threading.Timer(0.3, lambda: claims.put(storage, claim_of(OLD, state=ENDED)))
+    ending.start()
+    assert trainer.claim(wait_s=60.0).epoch == OLD.epoch + 1
+    ending.join()
+
+
+def test_an_agent_elsewhere_has_a_bounded_time_for_what_was_staged(
+    node: Node, root: Path, renewing: Callable[[Claim], None]
+) -> None:
+    renewing(claim_of(OLD, state=FINISHING))
+    assert node.trainer(root).claim(wait_s=0.2).epoch == OLD.epoch + 1
+
+
+def test_a_start_waits_for_an_agent_elsewhere_that_commits_what_was_staged(
+    node: Node, other_node: Node, root: Path, storage: PosixStorage, tmp_path: Path
+) -> None:
+    third = Node(tmp_path / "run3")
+    try:
+        first = node.trainer(root, 0, 2)
+        key = first.claim()
+        slow = third.trainer(root, 1, 2)
+        slow.client.hold(key)
+        first.stage(1, save_id := new_save_id())
+        first.hang_up()
+
+        def is_finishing() -> bool:
+            claim = claims.read(storage)
+            return claim is not None and claim.state == FINISHING
+
+        eventually("the agent waits for rank 1", is_finishing)
+        staging = threading.Timer(0.5, lambda: slow.stage(1, save_id))
+        staging.start()
+        other_node.trainer(root).claim(wait_s=60.0)
+        assert (root / names.iteration_dir(1) / names.MANIFEST).exists()
+        assert (root / names.TRACKER).read_text() == "1"
+        staging.join()
+    finally:
+        third.close()
+
+
+def test_a_node_whose_ranks_are_of_the_new_run_does_not_train_for_the_old(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    """A requeue deals ranks anew: the agent that renews the claim has rank 1 of the next run."""
+    first = node.trainer(root)
+    first.claim()
+    assert first.save(1).error is None
+    first.hang_up()
+    moved = node.trainer(root, 1, 2)
+    later = other_node.trainer(root, 0, 2)
+    key = later.claim()
+    moved.client.hold(key)
+    save_id = new_save_id()
+    moved.stage(2, save_id)
+    later.stage(2, save_id)
+    assert later.outcome().error is None
+    assert moved.outcome().error is None
+
+
+def test_two_starts_at_once_leave_one_writer(node: Node, other_node: Node, root: Path) -> None:
+    """Both may have claimed, but only one can save."""
+    starts = [node.trainer(root), other_node.trainer(root)]
+    errors: list[BaseException | None] = [None, None]
+
+    def start(number: int) -> None:
+        try:
+            starts[number].claim()
+        except OtherWriterError as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    saved = [
+        error is None and trainer.save(1).error is None
+        for trainer, error in zip(starts, errors, strict=True)
+    ]
+    assert saved.count(True) == 1
+
+
+def test_a_run_that_took_a_directory_made_anew_keeps_it(
+    node: Node, other_node: Node, root: Path, storage: PosixStorage
+) -> None:
+    """Its epoch is lower than that of the run before, whose agent lives on."""
+    first = node.trainer(root)
+    for _ in range(3):
+        first.claim()
+    assert first.save(1).error is None
+    shutil.rmtree(root)
+    later = other_node.trainer(root)
+    assert later.claim("take_over").epoch == 1
+    assert "has taken over" in str(first.save(2).error)
+    assert later.save(2).error is None
+    assert epoch_in(storage) == 1
+
+
+def test_what_is_no_claim_is_replaced(node: Node, root: Path, storage: PosixStorage) -> None:
+    storage.put(names.CLAIM, b"garbage")
+    trainer = node.trainer(root)
+    assert trainer.claim().epoch == 1
+    assert trainer.save(1).error is None
+
+
+def test_who_asks_whether_a_job_lives_is_told(
+    storage: PosixStorage, renewing: Callable[[Claim], None]
+) -> None:
+    assert is_live(storage) is None
+    claims.put(storage, claim_of(OLD))
+    assert is_live(storage) is None, "nobody renews it"
+    renewing(claim_of(RunKey(2, "cccccccc"), state=TRAINING))
+    found = is_live(storage)
+    assert found is not None
+    assert found.run_id == "cccccccc"
+
+
+def test_the_next_agent_of_a_run_renews_its_claim(
+    node: Node, root: Path, storage: PosixStorage
+) -> None:
+    trainer = node.trainer(root)
+    key = trainer.claim()
+    (agent,) = node.agents()
+    os.kill(agent, 9)
+    eventually("its end", lambda: not is_alive(agent))
+    trainer.find_agent()
+    trainer.client.hold(key)
+    (successor,) = node.agents()
+
+    def renewed() -> bool:
+        claim = claims.read(storage)
+        assert claim is not None
+        assert claim.key == key
+        return claim.pid == successor
+
+    eventually("a renewal", renewed)

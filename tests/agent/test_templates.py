@@ -1,0 +1,66 @@
+"""Of the ranks that need a template at the same moment one computes it, whatever becomes of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import templates
+from megatron_flashckpt.agent.templates import TemplateStore
+from tests.agent.conftest import Node
+
+COMPUTE = (None, False)
+WAIT = (None, True)
+
+
+@pytest.fixture
+def store() -> TemplateStore:
+    return TemplateStore(threading.Condition())
+
+
+def get(store: TemplateStore, rank: int, wait_s: float = 0.0) -> tuple[bytes | None, bool]:
+    with store._changed:
+        return store.get(rank, "a", wait_s)
+
+
+def test_the_first_rank_computes_and_the_others_wait(store: TemplateStore) -> None:
+    assert [get(store, rank) for rank in (0, 1, 2)] == [COMPUTE, WAIT, WAIT]
+    assert get(store, 0) == COMPUTE, "a rank does not wait for itself"
+    with store._changed:
+        store.put("a", b"template")
+    assert get(store, 1) == (b"template", False)
+
+
+def test_a_rank_that_waits_gets_the_template_when_it_is_there(store: TemplateStore) -> None:
+    assert get(store, 0) == COMPUTE
+    got: list[object] = []
+    waiting = threading.Thread(target=lambda: got.append(get(store, 1, 60.0)), daemon=True)
+    waiting.start()
+    with store._changed:
+        store.put("a", b"template")
+    waiting.join(60.0)
+    assert got == [(b"template", False)]
+
+
+def test_one_other_rank_computes_if_the_first_takes_too_long(
+    store: TemplateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "_COMPUTING_S", 0.0)
+    assert get(store, 0) == COMPUTE
+    monkeypatch.setattr(templates, "_COMPUTING_S", 60.0)
+    assert [get(store, rank) for rank in (1, 2)] == [COMPUTE, WAIT]
+
+
+def test_a_rank_that_hangs_up_leaves_its_template_to_another(node: Node, root: Path) -> None:
+    first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
+    assert first.client.fetch_template("a") is None
+    asked: list[bytes | None] = []
+    asking = threading.Thread(
+        target=lambda: asked.append(second.client.fetch_template("a")), daemon=True
+    )
+    asking.start()
+    first.hang_up()
+    asking.join(templates._COMPUTING_S * 0.8)
+    assert asked == [None]

@@ -1,0 +1,168 @@
+"""An agent keeps its own files where trainers find them, whatever cleaners take."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.client import _SilentHolder
+from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, holder
+from tests.agent.conftest import Node
+from tests.agent.trainer import eventually, is_alive, suspend
+
+PATIENCE_S = 60.0
+
+
+def take_socket(directory: Path) -> None:
+    (directory / SOCKET).unlink()
+
+
+def take_lock(directory: Path) -> None:
+    (directory / LOCK).unlink()
+
+
+def take_all_files(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+
+
+def take_directory(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def take_all_directories(directory: Path) -> None:
+    shutil.rmtree(directory.parent)
+
+
+def put_another_file(directory: Path) -> None:
+    (directory / SOCKET).unlink()
+    (directory / SOCKET).touch()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        take_socket,
+        take_lock,
+        take_all_files,
+        take_directory,
+        take_all_directories,
+        put_another_file,
+    ],
+)
+def test_what_a_cleaner_takes_from_a_living_agent_is_back_at_once_with_its_memory(
+    node: Node, root: Path, take: Callable[[Path], None]
+) -> None:
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    assert trainer.keep(1).error is None
+    directory = node.directory(root)
+    before = {path.name: path.lstat() for path in directory.iterdir()}
+    take(directory)
+    eventually("its own files", lambda: holder(directory) == agent and _listens(directory, before))
+    trainer.hang_up()
+    again = node.trainer(root)
+    assert again.client.agent_pid == agent
+    assert [offer.iteration for offer in again.take()] == [1]
+    assert again.save(2).error is None
+    assert {path.name for path in directory.iterdir()} == {SOCKET, LOCK, LOG}
+    assert node.agents() == [agent]
+    again.hang_up(leave=True)
+    eventually("its end", lambda: not is_alive(agent))
+    eventually("nothing is left", lambda: list(node.runtime_dir.iterdir()) == [])
+
+
+def _listens(directory: Path, before: dict[str, os.stat_result]) -> bool:
+    try:
+        found = (directory / SOCKET).lstat()
+    except FileNotFoundError:
+        return False
+    # Of a lock alone, the socket is restored as well; a look may still be under way.
+    return not os.path.samestat(found, before[SOCKET])
+
+
+def test_a_rank_that_reconnects_right_after_the_socket_went_saves_at_once(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    agent = trainer.client.agent_pid
+    assert trainer.save(1).error is None
+    take_socket(node.directory(root))
+    trainer.reconnect()
+    assert trainer.client.agent_pid == agent
+    assert trainer.save(2).error is None
+
+
+def test_files_do_not_grow_old(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    directory = node.directory(root)
+    paths = [*directory.iterdir(), directory, directory.parent]
+    old = time.time() - 20 * 24 * 3600
+    for path in paths:
+        os.utime(path, (old, old))
+    eventually("all are touched", lambda: all(path.lstat().st_mtime > old + 3600 for path in paths))
+    assert all(path.lstat().st_atime > old + 3600 for path in paths)
+    assert trainer.save(1).error is None
+
+
+def test_an_agent_that_does_not_restore_its_socket_is_named_and_replaced(
+    node: Node, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = node.config(start_timeout_s=PATIENCE_S)
+    trainer = node.trainer(root, config=config)
+    agent = trainer.client.agent_pid
+    suspend(agent)
+    take_socket(node.directory(root))
+    trainer.hang_up()
+    again = node.trainer(root, config=config)
+    assert again.client.agent_pid != agent
+    eventually("its end", lambda: not is_alive(agent))
+    lock = node.directory(root) / LOCK
+    assert f"{lock}: is held by process {agent}, which has no socket there: killed" in caplog.text
+    assert again.save(1).error is None
+
+
+@pytest.mark.parametrize(
+    "text", [b"%d\n" % os.getpid(), b"", b"x"], ids=["another process", "nothing", "no pid"]
+)
+def test_who_holds_a_lock_and_is_no_agent_is_named_and_lives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("killed"))
+    monkeypatch.setattr("megatron_flashckpt.agent.client._PROBE_S", 0.0)
+    silent = _SilentHolder(0.0)
+    assert silent.is_none(tmp_path), "nobody has it"
+    (tmp_path / LOCK).write_bytes(text)
+    assert silent.is_none(tmp_path), "an old one that nobody holds"
+    fd = os.open(tmp_path / LOCK, os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with caplog.at_level(logging.ERROR):
+        assert [silent.is_none(tmp_path) for _ in range(3)] == [False] * 3
+    assert "end it on this node" in caplog.text
+    os.close(fd)
+    assert silent.is_none(tmp_path)
+
+
+def test_an_agent_whose_place_is_taken_leaves_it_to_the_other(node: Node, root: Path) -> None:
+    first = node.trainer(root)
+    agent = first.client.agent_pid
+    directory = node.directory(root)
+    suspend(agent)
+    take_directory(directory)
+    second = node.trainer(root)  # by now nothing says that there is another one
+    assert second.client.agent_pid != agent
+    os.kill(agent, signal.SIGCONT)
+    assert first.save(1).error is None, "its own trainers go on with it"
+    first.hang_up(leave=True)
+    eventually("its end", lambda: not is_alive(agent))
+    assert second.save(2).error is None
+    second.find_agent()
+    assert node.agents() == [second.client.agent_pid]

@@ -1,0 +1,174 @@
+"""Layers that share a key and differ in element type: each is converted in its own type."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.formats import convert, open_source
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.ours import open_ours
+from megatron_flashckpt.convert.soundness import masters_that_differ
+from megatron_flashckpt.convert.to_legacy import write_legacy
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.piece import UNUSED
+from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.verification import verify
+from tests.convert.made import held, save_as_ranks
+from tests.convert.rebuilt import ITERATION, arguments, contents
+from tests.restore.made import snapshot
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+NORM = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+
+
+def is_first_norm(key: str, box: Box) -> bool:
+    return "layer_norm" in key and ".layers." in key and box[0][0] == 0
+
+
+def with_fp32_norms(made: Contents) -> Contents:
+    """Return `made` with the norms of layer 0 in fp32, which have no masters."""
+    masters = {tensor.key: tensor for tensor in made.tensors if tensor.kind == "master"}
+    return dataclasses.replace(
+        made, tensors=[_mixed(tensor, masters.get(tensor.key)) for tensor in made.tensors]
+    )
+
+
+def _mixed(tensor: GlobalTensor, master: GlobalTensor | None) -> GlobalTensor:
+    first = [box for box in tensor.boxes if is_first_norm(tensor.key, box)]
+    if tensor.kind == "master":
+        return dataclasses.replace(
+            tensor, boxes=tuple(box for box in tensor.boxes if box not in first)
+        )
+    if tensor.kind != "weight" or not first:
+        return tensor
+    assert master is not None
+
+    def read(region: Box) -> torch.Tensor:
+        return (master if is_first_norm(tensor.key, region) else tensor).read(region)
+
+    return dataclasses.replace(tensor, read=read, others=dict.fromkeys(first, torch.float32))
+
+
+def boxes(made: Contents) -> dict[tuple[str, str, Box], torch.Tensor]:
+    """Return the contents of every box by kind, key and place."""
+    return {
+        (tensor.kind, tensor.key, box): tensor.read(box)
+        for tensor in made.tensors
+        for box in tensor.boxes
+    }
+
+
+def assert_same(found: Contents, expected: Contents) -> None:
+    mine, theirs = boxes(found), boxes(expected)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert mine[name].dtype == tensor.dtype, name
+        assert torch.equal(mine[name], tensor), name
+    assert mine["weight", NORM, _layer(0)].dtype == torch.float32
+    assert mine["weight", NORM, _layer(1)].dtype == torch.bfloat16
+    for tensor in found.tensors:
+        assert all(tensor.dtype_of(box) == tensor.read(box).dtype for box in tensor.boxes)
+    assert masters_that_differ(found) == []
+
+
+def _layer(number: int) -> Box:
+    return (number, 0), (1, 24)
+
+
+def opened(root: Path) -> Contents:
+    return open_ours(PosixStorage(root), ITERATION, Options())
+
+
+def test_each_layer_keeps_its_type_in_our_format(tmp_path: Path) -> None:
+    made = with_fp32_norms(contents(arguments(**DISTRIBUTED)))
+    save_as_ranks(made_with_random_state(made), tmp_path / "ranks", replicas=3)
+    assert_same(opened(tmp_path / "ranks"), made)
+    source = open_source(tmp_path / "ranks", ITERATION, Options())
+    convert(source, tmp_path / "again", "flashckpt", Options(shard_nbytes=1000))
+    assert_same(opened(tmp_path / "again"), made)
+    storage = PosixStorage(tmp_path / "again")
+    assert verify(StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))) == []
+
+
+def made_with_random_state(made: Contents) -> Contents:
+    return dataclasses.replace(made, rng={(0, 0): [{}]})
+
+
+def test_weights_made_of_masters_join_those_that_were_stored(tmp_path: Path) -> None:
+    """What `weights: derive` leaves out are the 16-bit weights only."""
+    made = with_fp32_norms(contents(arguments(**DISTRIBUTED)))
+    stored = []
+    for tensor in made.tensors:
+        if tensor.kind != "weight":
+            stored.append(tensor)
+        elif tensor.others:
+            stored.append(
+                dataclasses.replace(
+                    tensor, boxes=tuple(tensor.others), dtype=torch.float32, others={}
+                )
+            )
+    saved = made_with_random_state(dataclasses.replace(made, tensors=stored))
+    save_as_ranks(saved, tmp_path, replicas=2)
+    assert_same(opened(tmp_path), made)
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, DISTRIBUTED, PP2 | DISTRIBUTED], ids=["plain", "one", "two"]
+)
+def test_each_layer_keeps_its_type_in_the_legacy_format(tmp_path: Path, layout: dict) -> None:
+    made = with_fp32_norms(contents(arguments(**layout)))
+    write_legacy(made, tmp_path, Options())
+    assert_same(open_source(tmp_path, None, Options()).contents, made)
+
+
+def test_layers_without_masters_keep_their_weights_where_masters_are_believed(
+    tmp_path: Path,
+) -> None:
+    made = with_fp32_norms(contents(arguments(**DISTRIBUTED, overlap_param_gather=True)))
+    write_legacy(made, tmp_path, Options())
+    assert_same(open_source(tmp_path, None, Options(accept_damage=True)).contents, made)
+
+
+def test_each_layer_is_exported_in_its_type(tmp_path: Path) -> None:
+    made = with_fp32_norms(contents(arguments()))
+    save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
+    source = open_source(tmp_path / "ours", ITERATION, Options())
+    convert(source, tmp_path / "hf", "safetensors", Options())
+    found = load_file(tmp_path / "hf/model-00001-of-00001.safetensors")
+    expected = boxes(made)
+    for layer in range(4):
+        tensor = found[f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight"]
+        assert tensor.dtype == (torch.bfloat16 if layer else torch.float32)
+        assert torch.equal(tensor, expected["weight", NORM, _layer(layer)].reshape(-1))
+
+
+def test_torch_dist_is_refused_as_megatron_refuses_to_save_it(tmp_path: Path) -> None:
+    made = with_fp32_norms(contents(arguments()))
+    save_as_ranks(made_with_random_state(made), tmp_path / "ours", replicas=1)
+    source = open_source(tmp_path / "ours", ITERATION, Options())
+    before = snapshot(tmp_path)
+    said = r"has layers of several element types \(bfloat16, float32\).*flashckpt or safetensors"
+    with pytest.raises(UnsupportedError, match=said):
+        convert(source, tmp_path / "dist", "torch_dist", Options())
+    assert snapshot(tmp_path) == before
+
+
+def test_what_no_forward_uses_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    made = contents(arguments())
+    key = f"output_layer.weight{UNUSED}"
+    unused = held(key, "weight", torch.ones(4, 2), (((0, 0), (4, 2)),))
+    more = dataclasses.replace(made, tensors=[*made.tensors, unused])
+    save_as_ranks(made_with_random_state(more), tmp_path, replicas=2)
+    found = opened(tmp_path)
+    assert boxes(found).keys() == boxes(made).keys()
+    (warning,) = found.warnings
+    assert warning.startswith(f"{key} is left out: no forward uses it")

@@ -1,0 +1,477 @@
+"""`flashckpt convert --overwrite` replaces the result of an earlier conversion and nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.cli import main
+from megatron_flashckpt.convert import destination
+from megatron_flashckpt.convert.command import FORMATS
+from megatron_flashckpt.convert.former_export import MARKER
+from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.safetensors_export import INDEX
+from megatron_flashckpt.convert.to_ours import write_ours
+from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.layout.names import TRACKER, iteration_dir
+from tests.convert import rebuilt
+from tests.convert.made import ITERATION, contents, save_as_ranks
+from tests.restore.made import snapshot
+
+DIRECTORY = iteration_dir(ITERATION)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    """A save directory with the checkpoint of a job, in a directory with other things."""
+    root = tmp_path / "job" / "save"
+    save_as_ranks(contents(), root, replicas=2)
+    (root / "args.txt").write_text("--lr 1e-3")
+    (root.parent / "notes.txt").write_text("mine")
+    return root
+
+
+def convert(source: Path, to: Path, form: str, *more: str) -> int:
+    return main(["convert", str(source), str(to), "--to", form, *more])
+
+
+def same(save: Path) -> Path:
+    return save
+
+
+def trailing_dots(save: Path) -> Path:
+    return save / DIRECTORY / ".."
+
+
+def parent(save: Path) -> Path:
+    return save.parent
+
+
+def child(save: Path) -> Path:
+    return save / "hf"
+
+
+def checkpoint(save: Path) -> Path:
+    return save / DIRECTORY
+
+
+def link(save: Path) -> Path:
+    path = save.parent.parent / "link"
+    path.symlink_to(save)
+    return path
+
+
+def link_to_parent(save: Path) -> Path:
+    path = save.parent.parent / "link"
+    path.symlink_to(save.parent, target_is_directory=True)
+    return path
+
+
+def child_of_link(save: Path) -> Path:
+    return link(save) / "deep" / "er"
+
+
+def relative(save: Path) -> Path:
+    os.chdir(save / DIRECTORY)
+    return Path("..")
+
+
+def where_the_checkpoint_really_is(save: Path) -> Path:
+    """The save directory only links to the checkpoint, which lies elsewhere."""
+    elsewhere = save.parent.parent / "disk"
+    elsewhere.mkdir()
+    (save / DIRECTORY).rename(elsewhere / DIRECTORY)
+    (save / DIRECTORY).symlink_to(elsewhere / DIRECTORY)
+    return elsewhere
+
+
+def where_a_file_really_is(save: Path) -> Path:
+    elsewhere = save.parent.parent / "disk"
+    elsewhere.mkdir()
+    file = next((save / DIRECTORY).glob("rank_*"))
+    shutil.copy2(file, elsewhere / "copy")
+    (save / DIRECTORY / "copy").symlink_to(elsewhere / "copy")
+    return elsewhere
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "where",
+    [
+        same,
+        trailing_dots,
+        parent,
+        child,
+        checkpoint,
+        link,
+        link_to_parent,
+        child_of_link,
+        relative,
+        where_the_checkpoint_really_is,
+        where_a_file_really_is,
+    ],
+)
+def test_a_destination_that_overlaps_the_source_is_refused(
+    tmp_path: Path,
+    save: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    where: Callable[[Path], Path],
+    form: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # and back, when `relative` has gone elsewhere
+    to = where(save)
+    before = snapshot(tmp_path)
+    assert convert(save, to, form, "--overwrite") == 2
+    error = capsys.readouterr().err
+    assert "which is converted; nothing was changed" in error
+    assert len(error.splitlines()) == 1
+    assert snapshot(tmp_path) == before
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[Path], Path]]:
+    """A function that shows a directory at another place too."""
+    points: list[Path] = []
+
+    def mount(directory: Path) -> Path:
+        point = tmp_path / f"mount{len(points)}" / "point"
+        point.mkdir(parents=True)
+        command = ["mount", "--bind", str(directory), str(point)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("this machine refuses to mount")
+        points.append(point)
+        return point
+
+    yield mount
+    for point in points:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [
+        ("", ""),
+        ("", DIRECTORY),
+        (DIRECTORY, "deeper/still"),
+        ("..", "save/hf"),
+        ("logs", "hf"),
+        ("", ".."),
+    ],
+)
+def test_a_bind_mount_of_the_source_is_seen_through(
+    tmp_path: Path,
+    save: Path,
+    mounted: Callable[[Path], Path],
+    capsys: pytest.CaptureFixture[str],
+    of: str,
+    to: str,
+) -> None:
+    (save / "logs").mkdir()
+    point = mounted((save / of).resolve())
+    where = Path(os.path.normpath(point / to))
+    before = snapshot(tmp_path)
+    assert convert(save, where, "safetensors", "--overwrite") == 2
+    assert "which is converted; nothing was changed" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+def test_beside_the_source_is_not_in_it(tmp_path: Path, save: Path) -> None:
+    before = snapshot(save)
+    for _ in range(2):
+        for form in ("torch_dist", "safetensors"):
+            assert convert(save, Path(f"{save}-{form}"), form, "--overwrite") == 0
+    assert snapshot(save) == before
+
+
+# ---------------------------------------------------------------------- what is replaced
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A save directory with a GPT that every format can hold."""
+    made = rebuilt.contents(rebuilt.arguments(use_distributed_optimizer=True))
+    write_ours(made, tmp_path / "model", Options())
+    return tmp_path / "model"
+
+
+def directory_of(to: Path, form: str) -> Path:
+    return to if form == "safetensors" else to / iteration_dir(rebuilt.ITERATION)
+
+
+def test_an_earlier_export_is_replaced_by_any_other_of_its_place(
+    tmp_path: Path, model: Path
+) -> None:
+    to = tmp_path / "to"
+    forms = ["flashckpt", "torch_dist", "torch", "flashckpt", "torch", "torch_dist", "torch_dist"]
+    for before, form in zip([None, *forms], forms, strict=False):
+        assert convert(model, to, form) == (0 if before is None else 2)
+        if before is not None:
+            assert convert(model, to, form, "--overwrite") == 0
+        alone = tmp_path / f"alone-{form}-{before}"
+        assert convert(model, alone, form) == 0
+        names = [_names(it / iteration_dir(rebuilt.ITERATION)) for it in (to, alone)]
+        assert names[0] == names[1], "nothing of the former one is left"
+        assert sorted(os.listdir(to)) == sorted(os.listdir(alone))
+
+
+def _names(directory: Path) -> list[str]:
+    """Return the names of all files, without ids of saves."""
+    return sorted(
+        "-".join(part for part in path.name.split("-") if not _is_id(part))
+        for path in directory.rglob("*")
+        if path.is_file()
+    )
+
+
+def _is_id(part: str) -> bool:
+    return len(part.partition(".")[0]) == 12
+
+
+def put_file(directory: Path) -> str:
+    (directory / "README.md").write_text("mine")
+    return "README.md"
+
+
+def put_hidden_file(directory: Path) -> str:
+    (directory / ".mine").write_text("mine")
+    return ".mine"
+
+
+def put_directory(directory: Path) -> str:
+    (directory / "logs" / "tb").mkdir(parents=True)
+    return "logs, logs/tb"
+
+
+def put_link(directory: Path) -> str:
+    (directory / "link").symlink_to("/nowhere")
+    return "link"
+
+
+def put_link_to_directory(directory: Path) -> str:
+    (directory / "link").symlink_to(directory.parent)
+    return "link"
+
+
+def put_in_place_of_a_file(directory: Path) -> str:
+    """Somebody has trained on and saved the result under the names of the export."""
+    file = max((path for path in directory.rglob("*") if path.is_file()), key=_size)
+    file.unlink()
+    file.write_bytes(b"another")
+    return str(file.relative_to(directory))
+
+
+def put_link_in_place_of_a_file(directory: Path) -> str:
+    file = max((path for path in directory.rglob("*") if path.is_file()), key=_size)
+    away = directory.parent.parent / f"{directory.name}.away"
+    file.rename(away)
+    file.symlink_to(away)
+    return str(file.relative_to(directory))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        put_file,
+        put_hidden_file,
+        put_directory,
+        put_link,
+        put_link_to_directory,
+        put_in_place_of_a_file,
+        put_link_in_place_of_a_file,
+    ],
+)
+def test_what_a_stranger_put_into_an_export_is_named_and_stays(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], put: Callable[[Path], str]
+) -> None:
+    for form in FORMATS:
+        to = tmp_path / form
+        if form == "flashckpt" and put is put_in_place_of_a_file:
+            continue  # those names are of one save; nobody else comes to use them
+        assert convert(model, to, form) == 0
+        foreign = put(directory_of(to, form))
+        before = snapshot(tmp_path)
+        assert convert(model, to, form, "--overwrite") == 2
+        error = capsys.readouterr().err
+        assert f"{directory_of(to, form)}: holds what 'flashckpt convert' did not write: " in error
+        assert foreign in error
+        assert snapshot(tmp_path) == before
+
+
+def nothing(directory: Path) -> None:
+    """A checkpoint of a job, as it is."""
+
+
+def another_format(directory: Path) -> None:
+    """Megatron's own checkpoint, which looks like an export but is none."""
+    for path in directory.iterdir():
+        path.unlink()
+    (directory / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    (directory / "common.pt").write_bytes(b"")
+
+
+def half_a_save(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+
+
+def false_list(directory: Path) -> None:
+    (directory / MARKER).write_text('{"files": 3}')
+
+
+@pytest.mark.parametrize("form", ["flashckpt", "torch_dist"])
+@pytest.mark.parametrize("change", [nothing, another_format, half_a_save, false_list])
+def test_a_checkpoint_of_a_job_is_never_replaced(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str], change: Callable, form: str
+) -> None:
+    other = tmp_path / "other"
+    save_as_ranks(contents(seed=1), other, replicas=1)
+    change(other / DIRECTORY)
+    before = snapshot(tmp_path)
+    assert convert(save, other, form, "--overwrite") == 2
+    assert f"{other / DIRECTORY}: holds what 'flashckpt convert' did not write" in (
+        capsys.readouterr().err
+    )
+    assert snapshot(tmp_path) == before
+
+
+def test_safetensors_do_not_replace_a_save_directory_even_if_an_export_is_all_it_holds(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "to"
+    assert convert(save, to, "torch_dist") == 0
+    before = snapshot(tmp_path)
+    assert convert(save, to, "safetensors", "--overwrite") == 2
+    assert TRACKER in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+def test_a_link_to_an_export_stays_and_a_link_in_place_of_a_checkpoint_is_refused(
+    tmp_path: Path, save: Path
+) -> None:
+    assert convert(save, tmp_path / "hf", "safetensors") == 0
+    (tmp_path / "link").symlink_to("hf")
+    assert convert(save, tmp_path / "link", "safetensors", "--overwrite") == 0
+    assert os.readlink(tmp_path / "link") == "hf"
+    assert (tmp_path / "hf" / INDEX).exists()
+    assert convert(save, tmp_path / "dist", "torch_dist") == 0
+    (tmp_path / "dist" / DIRECTORY).rename(tmp_path / "away")
+    (tmp_path / "dist" / DIRECTORY).symlink_to(tmp_path / "away")
+    before = snapshot(tmp_path)
+    assert convert(save, tmp_path / "dist", "torch_dist", "--overwrite") == 2
+    assert snapshot(tmp_path) == before
+
+
+def test_an_export_that_lost_files_is_replaced_and_one_that_was_interrupted_is_in_nobodys_way(
+    tmp_path: Path, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = tmp_path / "hf"
+    assert convert(save, to, "safetensors", "--max-file-size", "200") == 0
+    next(to.glob("model-*")).unlink()
+
+    def die(*_: object) -> None:
+        raise SystemExit("killed")
+
+    # What a conversion leaves that is killed: no line of Python runs any more.
+    for step in ("_sync", "_replace"):
+        with monkeypatch.context() as patched:
+            patched.setattr(destination, step, die)
+            patched.setattr(destination.shutil, "rmtree", lambda *_, **__: None)
+            with pytest.raises(SystemExit):
+                convert(save, to, "safetensors", "--overwrite")
+    left = [path for path in tmp_path.iterdir() if path.name.startswith(".hf.")]
+    assert len(left) == 2
+    before = [snapshot(path) for path in left]
+    assert convert(save, to, "safetensors", "--overwrite") == 0
+    alone = tmp_path / "alone"
+    assert convert(save, alone, "safetensors") == 0
+    assert sorted(os.listdir(to)) == sorted(os.listdir(alone))
+    assert [snapshot(path) for path in left] == before, "another conversion may still write there"
+
+
+def test_what_is_put_into_an_export_while_its_successor_is_written_stays(
+    tmp_path: Path, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = tmp_path / "hf"
+    assert convert(save, to, "safetensors") == 0
+    before = snapshot(to)
+    sync = destination._sync
+
+    def note_and_sync(path: Path) -> None:
+        (to / "notes.txt").write_text("mine")
+        sync(path)
+
+    monkeypatch.setattr(destination, "_sync", note_and_sync)
+    assert convert(save, to, "safetensors", "--overwrite") == 2
+    assert (to / "notes.txt").read_text() == "mine"
+    (to / "notes.txt").unlink()
+    assert snapshot(to) == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".hf.")] == []
+
+
+def test_what_is_put_into_an_export_as_it_is_removed_stays_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    final = tmp_path / "hf"
+
+    def write(text: str) -> None:
+        with destination.new_directory(final, overwrite=True) as fresh:
+            (fresh / "model").write_text(text)
+
+    write("one")
+    rename = Path.rename
+
+    def rename_and_note(path: Path, target: Path) -> Path:
+        if path == final:
+            monkeypatch.setattr(destination.former_export, "refuse_others", lambda *_: None)
+        elif target == final:
+            (replaced,) = tmp_path.glob(".hf.*.replaced")
+            (replaced / "notes.txt").write_text("mine")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_and_note)
+    write("two")
+    assert (final / "model").read_text() == "two"
+    (left,) = tmp_path.glob(".hf.*.replaced/*")
+    assert (left.name, left.read_text()) == ("notes.txt", "mine")
+    assert str(left.parent) in caplog.text
+
+
+def test_a_directory_of_somebodys_is_no_export_because_it_is_empty_of_files(tmp_path: Path) -> None:
+    (tmp_path / "hf" / "inside").mkdir(parents=True)
+    with (
+        pytest.raises(ConfigError, match=r"did not write: inside;"),
+        destination.new_directory(tmp_path / "hf", overwrite=True),
+    ):
+        pass
+    assert (tmp_path / "hf" / "inside").is_dir()
+
+
+def test_a_list_that_names_files_elsewhere_removes_none_of_them(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    with destination.new_directory(tmp_path / "hf", overwrite=True) as fresh:
+        (fresh / "model").write_text("one")
+    marker = tmp_path / "hf" / MARKER
+    text = marker.read_text()
+    for name in ("../mine", str(tmp_path / "mine")):
+        (tmp_path / "hf" / "model").write_text("mine")
+        os.utime(tmp_path / "hf" / "model", (1, 1))
+        shutil.copystat(tmp_path / "hf" / "model", tmp_path / "mine")
+        marker.write_text(
+            text.replace('"model"', f'"{name}"').replace('"nbytes": 3', '"nbytes": 4')
+        )
+        with (
+            pytest.raises(ConfigError, match="model"),
+            destination.new_directory(tmp_path / "hf", overwrite=True),
+        ):
+            pass
+    assert destination.former_export.remove(tmp_path / "hf") is False
+    assert (tmp_path / "mine").read_text() == "mine"

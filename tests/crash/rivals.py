@@ -1,0 +1,181 @@
+"""Cells of two jobs in one save directory: an agent hangs, another job takes over, the agent wakes.
+
+Agents are the real ones, a runtime directory each; trainers have no Megatron and live in this
+process. The first job commits iteration 1, and its agent is stopped in the next save. The second
+job takes over, goes on from the newest checkpoint, and commits up to iteration 5. Then the first
+agent is woken: nothing that others see may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from pathlib import Path
+
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.layout.names import CLAIM, MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.memory.slot import SlotState
+from tests.agent.conftest import Node
+from tests.agent.test_persist import stored
+from tests.agent.trainer import PATIENCE_S, FakeTrainer, content, new_save_id
+from tests.crash.job import CellError, eventually, state_of, wake
+from tests.crash.peers import agent_fault
+from tests.crash.truth import check_storage, check_tidy, committed
+
+HUNG = "hung, overtaken, woken"
+#: By point: at which counts it lies in the save of iteration 2. See `cells`.
+_COUNTS = {
+    "persist.created": (2,),
+    "persist.chunk": (2,),
+    "persist.chunks": (2,),
+    "persist.header": (2,),
+    "file.synced": (2,),
+    "persist.durable": (2,),
+    "persist.record": (2,),
+    # The record, the common state, the manifest, the tracker, the history.
+    "put.written": (6, 7, 8, 9, 10),
+    "put.renamed": (6, 7, 8, 9, 10),
+    "commit.ready": (2,),
+    "commit.common": (2,),
+    "commit.manifest": (2,),
+    "commit.tracker": (2,),
+    "leftover.file": (2,),
+    "commit.tidy": (2,),
+    "retain.chosen": (1,),
+    "retain.hidden": (1,),
+    "retain.file": (1, 2),
+    "retain.deleted": (1,),
+    "commit.done": (2,),
+    "save.marked": (2,),
+}
+_FAILING = {"save.failed": (1,), "forget.file": (1,)}
+#: Retention of the first job, which would remove iteration 1, and of the second.
+_FIRST, _SECOND = Retention(latest=1), Retention(latest=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class RivalCell:
+    """The first job's agent is stopped when it comes to `point` for the `count`th time."""
+
+    point: str
+    count: int
+    fails: bool = False
+    """Its manifest cannot be put."""
+
+    @property
+    def swept(self) -> bool:
+        """Whether the second job removes what the first has left before that wakes.
+
+        With its temporary files gone, the first could not go on, whatever it checks.
+        """
+        return self.point != "put.written"
+
+    def __str__(self) -> str:
+        return f"two jobs: agent:{self.point}:{self.count}, {HUNG}"
+
+
+def rival_cells() -> list[RivalCell]:
+    """Return all cells of two jobs."""
+    return [
+        RivalCell(point, count, fails)
+        for points, fails in ((_COUNTS, False), (_FAILING, True))
+        for point, counts in points.items()
+        for count in counts
+    ]
+
+
+def rival_sample() -> list[RivalCell]:
+    """Return cells that stand for all of them in the test suite."""
+    return [
+        RivalCell("persist.chunks", 2),
+        RivalCell("put.written", 8),
+        RivalCell("commit.manifest", 2),
+        RivalCell("put.written", 9),
+        RivalCell("leftover.file", 2),
+        RivalCell("retain.chosen", 1),
+        RivalCell("retain.hidden", 1),
+        RivalCell("forget.file", 1, fails=True),
+    ]
+
+
+def tell_of_rivals(cell: RivalCell, home: Path) -> None:
+    """Let `cell` happen in the empty directory `home`.
+
+    Raises:
+        CellError: the first job has changed what others see after it was overtaken.
+    """
+    root, reached = home / "save", home / "reached"
+    first, second = Node(home / "first"), Node(home / "second")
+    try:
+        config = first.config(answer_timeout_s=600.0)
+        with agent_fault(f"agent:{cell.point}:{cell.count}:STOP:{reached}"):
+            hung = first.trainer(root, config=config, retention=_FIRST)
+        hung.claim()
+        _saved(hung, 1)
+        blocking = root / iteration_dir(2) / MANIFEST
+        if cell.fails:
+            blocking.mkdir(parents=True)
+        asking = _stage_in_background(hung, 2)
+        (agent,) = first.agents()
+        eventually(f"the agent comes to {cell.point}", lambda: state_of(agent) == "T")
+
+        if cell.fails:
+            blocking.rmdir()
+        later = second.trainer(root, retention=_SECOND)
+        run = later.claim("take_over").run_id
+        newest = committed(root)[-1]
+        if cell.swept:
+            later.client.adopt(stored(root, newest).manifest.save_id, newest)
+        for iteration in (3, 4, 5) if cell.swept else (5,):
+            _saved(later, iteration)
+        before = _listing(root)
+        wake(agent)
+        asking.join()
+        hung.outcome()
+        error = hung.save(6).error
+        if error is None or run not in error:
+            raise CellError(f"the overtaken job is told: {error}")
+        gone, come = before - _listing(root), _listing(root) - before
+        # A shard that was being written is the writer's own, until it has given it up.
+        gone = {name for name, _ in gone if not name.endswith(".tmp")}
+        if come or any("iter_0000002" not in name for name in gone):
+            raise CellError(f"the overtaken job removed {gone} and made {come}")
+        if (tracked := (root / TRACKER).read_text()) != "5":
+            raise CellError(f"the tracker says {tracked}")
+        log = (first.directory(root) / LOG).read_text()
+        if (said := log.count("ERROR megatron_flashckpt.agent.fence")) != 1:
+            raise CellError(f"the log of the overtaken agent says {said} times what happened")
+        check_storage(root)
+        for iteration in (6, 7):
+            _saved(later, iteration)
+        check_storage(root)
+        check_tidy(root, 7)
+    finally:
+        first.close()
+        second.close()
+
+
+def _saved(trainer: FakeTrainer, iteration: int) -> None:
+    if error := trainer.save(iteration).error:
+        raise CellError(f"iteration {iteration}: {error}")
+
+
+def _stage_in_background(trainer: FakeTrainer, iteration: int) -> threading.Thread:
+    """Stage; whether the agent still answers before it stops nobody knows."""
+    slot = trainer.begin(iteration, new_save_id(), PATIENCE_S)
+    assert slot is not None
+    trainer.fill(slot, content(0, iteration, trainer.layout.nbytes))
+    slot.set_state(SlotState.STAGED)
+    asking = threading.Thread(target=lambda: trainer.client.staged(slot.index), daemon=True)
+    asking.start()
+    return asking
+
+
+def _listing(root: Path) -> set[tuple[str, int]]:
+    """Return all files and when they were changed, but for the claim, which is renewed."""
+    return {
+        (str(path.relative_to(root)), path.lstat().st_mtime_ns)
+        for path in root.rglob("*")
+        if path.name != CLAIM and path.is_file()
+    }

@@ -1,0 +1,495 @@
+"""Why each call that removes, truncates or renames may: see `test_removals.py`.
+
+One line each: function, call, reason, and the test that shows that nothing else is hit.
+"""
+
+# ruff: noqa: E501, names of tests are long
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Call(NamedTuple):
+    module: str
+    function: str
+    call: str
+    """As `ast.unparse` writes it."""
+
+
+class Reason(NamedTuple):
+    why: str
+    test: str
+    """`file::function` below tests/, which fails if the call hits something of somebody else's."""
+
+
+def review(module: str, *lines: tuple[str, str, str, str]) -> dict[Call, Reason]:
+    """Return the reviewed calls of a module, from lines of function, call, reason and test."""
+    return {Call(module, where, call): Reason(why, test) for where, call, why, test in lines}
+
+
+#: Reasons that several calls have.
+PRIVATE = "in the agent's directory, which no other user can enter, and under a name of ours"
+EMPTY = "rmdir(2) removes nothing that holds anything"
+ID = "the name carries the random id of the save"
+RANDOM = "the name is random and was made by this call"
+FRESH = "in a directory that this conversion made under a random name"
+FENCED = "agent/test_fence.py::test_an_overtaken_agent_changes_nothing_in_storage"
+CALLER = "a name inside the root, through no link; the callers choose it and are in this table"
+
+REVIEWED: dict[Call, Reason] = {
+    **review(
+        "agent.rendezvous",
+        (
+            "_entered",
+            "entry.unlink()",
+            "a link in a base that no other user can enter, which leads nowhere",
+            "agent/test_places.py::test_when_the_session_is_over_another_place_is_found",
+        ),
+        (
+            "_shared_base",
+            "made.rmdir()",
+            EMPTY,
+            "agent/test_places.py::test_processes_that_look_at_once_agree_though_the_name_is_taken",
+        ),
+        (
+            "directory_of",
+            "place.rmdir()",
+            EMPTY,
+            "agent/test_places.py::test_processes_that_look_at_once_agree_though_the_name_is_taken",
+        ),
+        (
+            "leave",
+            "directory.rmdir()",
+            EMPTY,
+            "agent/test_survival.py::test_an_agent_that_had_an_error_to_report_leaves_its_log_behind",
+        ),
+        (
+            "leave",
+            "entry.unlink()",
+            "a link to the directory that was just removed",
+            "agent/test_places.py::test_an_agent_moves_when_its_session_is_over_and_takes_its_memory_along",
+        ),
+    ),
+    **review(
+        "agent.upkeep",
+        (
+            "Upkeep.listen",
+            "os.ftruncate(self._lock, 0)",
+            "the lock that this process holds; it only names its holder",
+            "agent/test_upkeep.py::test_an_agent_whose_place_is_taken_leaves_it_to_the_other",
+        ),
+        (
+            "Upkeep.listen",
+            "path.unlink(missing_ok=True)",
+            PRIVATE,
+            "agent/test_client.py::test_after_a_killed_agent_the_next_connect_starts_a_new_one_that_saves",
+        ),
+        (
+            "Upkeep._restore_log",
+            "os.open(self.directory / LOG, flags, 384)",
+            "opened to append",
+            "agent/test_upkeep.py::test_what_a_cleaner_takes_from_a_living_agent_is_back_at_once_with_its_memory",
+        ),
+        (
+            "Upkeep.leave",
+            "(self.directory / SOCKET).unlink(missing_ok=True)",
+            PRIVATE,
+            "agent/test_upkeep.py::test_an_agent_whose_place_is_taken_leaves_it_to_the_other",
+        ),
+        (
+            "Upkeep.leave",
+            "(self.directory / LOG).unlink(missing_ok=True)",
+            PRIVATE,
+            "agent/test_survival.py::test_an_agent_that_had_an_error_to_report_leaves_its_log_behind",
+        ),
+        (
+            "Upkeep.leave",
+            "(self.directory / LOCK).unlink(missing_ok=True)",
+            PRIVATE,
+            "agent/test_upkeep.py::test_an_agent_whose_place_is_taken_leaves_it_to_the_other",
+        ),
+    ),
+    **review(
+        "agent.commit",
+        (
+            "_publish",
+            "Leftovers(beside(storage, save.directory, save.save_id)).remove(storage)",
+            "of `_is_of_an_attempt` or another save's id; see `Leftovers.remove`",
+            "agent/test_commit.py::test_files_that_are_not_ours_stay_in_the_iteration_directory",
+        ),
+        (
+            "_publish",
+            "storage.put(names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save))",
+            "Megatron's tracker, whose only contents are the iteration; a link is replaced, not followed",
+            "agent/test_commit.py::test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_delete_it",
+        ),
+        (
+            "commit",
+            "storage.put(common, meta.common, durable='contents')",
+            ID,
+            "agent/test_commit.py::test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one_is_committed",
+        ),
+        (
+            "commit",
+            "storage.put(f'{save.directory}/{names.MANIFEST}', manifest.encode_manifest(merged))",
+            "the manifest of an iteration directory is ours, whole or damaged; its successor names the same iteration",
+            "agent/test_commit.py::test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one",
+        ),
+        (
+            "forget",
+            "save.storage.delete(f'{save.directory}/{name}')",
+            ID,
+            "agent/test_commit.py::test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration",
+        ),
+        (
+            "forget",
+            "save.storage.delete_directory(save.directory)",
+            EMPTY,
+            "agent/test_commit.py::test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration",
+        ),
+        (
+            "leave_note",
+            "storage.put(name, reason.encode())",
+            ID,
+            "agent/test_failures.py::test_the_failure_on_one_node_is_told_on_the_other_with_its_reason",
+        ),
+    ),
+    **review(
+        "agent.claim",
+        (
+            "put",
+            "storage.put(CLAIM, encode(claim))",
+            "a name of ours; see who calls it",
+            "agent/test_takeover.py::test_a_refused_start_names_the_writer_and_changes_nothing",
+        ),
+    ),
+    **review(
+        "agent.fence",
+        *(
+            (f"FencedStorage.{method}", f"self._storage.{call}", CALLER, FENCED)
+            for method, call in (
+                ("put", "put(name, data, durable, check)"),
+                ("create", "create(name, nbytes)"),
+                ("delete", "delete(name)"),
+                ("delete_directory", "delete_directory(name)"),
+                ("move", "move(name, to)"),
+            )
+        ),
+    ),
+    **review(
+        "agent.keeper",
+        (
+            "ClaimKeeper._renew",
+            "claims.put(storage, self._renewed(self._own, state))",
+            "the claim that somebody has removed, in the directory that this run has claimed",
+            "agent/test_fence.py::test_a_claim_that_somebody_removed_is_put_again",
+        ),
+    ),
+    **review(
+        "agent.takeover",
+        (
+            "take",
+            "claims.put(storage, made)",
+            "the claim of a run that has ended or is to be overtaken: see `_await_end`",
+            "agent/test_takeover.py::test_a_refused_start_names_the_writer_and_changes_nothing",
+        ),
+    ),
+    **review(
+        "agent.history",
+        (
+            "append",
+            "storage.put(HISTORY, text, durable='contents')",
+            "a name of ours; the lines that were there are in it",
+            "agent/test_history.py::test_lines_that_are_none_are_passed_over_and_what_is_no_file_costs_no_save",
+        ),
+    ),
+    **review(
+        "agent.leftovers",
+        (
+            "Leftovers.remove",
+            "storage.delete(name)",
+            "names of ours by pattern, of saves that nobody has under way, that never were committed; regular files",
+            "agent/test_leftovers.py::test_what_is_not_ours_stays_and_links_are_not_followed",
+        ),
+        (
+            "Leftovers.remove",
+            "storage.delete_directory(directory)",
+            EMPTY,
+            "agent/test_leftovers.py::test_a_directory_that_holds_nothing_of_ours_stays_even_if_it_is_empty",
+        ),
+        (
+            "Sweeper.sweep",
+            "self._found.get().remove(self._storage)",
+            "see `Leftovers.remove`; a checkpoint without its manifest is none of them",
+            "agent/test_leftovers.py::test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save",
+        ),
+    ),
+    **review(
+        "agent.persist",
+        (
+            "write_shard",
+            "storage.create(f'{directory}/{shard_name(meta.rank, save_id)}', nbytes)",
+            ID,
+            "agent/test_commit.py::test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one_is_committed",
+        ),
+        (
+            "write_shard",
+            "storage.put(name, encode_record(record), durable='nothing')",
+            ID,
+            "agent/test_commit.py::test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this",
+        ),
+    ),
+    **review(
+        "agent.retention",
+        (
+            "_remove",
+            "storage.move(f'{directory}/{names.MANIFEST}', names.removal_name(iteration, save_id))",
+            "a manifest that was decoded, of that very iteration, in a directory that is no link",
+            "agent/test_retention.py::test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons",
+        ),
+        (
+            "_clear",
+            "storage.delete(path)",
+            "regular files that carry the id of the save to be removed; others are named in the log",
+            "agent/test_retention.py::test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons",
+        ),
+        (
+            "_clear",
+            "storage.delete_directory(directory)",
+            EMPTY,
+            "agent/test_retention.py::test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons",
+        ),
+        (
+            "_clear",
+            "storage.delete(names.removal_name(iteration, save_id))",
+            "the manifest that `_remove` moved, by its name",
+            "agent/test_retention.py::test_a_checkpoint_saved_again_survives_the_end_of_its_former_removal",
+        ),
+    ),
+    **review(
+        "agent.traces",
+        (
+            "Traces._prune",
+            "path.unlink(missing_ok=True)",
+            "regular files with a trace's name that say that they are of this save directory",
+            "agent/test_traces.py::test_jobs_that_share_a_directory_for_traces_keep_their_own",
+        ),
+        (
+            "Traces._write",
+            "temporary.write_bytes(encoded)",
+            RANDOM,
+            "agent/test_traces.py::test_the_newest_traces_stay_and_foreign_files_are_left_alone",
+        ),
+        (
+            "Traces._write",
+            "os.replace(temporary, directory / name)",
+            ID,
+            "agent/test_traces.py::test_jobs_that_share_a_directory_for_traces_keep_their_own",
+        ),
+        (
+            "Traces._write",
+            "temporary.unlink(missing_ok=True)",
+            RANDOM,
+            "agent/test_traces.py::test_the_newest_traces_stay_and_foreign_files_are_left_alone",
+        ),
+    ),
+    **review(
+        "convert.destination",
+        (
+            "new_directory",
+            "shutil.rmtree(around, ignore_errors=True)",
+            RANDOM,
+            "convert/test_overwrite.py::test_an_export_that_lost_files_is_replaced_and_one_that_was_interrupted_is_in_nobodys_way",
+        ),
+        (
+            "_replace",
+            "final.rename(aside)",
+            "what `refuse_others` took for an earlier export; it comes back if that is no longer so",
+            "convert/test_overwrite.py::test_what_is_put_into_an_export_while_its_successor_is_written_stays",
+        ),
+        (
+            "_replace",
+            "aside.rename(final)",
+            "gives back what was moved a moment ago",
+            "convert/test_overwrite.py::test_what_is_put_into_an_export_while_its_successor_is_written_stays",
+        ),
+        (
+            "_replace",
+            "fresh.rename(final)",
+            "replaces nothing but an empty directory: rename(2)",
+            "convert/test_overwrite.py::test_what_a_stranger_put_into_an_export_is_named_and_stays",
+        ),
+        (
+            "_replace",
+            "former_export.remove(aside)",
+            "see `former_export.remove`",
+            "convert/test_overwrite.py::test_what_is_put_into_an_export_as_it_is_removed_stays_too",
+        ),
+        (
+            "save",
+            "open(path, 'ab' if append else 'wb')",
+            FRESH,
+            "convert/test_overwrite.py::test_a_destination_that_overlaps_the_source_is_refused",
+        ),
+        (
+            "move_tracker",
+            "storage.put(TRACKER, named.encode())",
+            "Megatron's tracker, which never goes back",
+            "convert/test_ours.py::test_the_tracker_never_goes_back",
+        ),
+    ),
+    **review(
+        "convert.former_export",
+        (
+            "mark",
+            "(directory / MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(listed), indent=1))",
+            FRESH,
+            "convert/test_overwrite.py::test_an_earlier_export_is_replaced_by_any_other_of_its_place",
+        ),
+        (
+            "remove",
+            "path.unlink()",
+            "files that a list of ours or a manifest names and that are as they were written",
+            "convert/test_overwrite.py::test_a_list_that_names_files_elsewhere_removes_none_of_them",
+        ),
+        (
+            "remove",
+            "path.rmdir()",
+            EMPTY,
+            "convert/test_overwrite.py::test_what_is_put_into_an_export_as_it_is_removed_stays_too",
+        ),
+    ),
+    **review(
+        "convert.safetensors_export",
+        (
+            "_write",
+            "open(path, 'wb')",
+            FRESH,
+            "convert/test_overwrite.py::test_a_destination_that_overlaps_the_source_is_refused",
+        ),
+        (
+            "write_safetensors",
+            "(fresh / INDEX).write_bytes(encoded)",
+            FRESH,
+            "convert/test_overwrite.py::test_a_destination_that_overlaps_the_source_is_refused",
+        ),
+    ),
+    **review(
+        "convert.to_torch_dist",
+        (
+            "_Files.finish",
+            "open(self._directory / METADATA, 'wb')",
+            FRESH,
+            "convert/test_overwrite.py::test_a_destination_that_overlaps_the_source_is_refused",
+        ),
+        (
+            "write_torch_dist",
+            "(fresh / CONFIG).write_text(json.dumps(_FORMAT))",
+            FRESH,
+            "convert/test_overwrite.py::test_a_destination_that_overlaps_the_source_is_refused",
+        ),
+    ),
+    **review(
+        "memory.slab",
+        (
+            "Slab._allocated",
+            "os.ftruncate(fd, geometry.nbytes)",
+            "a memfd made in the line before, of no bytes",
+            "memory/test_slab.py::test_a_new_slab_is_empty",
+        ),
+    ),
+    **review(
+        "probe",
+        (
+            "_write",
+            "storage.create(draft, 2 * _HALF)",
+            RANDOM,
+            "test_probe.py::test_a_directory_that_can_hold_checkpoints_passes_and_nothing_stays",
+        ),
+        (
+            "_write",
+            "storage.move(draft, name)",
+            RANDOM,
+            "test_probe.py::test_a_directory_that_can_hold_checkpoints_passes_and_nothing_stays",
+        ),
+        (
+            "_write",
+            "storage.delete(draft)",
+            RANDOM,
+            "test_probe.py::test_a_file_system_that_lacks_something_is_refused_by_name",
+        ),
+        (
+            "_remove",
+            "storage.delete(name)",
+            RANDOM,
+            "test_probe.py::test_a_directory_that_can_hold_checkpoints_passes_and_nothing_stays",
+        ),
+    ),
+    **review(
+        "report",
+        (
+            "draw",
+            "figure.savefig(file, format='png', dpi=100)",
+            "the file that the user named, if it is a PNG already",
+            "agent/test_report.py::test_a_drawing_replaces_no_file_that_is_none",
+        ),
+    ),
+    **review(
+        "storage.posix",
+        (
+            "PosixStorage.delete",
+            "path.unlink(missing_ok=True)",
+            CALLER,
+            "storage/test_posix.py::test_delete_removes_a_link_and_not_its_target",
+        ),
+        (
+            "PosixStorage.delete_directory",
+            "path.rmdir()",
+            EMPTY,
+            "storage/test_contract.py::test_a_directory_is_gone_once_it_is_deleted_empty",
+        ),
+        (
+            "PosixStorage.move",
+            "os.rename(path, target)",
+            CALLER,
+            "storage/test_contract.py::test_a_moved_file_is_under_its_new_name_only",
+        ),
+        (
+            "PosixStorage.put",
+            "os.replace(temporary, path)",
+            CALLER,
+            "storage/test_posix.py::test_put_replaces_a_link_and_not_its_target",
+        ),
+        (
+            "PosixStorage.put",
+            "temporary.unlink(missing_ok=True)",
+            "opened with O_EXCL by this call",
+            "storage/test_posix.py::test_a_put_does_not_remove_what_has_the_name_of_its_temporary",
+        ),
+        (
+            "PosixStorage.rewrite",
+            "open(fd, 'r+b', buffering=0)",
+            "a file that holds what the caller expects",
+            "storage/test_contract.py::test_a_rewrite_leaves_what_it_does_not_expect",
+        ),
+        (
+            "PosixWriter.__init__",
+            "os.open(path, flags, 438)",
+            CALLER,
+            "storage/test_posix.py::test_create_does_not_follow_a_planted_link",
+        ),
+        (
+            "PosixWriter.abandon",
+            "self._path.unlink()",
+            "the file that this writer opened",
+            "storage/test_contract.py::test_an_abandoned_file_leaves_nothing_behind",
+        ),
+        (
+            "_open_nofollow",
+            "os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)",
+            "every caller reads",
+            "storage/test_posix.py::test_read_does_not_follow_a_link",
+        ),
+    ),
+}

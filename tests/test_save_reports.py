@@ -1,0 +1,100 @@
+"""A job of 1,024 ranks logs one line per event, not 1,024; and the end of a job names the truth."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.save_reports import SaveReports, level_on
+
+RANKS, PER_NODE = 1024, 8
+ERROR = f"/ckpt/iter_0000008/rank_00017-0.safetensors: {'cannot write; ' * 18}free some space"
+
+
+def outcome(iteration: int, error: str | None = None, failed: tuple[int, ...] = ()) -> Outcome:
+    return Outcome(iteration, f"id{iteration}", error, 1.5, failed_ranks=failed)
+
+
+def on_all_ranks(report: Callable[[SaveReports], None]) -> list[SaveReports]:
+    """Let every rank report the same event; return the reports."""
+    jobs = [SaveReports("/ckpt", rank) for rank in range(RANKS)]
+    for job in jobs:
+        job.wanted(8)
+        report(job)
+    return jobs
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno > logging.DEBUG]
+
+
+@pytest.fixture(autouse=True)
+def _every_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+
+def test_rank_0_and_the_rank_that_failed_speak(caplog: pytest.LogCaptureFixture) -> None:
+    def report(job: SaveReports) -> None:
+        same_node = job.rank // PER_NODE == 17 // PER_NODE
+        job.failed(outcome(8, ERROR, (17,) if same_node else ()))
+
+    on_all_ranks(report)
+    assert lines(caplog) == [
+        f"rank 0: iteration 8 was not saved: {ERROR}; there is no durable checkpoint in /ckpt",
+        f"rank 17: iteration 8 was not saved: {ERROR}",
+    ]
+    assert len(caplog.records) == RANKS, "the others say it in debug messages"
+
+
+def test_if_all_ranks_fail_the_first_of_each_node_speaks_for_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def report(job: SaveReports) -> None:
+        first = job.rank // PER_NODE * PER_NODE
+        job.failed(outcome(8, ERROR, tuple(range(first, first + PER_NODE))))
+
+    on_all_ranks(report)
+    said = lines(caplog)
+    assert len(said) == RANKS // PER_NODE
+    assert said[1] == (
+        f"rank 8: iteration 8 was not saved: {ERROR} (likewise rank 9, 10, 11, 12, 13, 14, 15)"
+    )
+
+
+def test_rank_0_alone_says_that_a_save_is_durable_kept_skipped_or_waits(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_all_ranks(lambda job: job.committed(outcome(8)))
+    on_all_ranks(lambda job: job.kept(outcome(8)))
+    on_all_ranks(lambda job: job.skipped(8, "busy"))
+    assert capsys.readouterr().out.splitlines() == [
+        "  flashckpt: iteration 8 durable after 1.500 s",
+        "  flashckpt: iteration 8 kept in host memory, not in storage, after 1.500 s",
+    ]
+    assert lines(caplog) == ["iteration 8 is not saved: busy"]
+    assert [level_on(rank, logging.INFO) for rank in range(3)] == [20, 10, 10]
+
+
+def test_the_last_save_decides_how_a_job_has_ended() -> None:
+    job = SaveReports("/ckpt", 0)
+    job.found(2)
+    assert job.verdict() is None
+    job.wanted(4)
+    job.failed(outcome(4, "no space"))
+    assert job.verdict() == (
+        "the last save, iteration 4, is not durable: no space; the newest durable checkpoint in "
+        "/ckpt is iteration 2"
+    )
+    job.wanted(6)
+    job.committed(outcome(6))
+    assert job.verdict() is None
+    job.wanted(8)
+    job.wanted(10)
+    job.committed(outcome(8))
+    job.failed(outcome(10, "hung"))
+    assert (job.verdict() or "").endswith("checkpoint in /ckpt is iteration 8")
+    job.failed(outcome(8, "of an earlier save"))
+    assert "is not durable: hung; " in (job.verdict() or "")

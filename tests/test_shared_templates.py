@@ -1,0 +1,100 @@
+"""Nodes share templates through the job's store; an error of the store costs only the sharing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from megatron_flashckpt import shared_templates
+from megatron_flashckpt.shared_templates import _JobStore
+
+
+class Nodes:
+    """One rank per node of a job, as far as its store knows them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.store = dist.HashStore()
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: self.store)
+
+    def rank(self, number: int) -> _JobStore:
+        self._monkeypatch.setattr(dist, "get_rank", lambda: number)
+        return _JobStore("run")
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    return Nodes(monkeypatch)
+
+
+def test_one_rank_computes_and_the_others_wait_for_it(nodes: Nodes) -> None:
+    first, second = nodes.rank(0), nodes.rank(1)
+    assert first.fetch("a") is None
+    got: list[bytes | None] = []
+    waiting = threading.Thread(target=lambda: got.append(second.fetch("a")), daemon=True)
+    waiting.start()
+    first.publish("a", b"template" * 1000)
+    waiting.join(60.0)
+    assert got == [b"template" * 1000]
+    assert second.fetch("b") is None, "another template is for this rank to compute"
+
+
+def test_a_template_too_large_for_the_store_is_computed_by_all(nodes: Nodes) -> None:
+    first, second = nodes.rank(0), nodes.rank(1)
+    assert first.fetch("a") is None
+    first.publish("a", os.urandom(2 * shared_templates._MOST_NBYTES))
+    assert second.fetch("a") is None
+
+
+def test_a_rank_computes_if_the_other_one_takes_too_long(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
+    assert nodes.rank(0).fetch("a") is None
+    assert nodes.rank(1).fetch("a") is None
+
+
+def test_what_is_no_template_is_computed_anew(nodes: Nodes) -> None:
+    assert nodes.rank(0).fetch("a") is None
+    nodes.store.set("run/a", "not compressed")
+    assert nodes.rank(1).fetch("a") is None
+
+
+def test_a_store_that_fails_costs_only_the_sharing(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> object:
+            raise dist.DistNetworkError("connection closed")
+
+    nodes.store = Gone()  # type: ignore[assignment]
+    rank = nodes.rank(0)
+    assert rank.fetch("a") is None
+    rank.publish("a", b"template")
+
+
+def test_a_store_that_hangs_costs_one_wait(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch's client waits without end for a store whose machine is gone or suspended."""
+    monkeypatch.setattr(shared_templates, "_COMPUTING_S", 0.01)
+    monkeypatch.setattr(shared_templates, "_ANSWER_S", 0.01)
+    answers = threading.Event()
+    asked: list[str] = []
+
+    class Hung:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            asked.append(name)
+            return lambda *_: answers.wait(60.0) and None
+
+    nodes.store = Hung()  # type: ignore[assignment]
+    rank = nodes.rank(0)
+    assert rank.fetch("a") is None
+    rank.publish("a", b"template")
+    answers.set()
+    assert asked == ["compare_set"]
+    assert "the job's store did not answer within" in caplog.text
