@@ -25,6 +25,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -39,6 +40,9 @@ LOG = "agent.log"
 #: unix(7): 108 with the final zero.
 _MAX_SOCKET_PATH_NBYTES = 107
 _TEMPORARY = Path("/tmp")
+#: Longest wait for the lock of the temporary directory, and seconds between two attempts.
+_LOCK_S = 5.0
+_LOCK_RETRY_S = 0.01
 #: Attempts to agree with other processes that look for a directory at the same moment.
 _ATTEMPTS = 20
 
@@ -181,13 +185,39 @@ def _shared_base() -> Path:
     try:
         return private_directory(usual)
     except AgentError:
-        name = f"{usual.name}-{time.time_ns():016x}-{secrets.token_hex(4)}"
-        made = private_directory(_TEMPORARY / name)
+        with _one_at_a_time():
+            if others := _of_our_own(usual.name):
+                return others[0]
+            name = f"{usual.name}-{time.time_ns():016x}-{secrets.token_hex(4)}"
+            made = private_directory(_TEMPORARY / name)
     first = _of_our_own(usual.name)[0]
-    if first != made:  # the older one counts, and its maker may not have seen this one
+    if (
+        first != made
+    ):  # somebody else kept the lock for long, and another process did not wait either
         with contextlib.suppress(OSError):
             made.rmdir()
     return first
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keep other processes of this machine from making a shared base meanwhile.
+
+    The lock is that of the temporary directory itself, which nobody can take away. As every user
+    can hold it, the wait is short.
+    """
+    fd = os.open(_TEMPORARY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _LOCK_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(_LOCK_RETRY_S)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _of_our_own(usual: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -195,6 +196,33 @@ def test_processes_that_look_at_once_agree_though_the_name_is_taken(
             places.add(stream.read())
         os.waitpid(child, 0)
     assert places == {str(found())}, "and so does who comes later"
+
+
+@as_root
+def test_a_lock_that_somebody_keeps_is_waited_for_and_then_done_without(
+    machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = machine / "tmp" / NAME
+    assert run_as_nobody(lambda: squat(usual)) == "done"
+    fd = os.open(usual.parent, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    others: list[Path] = []
+
+    def sleep(_: float) -> None:
+        """Another process of this user has the lock, and makes the base meanwhile."""
+        if not others:
+            others.append(usual.with_name(f"{NAME}-{1:016x}-00000000"))
+            others[0].mkdir(mode=0o700)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rendezvous.time, "sleep", sleep)
+        assert found().parent == others[0]
+    shutil.rmtree(others[0])
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    monkeypatch.setattr(rendezvous, "_LOCK_S", 0.05)
+    assert found().parent.parent == usual.parent
+    os.close(fd)
 
 
 def test_a_link_that_another_process_makes_at_that_moment_is_followed(
