@@ -32,7 +32,8 @@ from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, StoredSta
 from megatron_flashckpt.load_side_state import SideReads, SideState
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
-from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import exchange_blobs, from_first, gathered, together

@@ -17,7 +17,8 @@ from megatron_flashckpt.layout.copies import CopySum, added_up, compared_numel
 from megatron_flashckpt.layout.copy_sums import weighed
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.layout.plan import Layout
-from megatron_flashckpt.megatron_lm.model_state import LocalPiece, ModelState
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Aside, Copy
 from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.tracing import phase

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,7 @@ from megatron_flashckpt.megatron_lm.runs import Geometry, Run
 _MANY_RUNS, _SHORT_RUN = 1024, 16
 #: Assertions may quote all names of a model.
 _LONG = 300
+_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 @dataclasses.dataclass
@@ -57,6 +59,10 @@ class ModelGeometry:
         dataclasses.field(default_factory=weakref.WeakKeyDictionary)
     )
     """What `group_parameters.held_keys` has found, by optimizer."""
+    repeats: weakref.WeakKeyDictionary[Any, Any] = dataclasses.field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """How to enumerate optimizers again (`repeats.Repeat`), which follows from this geometry."""
 
     @functools.cached_property
     def quantized_keys(self) -> frozenset[str]:
@@ -81,7 +87,9 @@ def signature(chunks: list[Any]) -> tuple[Any, ...]:
         found += module._parameters.values()
         found += module._buffers.values()
         left += [below for below in module._modules.values() if below is not None]
-    return tuple((id(it), it.shape, it.dtype) for it in found if it is not None)
+    tensors = [it for it in found if it is not None]
+    # As lists, which a call makes of all tensors at once.
+    return list(map(id, tensors)), list(map(_shape_of, tensors)), list(map(_dtype_of, tensors))
 
 
 def model_geometry(chunks: list[Any]) -> ModelGeometry:

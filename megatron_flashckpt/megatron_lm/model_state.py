@@ -28,29 +28,19 @@ from megatron_flashckpt.layout.piece import (
     spread_over_nodes,
 )
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
+from megatron_flashckpt.megatron_lm.cutting import (
+    LocalPiece,
+    cut,
+    flat,
+    refuse_shared_elements,
+    section,
+    to_fill,
+)
 from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, dtype_name
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
+from megatron_flashckpt.megatron_lm.repeats import Repeat, Written
 from megatron_flashckpt.megatron_lm.runs import Geometry
-
-# Of these a save makes one for each tensor: as structs that the garbage collector need not know of
-# (nothing refers back to them) they take a fifth of the time of named tuples.
-
-
-class LocalPiece(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A piece and the local elements that it stands for."""
-
-    piece: Piece
-    tensor: torch.Tensor
-    """Flat, without gradients: a view (of a non-contiguous source, a copy) of the elements."""
-    early: bool = False
-    """Whether something else than `optimizer.step()` may change it."""
-    resizable: bool = False
-    """Whether it may be stored in another global shape (padded vocabulary)."""
-    copy: str = ""
-    """Which copy of the tensor this rank has, if not the main one (`Geometry.copy`)."""
-    origin: tuple[torch.Tensor, torch.Tensor] | None = None
-    """A tensor that is not contiguous, and its contiguous copy, which `tensor` is a part of."""
 
 
 class _Replicated(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -160,7 +150,11 @@ class ModelState:
             geometry: that of `chunks`, asked for in this save.
             tensors_of: returns what the optimizer has beside the weight, by kind.
         """
-        found = self._written(geometry, chunks, optimizer, tensors_of, lambda geo: geo.main)
+        # What is not there yet is no tensor of the optimizer.
+        repeats = tensors_of is OptimizerEntry.tensors
+        found = self._written(
+            geometry, chunks, optimizer, tensors_of, lambda geo: geo.main, repeats=repeats
+        )
         return found + self.copies(geometry, chunks, optimizer, self.differing_keys, tensors_of)
 
     @torch.no_grad()
@@ -201,42 +195,55 @@ class ModelState:
         optimizer: Any,
         tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]],
         is_written: Callable[[Geometry], bool],
+        *,
+        repeats: bool = False,
     ) -> list[LocalPiece]:
-        """Return what this rank writes of the local tensors that `is_written` picks."""
-        by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
+        """Return what this rank writes of the local tensors that `is_written` picks.
+
+        Args:
+            repeats: every call so marked picks the same ones, so one may repeat what another did.
+        """
+        by_id: dict[int, Geometry] = {}
         found: list[LocalPiece] = []
         shared: dict[_Share, list[_Replicated]] = defaultdict(list)
         derived = self.derived(geometry, optimizer)
         share = functools.cache(self._share)  # Megatron takes its time to say
-        for entry in optimizer_state.entries(optimizer):
-            geo = by_id.get(id(entry.parameter))
-            if geo is None:
-                raise UnsupportedError(
-                    "the optimizer steps a parameter of shape "
-                    f"{tuple(entry.parameter.shape)} that is in no model chunk; give "
-                    "save_checkpoint and load_checkpoint the whole model, or keep Megatron's own "
-                    "checkpointing for this job"
-                )
-            tensors = tensors_of(entry)
-            if not is_written(geo):
+        for sub, dealt in optimizer_state.parts(optimizer):
+            known = geometry.repeats.get(sub) if repeats else None
+            repeated = None if known is None else known.pieces(sub, derived)
+            if repeated is not None:
+                found += repeated
                 continue
-            if entry.sharded:
-                if entry.main:
-                    if id(entry.parameter) not in derived:
-                        weight = _section(_flat(entry.parameter), entry.start, entry.end)
-                        if entry.stale_weight:
-                            weight = entry.owned.to(weight.dtype)
-                        kind = copy_kind(WEIGHT, geo.copy)
-                        found += _cut(geo, kind, weight, entry.start, entry.end)
-                    for kind, tensor in tensors.items():
-                        kind = copy_kind(kind, geo.copy)
-                        found += _cut(geo, kind, tensor, entry.start, entry.end)
-            else:
-                expert = optimizer_state.is_expert(entry.parameter)
-                shared[share(self._replicated.optimizer, expert)] += [
-                    _Replicated(geo, copy_kind(kind, geo.copy), tensor)
-                    for kind, tensor in tensors.items()
-                ]
+            if not by_id:
+                by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
+            written: list[Written] = []
+            for entry in optimizer_state.entries_of(sub, dealt=dealt):
+                geo = by_id.get(id(entry.parameter))
+                if geo is None:
+                    raise UnsupportedError(
+                        "the optimizer steps a parameter of shape "
+                        f"{tuple(entry.parameter.shape)} that is in no model chunk; give "
+                        "save_checkpoint and load_checkpoint the whole model, or keep Megatron's "
+                        "own checkpointing for this job"
+                    )
+                tensors = tensors_of(entry)
+                if not is_written(geo):
+                    tensors = {}
+                tensors = {copy_kind(kind, geo.copy): tensor for kind, tensor in tensors.items()}
+                if entry.sharded:
+                    has_weight = is_written(geo) and id(entry.parameter) not in derived
+                    weight_kind = copy_kind(WEIGHT, geo.copy) if has_weight else None
+                    if entry.main:
+                        written.append(Written(entry, geo, tensors, weight_kind))
+                elif tensors:
+                    expert = optimizer_state.is_expert(entry.parameter)
+                    shared[share(self._replicated.optimizer, expert)] += [
+                        _Replicated(geo, kind, tensor) for kind, tensor in tensors.items()
+                    ]
+            for each in written:
+                found += _owned_pieces(each)
+            if repeats and (repeat := Repeat.of(sub, derived, written)) is not None:
+                geometry.repeats[sub] = repeat
         # No entry tells of parameters that lie wholly in other ranks' ranges. Whether they want
         # gradients says nothing either: they may have been frozen since.
         sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
@@ -258,7 +265,7 @@ class ModelState:
         for geo, tensor in self._buffers(chunks, geometry):
             if is_written(geo) and geo.replica == 0:
                 kind = copy_kind(BUFFER, geo.copy)
-                found += _cut(geo, kind, tensor, 0, tensor.numel(), early=True)
+                found += cut(geo, kind, tensor, 0, tensor.numel(), early=True)
         return found
 
     def derived(self, geometry: ModelGeometry, optimizer: Any) -> set[int]:
@@ -332,12 +339,12 @@ class ModelState:
                 for kind, dtype in states.get(entry.family, {}).items()
             }
             for kind, tensor in optimizer_state.allocate(entry, kinds).items():
-                found += _to_fill(geo, kind, tensor, entry.start, entry.end)
+                found += to_fill(geo, kind, tensor, entry.start, entry.end)
         for parameter, geo in geometry.parameters:
             if id(parameter) not in geometry.quantized:
-                found += _to_fill(geo, WEIGHT, parameter.data, 0, parameter.numel())
+                found += to_fill(geo, WEIGHT, parameter.data, 0, parameter.numel())
         for geo, tensor in self._buffers(chunks, geometry):
-            found += _to_fill(geo, BUFFER, tensor, 0, tensor.numel())
+            found += to_fill(geo, BUFFER, tensor, 0, tensor.numel())
         return found
 
     def states_of(
@@ -391,6 +398,20 @@ class ModelState:
         return found
 
 
+def _owned_pieces(written: Written) -> list[LocalPiece]:
+    """Return what this rank's part of a parameter comes to: its weight, then its states."""
+    entry, geo, kinds, weight_kind = written
+    found: list[LocalPiece] = []
+    if weight_kind is not None:
+        weight = section(flat(entry.parameter), entry.start, entry.end)
+        if entry.stale_weight:
+            weight = entry.owned.to(weight.dtype)
+        found += cut(geo, weight_kind, weight, entry.start, entry.end)
+    for kind, tensor in kinds.items():
+        found += cut(geo, kind, tensor, entry.start, entry.end)
+    return found
+
+
 #: One share for each kind of stream; the geometry that it follows from seldom changes.
 _equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
 
@@ -401,84 +422,11 @@ def _share_out(stream: list[_Replicated], count: int, index: int) -> list[LocalP
     found: list[LocalPiece] = []
     if count == 1:
         for it in stream:
-            found += _cut(it.geometry, it.kind, it.tensor, 0, it.tensor.numel())
+            found += cut(it.geometry, it.kind, it.tensor, 0, it.tensor.numel())
         return found
     sizes = tuple((it.tensor.numel(), itemsize(dtype_name(it.tensor.dtype))) for it in stream)
     for it, (start, end) in zip(stream, _equal_shares(sizes, count, index), strict=True):
         if start < end:
-            part = _section(_flat(it.tensor), start, end)
-            found += _cut(it.geometry, it.kind, part, start, end)
+            part = section(flat(it.tensor), start, end)
+            found += cut(it.geometry, it.kind, part, start, end)
     return found
-
-
-# Calls of torch are much of what enumerating tens of thousands of tensors costs, so none is made
-# that would change nothing.
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the flattened tensor, without gradients."""
-    if tensor.dim() != 1:
-        tensor = tensor.reshape(-1)  # without gradients already, where none are enabled
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _section(flat: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Return elements `[start, end)` of a flat tensor."""
-    return flat if end - start == flat.numel() else flat[start:end]
-
-
-def _to_fill(
-    geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int
-) -> list[LocalPiece]:
-    """Return what `_cut` does, for a load: `LocalPiece.finish` follows."""
-    if tensor.is_contiguous():
-        return _cut(geometry, kind, tensor, start, end)
-    refuse_shared_elements(geometry.name, tensor)
-    # Its flattening is no view, so a copy is filled, and then copied back.
-    copied = tensor.contiguous()
-    return [
-        msgspec.structs.replace(local, origin=(tensor, copied))
-        for local in _cut(geometry, kind, copied, start, end)
-    ]
-
-
-def refuse_shared_elements(name: str, tensor: torch.Tensor) -> None:
-    """Raise if two elements of `tensor` may lie at one address, as in an expanded tensor.
-
-    Raises:
-        UnsupportedError: names the tensor.
-    """
-    if tensor.is_contiguous():
-        return
-    axes = sorted(
-        (stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1
-    )
-    reach = 0
-    for stride, n in axes:
-        if stride <= reach:
-            raise UnsupportedError(
-                f"{name}: elements of this tensor share memory (shape {tuple(tensor.shape)}, "
-                f"strides {tensor.stride()}), so a load could not set each of them; make it "
-                "contiguous, or keep Megatron's own checkpointing for this job"
-            )
-        reach += stride * (n - 1)
-
-
-def _cut(
-    geometry: Geometry, kind: str, tensor: torch.Tensor, start: int, end: int, early: bool = False
-) -> list[LocalPiece]:
-    """Return local range `[start, end)`, whose elements `tensor` holds, as pieces."""
-    parts = geometry.parts(kind, tensor.dtype, start, end)
-    flat = _flat(tensor)
-    if len(parts) == 1 and parts[0].end - parts[0].start == flat.numel():  # nearly always
-        return [LocalPiece(parts[0].piece, flat, early, geometry.resizable, geometry.copy)]
-    return [
-        LocalPiece(
-            part.piece,
-            flat[part.start - start : part.end - start],
-            early,
-            geometry.resizable,
-            geometry.copy,
-        )
-        for part in parts
-    ]

@@ -119,10 +119,10 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
     Raises:
         UnsupportedError: one of them is of a kind whose state cannot be told apart.
     """
-    return [sub for sub, _ in _parts(optimizer)]
+    return [sub for sub, _ in parts(optimizer)]
 
 
-def _parts(optimizer: Any, dealt: bool = False) -> Iterator[tuple[Any, bool]]:
+def parts(optimizer: Any, dealt: bool = False) -> Iterator[tuple[Any, bool]]:
     """Yield the optimizers that hold state, and whether parameters are dealt out to replicas.
 
     Layer-wise optimizers give each parameter as a whole to one replica, whose optimizer lists only
@@ -135,7 +135,7 @@ def _parts(optimizer: Any, dealt: bool = False) -> Iterator[tuple[Any, bool]]:
             kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).mro()
         )
         for part in optimizer.chained_optimizers:
-            yield from _parts(part, dealt)
+            yield from parts(part, dealt)
     elif not getattr(optimizer, "is_stub_optimizer", False):
         _refuse_unknown(optimizer)
         if optimizer.optimizer is not None:
@@ -177,7 +177,7 @@ def sharded(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 
     Also those of which all is other replicas' part.
     """
-    for sub, dealt in _parts(optimizer):
+    for sub, dealt in parts(optimizer):
         if isinstance(sub, DistributedOptimizer):
             for buffer in getattr(sub, next(name for name in BUFFERS if hasattr(sub, name))):
                 yield from buffer.param_index_map
@@ -205,22 +205,29 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def entries(optimizer: Any) -> Iterator[OptimizerEntry]:
     """Yield what `optimizer` (chained or not) holds for every parameter on this rank."""
-    for sub, dealt in _parts(optimizer):
-        if isinstance(sub, DistributedOptimizer):
-            yield from _distributed(sub)
-        elif isinstance(sub, Float16OptimizerWithFloat16Params):
-            for models, masters in zip(
-                sub.float16_groups, sub.fp32_from_float16_groups, strict=True
-            ):
-                for model, master in zip(models, masters, strict=True):
-                    yield OptimizerEntry(
-                        model, 0, model.numel(), master, True, sub.optimizer, dealt, True
-                    )
-            for models in sub.fp32_from_fp32_groups:
-                yield from _in_place(models, sub, dealt)
-        else:
-            for group in sub.optimizer.param_groups:
-                yield from _in_place(group["params"], sub, dealt)
+    for sub, dealt in parts(optimizer):
+        yield from entries_of(sub, dealt=dealt)
+
+
+def entries_of(sub: Any, *, dealt: bool) -> Iterator[OptimizerEntry]:
+    """Yield what `sub`, one of `parts`, holds for every parameter on this rank.
+
+    Args:
+        dealt: see `parts`.
+    """
+    if isinstance(sub, DistributedOptimizer):
+        yield from _distributed(sub)
+    elif isinstance(sub, Float16OptimizerWithFloat16Params):
+        for models, masters in zip(sub.float16_groups, sub.fp32_from_float16_groups, strict=True):
+            for model, master in zip(models, masters, strict=True):
+                yield OptimizerEntry(
+                    model, 0, model.numel(), master, True, sub.optimizer, dealt, True
+                )
+        for models in sub.fp32_from_fp32_groups:
+            yield from _in_place(models, sub, dealt)
+    else:
+        for group in sub.optimizer.param_groups:
+            yield from _in_place(group["params"], sub, dealt)
 
 
 def _in_place(parameters: list[Any], sub: Any, dealt: bool) -> Iterator[OptimizerEntry]:
@@ -231,36 +238,52 @@ def _in_place(parameters: list[Any], sub: Any, dealt: bool) -> Iterator[Optimize
 def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
     range_map = getattr(sub, next(name for name in RANGE_MAP if hasattr(sub, name)))
     main = getattr(sub, "distributed_optimizer_instance_id", 0) == 0
-    # Before core 0.7 an overlapped all-gather lands in a buffer beside the parameters, even on the
-    # rank that owns a range; the next forward copies it over.
-    stale = getattr(sub, "overlap_param_gather", False) and hasattr(sub, "param_buffer_copied")
-    # With MXFP8 weights in the gradient buffer, the next forward copies the masters.
-    stale = stale or (
-        reuses_gradient_buffer(sub) and getattr(sub.config, "overlap_param_gather", False)
-    )
+    stale = weights_lag(sub)
     aware = _is_precision_aware(sub)
     offloaded = steppers(sub.optimizer) if is_offloading(sub.optimizer) else {}
+    for model, shard, is_master in shards(sub):
+        extent = range_map(model)["param"]
+        place = (model, extent.start, extent.end)
+        if offloaded:
+            stepped = sub.optimizer.param_to_inner_param[shard]
+            copied = stepped is not shard
+            yield OptimizerEntry(*place, stepped, copied, offloaded[id(stepped)], True, main)
+        else:
+            yield OptimizerEntry(
+                *(*place, shard, is_master, sub.optimizer, True, main),
+                stale_weight=is_master and stale,
+                keeps_master=aware,
+            )
+
+
+def shards(sub: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
+    """Yield the parameters of a DistributedOptimizer that this rank owns a part of.
+
+    Each comes with the tensor that stands for this part in the optimizer's tables, and whether that
+    is a master in a tensor of its own.
+    """
+    aware = _is_precision_aware(sub)
     halves = sub.shard_float16_groups if aware else sub.shard_fp32_from_float16_groups
     for is_master, model_groups, shard_groups in (
         (not aware, sub.model_float16_groups, halves),
         (False, sub.model_fp32_groups, sub.shard_fp32_groups),
     ):
-        for models, shards in zip(model_groups, shard_groups, strict=True):
-            for model, shard in zip(models, shards, strict=True):
-                extent = range_map(model)["param"]
-                place = (model, extent.start, extent.end)
-                if offloaded:
-                    stepped = sub.optimizer.param_to_inner_param[shard]
-                    copied = stepped is not shard
-                    yield OptimizerEntry(
-                        *place, stepped, copied, offloaded[id(stepped)], True, main
-                    )
-                else:
-                    yield OptimizerEntry(
-                        *(*place, shard, is_master, sub.optimizer, True, main),
-                        stale_weight=is_master and stale,
-                        keeps_master=aware,
-                    )
+        for models, parts_of_models in zip(model_groups, shard_groups, strict=True):
+            for model, shard in zip(models, parts_of_models, strict=True):
+                yield model, shard, is_master
+
+
+def weights_lag(sub: Any) -> bool:
+    """Return whether weights may lag behind the masters of a DistributedOptimizer until a forward.
+
+    Before core 0.7 an overlapped all-gather lands in a buffer beside the parameters, even on the
+    rank that owns a range; the next forward copies it over. With MXFP8 weights in the gradient
+    buffer, the next forward copies the masters.
+    """
+    if getattr(sub, "overlap_param_gather", False) and hasattr(sub, "param_buffer_copied"):
+        return True
+    config = getattr(sub, "config", None)
+    return reuses_gradient_buffer(sub) and bool(getattr(config, "overlap_param_gather", False))
 
 
 def keeps_masters(sub: Any) -> bool:

@@ -20,9 +20,9 @@ from megatron.core import tensor_parallel
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.megatron_lm import plain
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.hyper_parameters import hyper_parameters
-from megatron_flashckpt.megatron_lm.model_state import LocalPiece
 
 logger = logging.getLogger(__name__)
 

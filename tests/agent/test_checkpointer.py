@@ -17,7 +17,7 @@ from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.megatron_lm.model_state import LocalPiece
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node

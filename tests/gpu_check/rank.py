@@ -19,8 +19,8 @@ from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
-from megatron_flashckpt.megatron_lm.model_state import LocalPiece
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets

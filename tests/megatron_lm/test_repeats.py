@@ -1,0 +1,261 @@
+"""An enumeration that repeats the one before has what is there now, and asks no tensor twice."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+from megatron_flashckpt.config import Replicated
+from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
+from megatron_flashckpt.megatron_lm.runs import Geometry, Run
+
+#: Elements of each parameter that this rank owns. The first range goes through both halves of a
+#: fused tensor, the second is a whole parameter, the third is of one that another rank writes.
+OWNED = {"fused": (3, 20), "vector": (0, 5), "norm": (1, 3)}
+
+
+class Job(torch.nn.Module):
+    """A part of a model, with Megatron's distributed optimizer for 16-bit weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.randn(4, 6).bfloat16())
+        self.vector = torch.nn.Parameter(torch.randn(5).bfloat16())
+        self.norm = torch.nn.Parameter(torch.randn(4).bfloat16())
+        self.optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+        self.fill_tables()
+
+    def fill_tables(self) -> None:
+        """Have the optimizer own what `OWNED` says of the parameters that there are now."""
+        parameters = [getattr(self, name) for name in OWNED]
+        ranges = {it: {"param": Range(*OWNED[name])} for name, it in self.named_parameters()}
+        self.masters = [
+            it.detach().view(-1)[slice(*extent)].float()
+            for it, extent in zip(parameters, OWNED.values(), strict=True)
+        ]
+        optimizer = self.optimizer
+        optimizer.is_stub_optimizer = False
+        optimizer.config = SimpleNamespace(use_precision_aware_optimizer=False)
+        optimizer.ddp_config = None
+        optimizer.buffers = [SimpleNamespace(param_index_map=dict.fromkeys(parameters))]
+        optimizer.model_float16_groups = [parameters]
+        optimizer.shard_fp32_from_float16_groups = [self.masters]
+        optimizer.model_fp32_groups, optimizer.shard_fp32_groups = [[]], [[]]
+        optimizer.model_param_gbuf_map = dict.fromkeys(parameters, (0, torch.bfloat16, 0))
+        optimizer.gbuf_ranges = [{torch.bfloat16: [{"param_map": ranges}]}]
+        optimizer.optimizer = torch.optim.Adam(self.masters)
+        for master in self.masters:
+            state = {"step": torch.tensor(1.0)}
+            for kind in ("exp_avg", "exp_avg_sq"):
+                state[kind] = torch.randn_like(master)
+            optimizer.optimizer.state[master] = state
+
+    def sharded_state_dict(self) -> dict[str, ShardedTensor]:
+        named = self.named_parameters()
+        return {name: ShardedTensor.from_rank_offsets(name, it) for name, it in named}
+
+    def states(self, number: int) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self.optimizer.optimizer.state[self.masters[number]]
+        return found
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "data_parallel", lambda: (1, 0))
+
+
+def geometry_of(job: Job, state: ModelState) -> ModelGeometry:
+    """Return the geometry, with two runs in one parameter, and another rank's copy of one."""
+    geometry = state.geometry([job])
+    if not geometry.repeats and len(geometry.parameters[0][1].runs) == 1:
+        halves = tuple(Run("fused", (4, 6), (2 * n, 0), (2, 6), 0, 12 * n, 12) for n in (0, 1))
+        fused = Geometry("fused", halves, main=True, replica=0, resizable=True)
+        (whole,) = geometry.parameters[2][1].runs
+        norm = Geometry("norm", (whole,), main=False, replica=0, resizable=False, copy="0.1")
+        for number, changed in ((0, fused), (2, norm)):
+            geometry.parameters[number] = (geometry.parameters[number][0], changed)
+    return geometry
+
+
+def owned(job: Job, state: ModelState) -> list[LocalPiece]:
+    return state.owned(geometry_of(job, state), [job], job.optimizer)
+
+
+def described(pieces: list[LocalPiece]) -> list[tuple[Any, ...]]:
+    """Return all that a save can tell of its pieces."""
+    return [
+        (
+            *(it.piece, it.early, it.resizable, it.copy),
+            *(it.tensor.tolist(), it.tensor.data_ptr(), it.tensor.dim(), it.tensor.requires_grad),
+        )
+        for it in pieces
+    ]
+
+
+def looks_at_each_tensor() -> Any:
+    """Return a context that tells how often the states of an entry are looked at."""
+    return mock.patch.object(
+        OptimizerEntry, "states", autospec=True, side_effect=OptimizerEntry.states
+    )
+
+
+def nothing(job: Job) -> None:
+    pass
+
+
+def in_place(job: Job) -> None:
+    for it in (job.fused.data, job.vector.data, *job.masters, job.states(0)["exp_avg"]):
+        it.add_(1)
+
+
+def in_other_memory(job: Job) -> None:
+    job.fused.data = torch.randn(4, 6).bfloat16()
+    job.masters[0].data = torch.randn(17)
+    job.states(1)["exp_avg"].data = torch.randn(5)
+
+
+def norm_stepped(job: Job) -> None:
+    job.states(2)["exp_avg"] = torch.randn(2)
+
+
+def transposed(job: Job) -> None:
+    job.fused.data = torch.randn(6, 4).bfloat16().t()
+
+
+def moments_swapped(job: Job) -> None:
+    state = job.states(0)
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+
+
+def moment_replaced(job: Job) -> None:
+    job.states(0)["exp_avg"] = torch.randn(17)
+
+
+def moment_of_another_type(job: Job) -> None:
+    job.states(1)["exp_avg"].data = torch.randn(5).bfloat16()
+
+
+def moment_of_two_axes(job: Job) -> None:
+    job.states(0)["exp_avg"].data = torch.randn(17, 1)
+
+
+def moment_with_gradients(job: Job) -> None:
+    job.states(0)["exp_avg"].requires_grad_()
+
+
+def moment_gone(job: Job) -> None:
+    del job.states(1)["exp_avg_sq"]
+
+
+def moment_come(job: Job) -> None:
+    job.states(1)["max_exp_avg_sq"] = torch.randn(5)
+
+
+def master_replaced(job: Job) -> None:
+    state = job.optimizer.optimizer.state
+    master = torch.randn(17)
+    state[master] = state.pop(job.masters[0])
+    job.masters[0] = master
+
+
+def tables_made_anew(job: Job) -> None:
+    job.fill_tables()
+
+
+def parameter_replaced(job: Job) -> None:
+    job.vector = torch.nn.Parameter(torch.randn(5).bfloat16())
+    job.fill_tables()
+
+
+def weights_lag(job: Job) -> None:
+    """As with the overlapped all-gather of releases before core 0.7."""
+    job.optimizer.overlap_param_gather, job.optimizer.param_buffer_copied = True, []
+    for master in job.masters:
+        master.add_(1)
+
+
+CHANGES: list[Callable[[Job], None]] = [nothing, in_place, in_other_memory, norm_stepped]
+CHANGES += [transposed, moments_swapped, moment_replaced, moment_of_another_type]
+CHANGES += [moment_of_two_axes, moment_with_gradients, moment_gone, moment_come]
+CHANGES += [master_replaced, tables_made_anew, parameter_replaced, weights_lag]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_repeated_enumeration_finds_what_a_new_one_finds(change: Callable[[Job], None]) -> None:
+    job, state = Job(), ModelState(Replicated())
+    owned(job, state)
+    change(job)
+    again = described(owned(job, state))
+    afresh = described(owned(job, ModelState(Replicated())))
+    if change in (transposed, weights_lag):  # copies are made of the weights, each time others
+        again, afresh = ([(*it[:5], *it[6:]) for it in found] for found in (again, afresh))
+    assert again == afresh
+
+
+@pytest.fixture
+def repeated_job() -> tuple[Job, ModelState]:
+    job, state = Job(), ModelState(Replicated())
+    owned(job, state)
+    return job, state
+
+
+@pytest.mark.parametrize("change", [nothing, in_place, in_other_memory, norm_stepped])
+def test_no_tensor_is_looked_at_by_itself_if_only_values_have_changed(
+    repeated_job: tuple[Job, ModelState], change: Callable[[Job], None]
+) -> None:
+    job, state = repeated_job
+    change(job)
+    with looks_at_each_tensor() as looks:
+        owned(job, state)
+    assert looks.call_count == 0
+
+
+def test_what_has_changed_once_is_repeated_from_then_on(
+    repeated_job: tuple[Job, ModelState],
+) -> None:
+    job, state = repeated_job
+    moment_replaced(job)
+    with looks_at_each_tensor() as looks:
+        owned(job, state)
+        assert looks.call_count == len(OWNED)
+        owned(job, state)
+        assert looks.call_count == len(OWNED)
+
+
+def test_state_that_cannot_be_saved_is_refused_also_after_a_save(
+    repeated_job: tuple[Job, ModelState],
+) -> None:
+    job, state = repeated_job
+    job.states(0)["step"] = torch.tensor([1.0, 2.0])
+    with pytest.raises(Exception, match="keeps 'step'"):
+        owned(job, state)
+
+
+def test_no_tensor_is_kept_alive_for_the_next_enumeration(
+    repeated_job: tuple[Job, ModelState],
+) -> None:
+    """What a job moves off its device between saves must not stay there on our account."""
+    job, state = repeated_job
+    pieces: list[LocalPiece] = owned(job, state)
+    memory = [weakref.ref(it.tensor.untyped_storage()) for it in pieces]
+    del pieces
+    for parameter in job.parameters():
+        parameter.data = torch.empty(0)
+    del job.optimizer
+    job.masters.clear()
+    gc.collect()
+    assert [ref() for ref in memory] == [None] * len(memory)
+    assert not state.geometry([job]).repeats
