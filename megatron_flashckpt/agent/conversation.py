@@ -26,6 +26,7 @@ from megatron_flashckpt.agent.templates import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import decoded_meta
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +198,9 @@ class Conversations:
         if isinstance(request, p.Recover):
             ended = self._node.peers is None or self._node.peers.recover(number, request)
             return (p.Recovered(ended),)
+        if isinstance(request, p.Staged):
+            self._staged(number, request, process)
+            return (p.Done(),)
         if isinstance(request, p.Adopt) and number == 0:
             # Before any rank goes on: none of them has a save under way.
             self._committer.sweeper.look_soon(self._committer.is_pending)
@@ -219,9 +223,6 @@ class Conversations:
                     return (p.Done(),)
                 case p.Acquire():
                     return (self._acquire(number, request.wait_s, process),)
-                case p.Staged():
-                    self._saves.take_over(number, request.slot, request)
-                    return (p.Done(),)
                 case p.Abandon():
                     self._saves.abandon(number, request)
                     return (p.Done(),)
@@ -373,6 +374,19 @@ class Conversations:
         self._node.ranks[number].run = key
         self._node.fence.hold(key, has_rank_0=number == 0)
         self._node.changed.notify_all()
+
+    def _staged(self, number: int, request: p.Staged, process: RankProcess | None) -> None:
+        with self._node.changed:
+            self._served(number, process)
+            found = self._saves.described(number, request.slot)
+        # Without the lock: a rank with thousands of pieces would hold up all others.
+        described = None
+        if found is not None:
+            slot, header, encoded = found
+            described = slot, header, decoded_meta(encoded, slot.index)
+        with self._node.changed:
+            self._served(number, process)
+            self._saves.take_over(number, request.slot, request, described)
 
     def _adopt(self, number: int, request: p.Adopt) -> None:
         rank = self._node.ranks[number]

@@ -21,7 +21,7 @@ from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.names import next_attempt
-from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
@@ -80,11 +80,35 @@ class Saves:
             self._pool.shutdown()
             self._note_pool.shutdown()
 
-    def take_over(self, number: int, index: int, doorbell: p.Staged | None = None) -> str:
+    def described(self, number: int, index: int) -> tuple[Slot, SlotHeader, bytes] | None:
+        """Return a staged slot, its header and its encoded description; None if it is not staged.
+
+        The caller holds the lock, lets go of it to decode the description, and then calls
+        `take_over`.
+        """
+        slots = self._node.ranks[number].slots
+        if slots is None or not 0 <= index < len(slots.infos):
+            return None
+        slot = slots.slab.slots[index]
+        header = slot.header
+        if header.state != SlotState.STAGED:
+            return None
+        return slot, header, slot.encoded_meta()
+
+    def take_over(
+        self,
+        number: int,
+        index: int,
+        doorbell: p.Staged | None = None,
+        described: tuple[Slot, SlotHeader, SlotMeta] | None = None,
+    ) -> str:
         """Do with a complete slot what it is meant for; return the save that is in it.
+
+        The caller holds the lock.
 
         Args:
             doorbell: by which its trainer has handed it over, if it is alive.
+            described: what `described` has returned, decoded. It counts if the slot is still so.
         """
         slots = self._node.ranks[number].slots
         if slots is None or not 0 <= index < len(slots.infos):
@@ -95,7 +119,9 @@ class Saves:
             raise AgentError(f"slot {index} of rank {number} is {header.state.name}, not STAGED")
         save = None
         if header.state == SlotState.STAGED:
-            save = self._join(number, slot, info, header.save_id)
+            is_known = described is not None and described[:2] == (slot, header)
+            meta = described[2] if described is not None and is_known else slot.meta
+            save = self._join(number, slot, info, header.save_id, meta)
         if doorbell is not None:
             self._node.traces.add(header.iteration, header.save_id, number, doorbell.spans)
             if save is not None and doorbell.cost is not None:
@@ -114,9 +140,10 @@ class Saves:
         self._node.changed.notify_all()
         return header.save_id
 
-    def _join(self, number: int, slot: Slot, info: SlotInfo, save_id: str) -> PendingSave:
-        header, meta = slot.header, slot.meta
-        return self._committer.join(number, header, meta, save_id, inherited=info.inherited)
+    def _join(
+        self, number: int, slot: Slot, info: SlotInfo, save_id: str, meta: SlotMeta
+    ) -> PendingSave:
+        return self._committer.join(number, slot.header, meta, save_id, inherited=info.inherited)
 
     def _vouch(
         self, number: int, slots: RankSlots, slot: Slot, header: SlotHeader, started: float
@@ -270,6 +297,6 @@ class Saves:
     def _try_again(self, number: int, slots: RankSlots, slot: Slot) -> None:
         """Persist what failed before, under an id of its own: notes of that failure are there."""
         info = slots.infos[slot.index]
-        save = self._join(number, slot, info, next_attempt(slot.header.save_id))
+        save = self._join(number, slot, info, next_attempt(slot.header.save_id), slot.meta)
         info.persisting, info.persisting_since = True, time.monotonic()
         self._pool.submit(self._persist, number, slots, slot, save)

@@ -169,6 +169,20 @@ class SlabGeometry(msgspec.Struct, frozen=True):
         return geometry
 
 
+def decoded_meta(encoded: bytes, index: int) -> SlotMeta:
+    """Return the description of slot `index`; with thousands of pieces that takes a while.
+
+    Raises:
+        CorruptCheckpointError: it is none.
+    """
+    try:
+        return msgspec.msgpack.decode(encoded, type=SlotMeta)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"slot {index}: its description cannot be decoded ({error})"
+        ) from error
+
+
 class Slot:
     """A view of one slot of a mapped slab."""
 
@@ -205,18 +219,21 @@ class Slot:
         Raises:
             CorruptCheckpointError: it is not the one that was set.
         """
+        return decoded_meta(self.encoded_meta(), self.index)
+
+    def encoded_meta(self) -> bytes:
+        """Return a copy of the description as it was set, for `decoded_meta`.
+
+        Raises:
+            CorruptCheckpointError: it has changed since.
+        """
         start = self._geometry.meta_offset(self.index)
         encoded = bytes(self._memory[start : start + self.header.meta_nbytes])
         if self._memory[self._meta_sum] != _SUM.pack(xxhash.xxh3_64_intdigest(encoded)):
             raise CorruptCheckpointError(
                 f"slot {self.index}: its description has changed; host memory is damaged"
             )
-        try:
-            return msgspec.msgpack.decode(encoded, type=SlotMeta)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise CorruptCheckpointError(
-                f"slot {self.index}: its description cannot be decoded ({error})"
-            ) from error
+        return encoded
 
     def set_meta(self, encoded: bytes) -> None:
         """Describe the slot: the training process or storage may not be there when it is read."""

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import templates
+from megatron_flashckpt.agent import conversation, templates
 from megatron_flashckpt.agent.templates import TemplateStore
+from megatron_flashckpt.memory.slot import SlotMeta, decoded_meta
 from tests.agent.conftest import Node
+from tests.agent.test_faulty_storage import agent_here
+from tests.agent.trainer import PATIENCE_S, new_save_id
 
 COMPUTE = (None, False)
 WAIT = (None, True)
@@ -64,3 +67,33 @@ def test_a_rank_that_hangs_up_leaves_its_template_to_another(node: Node, root: P
     first.hang_up()
     asking.join(templates._COMPUTING_S * 0.8)
     assert asked == [None]
+
+
+def test_no_rank_waits_while_the_agent_decodes_what_another_has_staged(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding, may_end = threading.Event(), threading.Event()
+
+    def slow(encoded: bytes, index: int) -> SlotMeta:
+        decoding.set()
+        assert may_end.wait(PATIENCE_S)
+        return decoded_meta(encoded, index)
+
+    # By both ways to the decoder.
+    monkeypatch.setattr(conversation, "decoded_meta", slow)
+    monkeypatch.setattr("megatron_flashckpt.memory.slot.decoded_meta", slow)
+    with agent_here(node, root):
+        first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
+        staging = threading.Thread(target=first.stage, args=(1, new_save_id()), daemon=True)
+        staging.start()
+        assert decoding.wait(PATIENCE_S)
+        answers: list[object] = []
+        polling = threading.Thread(target=lambda: answers.append(second.client.poll(0.0)))
+        polling.start()
+        polling.join(PATIENCE_S / 2)
+        answered = len(answers)
+        assert staging.is_alive(), "the description is still being decoded"
+        may_end.set()
+        staging.join(PATIENCE_S)
+        polling.join(PATIENCE_S)
+        assert answered == 1
