@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,23 +35,71 @@ def world_size() -> int:
 #: An object that fits into the head takes one collective; a larger one follows in parts.
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8
+#: Heads of all ranks in a gather are no longer than this together, and their lengths.
+_HEADS_NBYTES = 2**20
 #: Bytes of all ranks in one collective. With NCCL they lie in GPU memory, twice in a gather; a
 #: restarted job may have little room: 1024 ranks with 10 MiB each would take 20 GiB at once.
 PART_NBYTES = 16 * 2**20
+#: Characters of an error that the other ranks are told.
+MESSAGE_LENGTH = 2000
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
-    """Return the `value` of every rank of `group`, in rank order. Collective."""
+    """Return the `value` of every rank of `group`, in rank order. Collective.
+
+    Values that are encoded alike are one object here: nobody may change them.
+    """
     if not dist.is_initialized():
         return [value]
     mine = pickle.dumps(value)
-    heads = _all_gathered(_head(mine), group)
+    head_nbytes = min(_HEAD_NBYTES, _LENGTH_NBYTES + _HEADS_NBYTES // dist.get_world_size(group))
+    heads = _all_gathered(_head(mine, head_nbytes), group)
     lengths = [_length(head) for head in heads]
-    if max(lengths) <= _HEAD_NBYTES - _LENGTH_NBYTES:
+    if max(lengths) <= head_nbytes - _LENGTH_NBYTES:
         bodies = [head[_LENGTH_NBYTES:] for head in heads]
-    else:
+    elif max(lengths) * len(lengths) <= 2 * sum(lengths):
         bodies = _gathered_by_parts(mine, lengths, group)
-    return [pickle.loads(body[:n]) for body, n in zip(bodies, lengths, strict=True)]
+    else:
+        # A few ranks have long values: all others would send as many bytes of padding.
+        whole = memoryview(exchange_blobs(lengths, {dist.get_rank(group): mine}, group))
+        ends = itertools.accumulate(lengths)
+        bodies = [whole[end - n : end] for n, end in zip(lengths, ends, strict=True)]
+    decoded: dict[bytes, Any] = {}
+    found = []
+    for body, n in zip(bodies, lengths, strict=True):
+        encoded = bytes(body[:n])
+        if encoded not in decoded:
+            decoded[encoded] = pickle.loads(encoded)
+        found.append(decoded[encoded])
+    return found
+
+
+def gather_named(named: Iterable[int]) -> tuple[list[int], bool]:
+    """Return the ranks that name this one, in order, and whether any rank names any. Collective.
+
+    One bit per pair of ranks travels.
+
+    Args:
+        named: the ranks that this one names.
+    """
+    if not dist.is_initialized():
+        return [], False
+    rank, world = dist.get_rank(), dist.get_world_size()
+    bits = np.zeros(-(-world // 8) * 8, np.uint8)
+    bits[list(named)] = 1
+    mine = np.packbits(bits)
+    step = max(PART_NBYTES // world, 1)
+    where, bit = divmod(rank, 8)
+    askers: list[int] = []
+    is_any = False
+    for start in range(0, len(mine), step):
+        part = mine[start : start + step]
+        of_all = np.frombuffer(b"".join(_all_gathered(part.tobytes(), None)), np.uint8)
+        is_any = is_any or bool(of_all.any())
+        if start <= where < start + len(part):
+            column = of_all.reshape(world, -1)[:, where - start]
+            askers = np.flatnonzero(column & (0x80 >> bit)).tolist()
+    return askers, is_any
 
 
 def broadcast_object(value: Any, source: int = 0) -> Any:
@@ -59,7 +108,7 @@ def broadcast_object(value: Any, source: int = 0) -> Any:
         return value
     is_source = dist.get_rank() == source
     mine = pickle.dumps(value) if is_source else b""
-    head = _broadcast(_head(mine), source)
+    head = _broadcast(_head(mine, _HEAD_NBYTES), source)
     length = _length(head)
     if length <= _HEAD_NBYTES - _LENGTH_NBYTES:
         body = head[_LENGTH_NBYTES:]
@@ -113,9 +162,9 @@ def _broadcast_by_parts(mine: bytes, source: int) -> memoryview:
     return memoryview(body)
 
 
-def _head(encoded: bytes) -> bytes:
-    """Return the length, and what follows of `encoded` if that is all of it."""
-    room = _HEAD_NBYTES - _LENGTH_NBYTES
+def _head(encoded: bytes, nbytes: int) -> bytes:
+    """Return the length, and what follows of `encoded` if `nbytes` bytes have room for all."""
+    room = nbytes - _LENGTH_NBYTES
     begin = encoded if len(encoded) <= room else b""
     return len(encoded).to_bytes(_LENGTH_NBYTES, "little") + begin.ljust(room, b"\0")
 
@@ -127,9 +176,18 @@ def _length(head: memoryview) -> int:
 def _all_gathered(mine: bytes, group: Group) -> list[memoryview]:
     """Return the bytes of every rank, as many as there are here."""
     sent = _on_device(mine, group)
-    found = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, sent, group=group)
-    return [tensor.cpu().numpy().data for tensor in found]
+    ranks = dist.get_world_size(group)
+    # One tensor and one copy to the host: thousands would take half a second.
+    found = torch.empty(ranks * len(mine), dtype=torch.uint8, device=sent.device)
+    _gather_single(found, sent, group)
+    whole: memoryview = found.cpu().numpy().data
+    return [whole[n * len(mine) : (n + 1) * len(mine)] for n in range(ranks)]
+
+
+def _gather_single(received: torch.Tensor, sent: torch.Tensor, group: Group) -> None:
+    # Since torch 2.13 by another name; the old one warns at every call.
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(received, sent, group=group)
 
 
 def _broadcast(mine: bytes, source: int) -> memoryview:
@@ -156,6 +214,29 @@ def reduce_int(value: int, how: Literal["sum", "max"], group: Group = None) -> i
     op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
     dist.all_reduce(reduced, op, group)
     return int(reduced.item())
+
+
+def reduce_largest(values: Sequence[int], group: Group = None) -> list[int]:
+    """Return the largest of each of the values of `group`, from -2**63 to 2**63. Collective."""
+    if not dist.is_initialized():
+        return list(values)
+    reduced = torch.tensor(list(map(int, values)), dtype=torch.int64, device=device_of(group))
+    dist.all_reduce(reduced, dist.ReduceOp.MAX, group)
+    largest: list[int] = reduced.cpu().tolist()
+    return largest
+
+
+def reduce_flags(flags: Sequence[bool], group: Group = None) -> list[bool]:
+    """Return which of the flags are set on any rank of `group`. Collective.
+
+    Args:
+        flags: as many on every rank.
+    """
+    if not dist.is_initialized() or not flags:
+        return list(flags)
+    reduced = _on_device(bytes(flags), group)
+    dist.all_reduce(reduced, dist.ReduceOp.MAX, group)
+    return [bool(flag) for flag in reduced.cpu().tolist()]
 
 
 def together(work: Callable[[], _T], group: Group = None) -> _T:
@@ -253,6 +334,22 @@ class Said(NamedTuple):
         return made
 
 
+def cut_short(text: str) -> str:
+    """Return `text`, or what all ranks can be told of it: thousands may have as much to say."""
+    if len(text) <= MESSAGE_LENGTH:
+        return text
+    return f"{text[:MESSAGE_LENGTH]} ... ({len(text) - MESSAGE_LENGTH} more characters)"
+
+
+def cut_list(lines: Sequence[str]) -> tuple[str, ...]:
+    """Return `lines`, or as many as all ranks can be told, and how many more there are."""
+    ends = itertools.accumulate(len(line) for line in lines)
+    told = max(1, sum(end <= MESSAGE_LENGTH for end in ends))
+    if len(lines) <= told:
+        return tuple(map(cut_short, lines))
+    return (*map(cut_short, lines[:told]), f"... and {len(lines) - told} more")
+
+
 def _said(error: Exception) -> Said:
     rank = dist.get_rank() if dist.is_initialized() else 0
     name = type(error).__name__
@@ -261,5 +358,5 @@ def _said(error: Exception) -> Said:
     # Of an OSError, str() puts the number first.
     text = error.strerror if isinstance(error, StorageError) else str(error)
     repeats = isinstance(error, FlashCkptError) and error.repeats
-    message = str(text) if repeats else f"rank {rank}: {name}: {text}"
+    message = cut_short(str(text) if repeats else f"rank {rank}: {name}: {text}")
     return Said(is_damage(error), name if ours else FlashCkptError.__name__, number, message)

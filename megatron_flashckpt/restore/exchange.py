@@ -1,7 +1,8 @@
 """Restore from the slots of all ranks: own bytes straight, others' over the process group.
 
 Replicated state is written once, by shares, so a rank's slot holds only its own part of it. After a
-restart the parts are exchanged. All ranks call these functions together.
+restart the parts are exchanged. All ranks call these functions together. Each asks only the ranks
+that hold what it lacks; all that every rank learns of every other is one bit.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.coverage import ReadPlan
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.restore.collectives import Group, device_of, gathered, together
+from megatron_flashckpt.restore.collectives import Group, device_of, gather_named, together
 from megatron_flashckpt.restore.gpu import synchronize
 from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads, chunk_reads
+from megatron_flashckpt.restore.requests import ask
 from megatron_flashckpt.restore.targets import Targets
-from megatron_flashckpt.restore.transfer import ALIGNMENT, Span, Stream, transfer
+from megatron_flashckpt.restore.transfer import Span, Stream, transfer
 
 #: Memory that one rank uses for what it sends in a round, and again for what it receives.
 ROUND_NBYTES = 64 * 1024 * 1024
@@ -49,43 +51,49 @@ def exchange(
         FlashCkptError: on all ranks, if one has no memory for its buffers, or cannot copy.
     """
     requests = {source: reads for source, reads in plan.reads.items() if source != rank}
+    askers, is_any = gather_named(requests)
+    if is_any:
+        _in_group_of_its_own(
+            lambda group: _exchange(reader, own, rank, plan, wanted, targets, askers, group)
+        )
+    else:
+        together(lambda: reader.read(_own_chunks(rank, plan, wanted, []), targets))
+        reach("load.half")
+    synchronize()
+    return sum(read.nbytes for reads in requests.values() for read in reads)
 
-    def look() -> tuple[None, tuple[dict[int, list[Span]], int | None]]:
-        spans = {
-            source: [(r.source_offset, r.nbytes) for r in reads]
-            for source, reads in requests.items()
-        }
-        return None, (spans, free_gpu_nbytes() if sends_from_gpu() else None)
 
-    _, everyone = gathered(look)
-    asked = [wish for wish, _ in everyone]
-    world = len(asked)
-    spans = [span for wish in asked for span in wish.get(rank, [])]
-    together(lambda: reader.read(_own_chunks(rank, plan, wanted, spans), targets))
-    reach("load.half")
-    outgoing = [Stream(asked[peer].get(rank, [])) for peer in range(world)]
-    incoming = [
-        Stream([(r.source_offset, r.nbytes) for r in requests.get(peer, [])])
-        for peer in range(world)
-    ]
+def _exchange(
+    reader: ChunkReader,
+    own: torch.Tensor,
+    rank: int,
+    plan: ReadPlan,
+    wanted: list[Piece],
+    targets: Targets,
+    askers: list[int],
+    group: Group,
+) -> None:
+    """Do what `exchange` does, in a group of all ranks. Collective."""
+    requests = {source: reads for source, reads in plan.reads.items() if source != rank}
+    wishes = {
+        source: [(read.source_offset, read.nbytes) for read in reads]
+        for source, reads in requests.items()
+    }
+    asked = ask(wishes, askers, group)
+    spans = [span for of_peer in asked.values() for span in of_peer]
+
+    def read() -> int:
+        # Whether all ranks have verified what they send is agreed on with the size of a round.
+        reader.read(_own_chunks(rank, plan, wanted, spans), targets)
+        reach("load.half")
+        return _round_nbytes()
 
     def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
         targets.put_tensor(requests[peer][which], start, part)
 
-    # Every rank derives the same quota and number of rounds from the same gathered requests.
-    lengths = [Stream(spans).nbytes for wish in asked for spans in wish.values()]
-    if lengths:
-        partners = max(1, max(len(wish) for wish in asked), *_senders(asked))
-        round_nbytes = _round_nbytes([room for _, room in everyone])
-        quota = max(round_nbytes // partners // ALIGNMENT, 1) * ALIGNMENT
-        turns = -(-max(lengths) // quota)
-        _in_group_of_its_own(
-            lambda group: transfer(
-                own, outgoing, incoming, turns=turns, quota=quota, take=take, group=group
-            )
-        )
-    synchronize()
-    return sum(read.nbytes for reads in requests.values() for read in reads)
+    outgoing = {peer: Stream(of_peer) for peer, of_peer in asked.items()}
+    incoming = {source: Stream(of_source) for source, of_source in wishes.items()}
+    transfer(own, outgoing, incoming, room=read, take=take, group=group)
 
 
 def buffers_nbytes() -> int:
@@ -107,19 +115,14 @@ def free_gpu_nbytes() -> int:
     return torch.cuda.mem_get_info()[0]
 
 
-def _round_nbytes(rooms: list[int | None]) -> int:
-    """Return the bytes of a round.
+def _round_nbytes() -> int:
+    """Return the bytes that a round may send or receive on this rank.
 
-    Both buffers take half of the fullest GPU's free memory; NCCL's connections need some of the
-    rest.
-
-    Args:
-        rooms: free bytes of each rank's GPU; None: no GPU is used.
+    Both buffers take half of the GPU's free memory; NCCL's connections need some of the rest.
     """
-    least = min((room for room in rooms if room is not None), default=None)
-    if least is None:
+    if not sends_from_gpu():
         return ROUND_NBYTES
-    return min(ROUND_NBYTES, max(least // 4, LEAST_ROUND_NBYTES))
+    return min(ROUND_NBYTES, max(free_gpu_nbytes() // 4, LEAST_ROUND_NBYTES))
 
 
 def _in_group_of_its_own(work: Callable[[Group], None]) -> None:
@@ -156,12 +159,3 @@ def _own_chunks(
         for number in range(offset // CHUNK_NBYTES, -(-(offset + nbytes) // CHUNK_NBYTES))
     }
     return mine + [ChunkReads(rank, number, ()) for number in sorted(sent - covered)]
-
-
-def _senders(asked: list[dict[int, list[Span]]]) -> list[int]:
-    """Return how many partners each rank has to send to."""
-    counts: dict[int, int] = {}
-    for wish in asked:
-        for source in wish:
-            counts[source] = counts.get(source, 0) + 1
-    return list(counts.values())

@@ -6,7 +6,8 @@ verified by its reader before it is sent.
 
 Which way is faster depends on the storage: from a local disk or the page cache all may as well read
 everything; a file system that the whole job shares is better asked once. `auto` measures both in
-the first round and then decides.
+the first round and then decides. With many replicas it always shares: each of them would open
+the files of all others.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
 #: With fewer in all it is not worth finding out which way is faster.
 _CHUNKS_PER_ROUND = 64 * 2**20 // CHUNK_NBYTES
 
-#: Bytes per pair of replicas and turn below which messages are too small to be fast.
-_LEAST_QUOTA = 256 * 1024
+#: Least memory for what a replica sends in one turn, and again for what it receives.
+_LEAST_ROOM = 2**20
+
+#: So many replicas share their reads under `auto`, however fast the first round was.
+MANY_REPLICAS = 64
 
 _Chunk = tuple[int, int]
 """Source rank, number of the chunk in its shard."""
@@ -61,7 +65,12 @@ class Sharing:
     mode: str
     """`auto`, `always` or `never`; alike on all ranks."""
     memory_nbytes: int
-    """For buffers, on each rank."""
+    """For buffers of this rank."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether the speeds of reading and sending decide."""
+        return self.mode == "auto" and dist.get_world_size(self.group) < MANY_REPLICAS
 
 
 def read_with_replicas(
@@ -83,13 +92,18 @@ def read_with_replicas(
         reader.read(chunks, targets)
     else:
         mine = {(chunk.rank, chunk.number): chunk for chunk in chunks}
-        needs = [set(theirs) for theirs in gather_objects(list(mine), sharing.group)]
+        # Ranks with more cores read with more threads and have less memory left.
+        fit = max(1, sharing.memory_nbytes // 3 // CHUNK_NBYTES)
+        everyone = gather_objects((list(mine), fit), sharing.group)
+        needs = [set(theirs) for theirs, _ in everyone]
+        per_round = min(_CHUNKS_PER_ROUND, *(theirs for _, theirs in everyone))
         readers = _readers(needs)
-        if sharing.mode == "auto" and max(map(len, needs)) < _CHUNKS_PER_ROUND:
+        if sharing.measures and max(map(len, needs)) < _CHUNKS_PER_ROUND:
             readers = {}
         alone = [chunk for key, chunk in mine.items() if key not in readers]
         together(lambda: reader.read(alone, targets), sharing.group)
-        rest = _Rounds(reader, mine, needs, readers, targets, sharing, report).run()
+        rounds = _Rounds(reader, mine, needs, readers, targets, sharing, report)
+        rest = rounds.run(per_round)
         together(lambda: reader.read([mine[key] for key in rest], targets), sharing.group)
     synchronize()
     report.read_nbytes = reader.read_nbytes
@@ -138,31 +152,32 @@ class _Rounds:
         for chunk, member in readers.items():
             self._lists[member].append(chunk)
 
-    def run(self) -> list[_Chunk]:
-        """Return the chunks that this rank needs and that were not shared after all."""
+    def run(self, per_round: int) -> list[_Chunk]:
+        """Return the chunks that this rank needs and that were not shared after all.
+
+        Args:
+            per_round: chunks that a replica reads in a round; equal on all replicas.
+        """
         longest = max(map(len, self._lists))
         if not longest:
             return []
-        fit = max(1, self._sharing.memory_nbytes // 3 // CHUNK_NBYTES)
-        per_round = min(fit, longest, _CHUNKS_PER_ROUND)
+        per_round = min(per_round, longest)
         on_gpu = self._targets.gpu is not None
         buffer = together(
             lambda: host_buffer(per_round * CHUNK_NBYTES, pinned=on_gpu), self._sharing.group
         )
         # Beside the buffer: what is sent and what is received in one turn.
-        quota = (self._sharing.memory_nbytes - buffer.numel()) // 2 // self._size
-        quota = max(min(quota, buffer.numel()), _LEAST_QUOTA) // ALIGNMENT * ALIGNMENT
-        self._report.memory_nbytes += buffer.numel() + 2 * quota * self._size
+        room = max((self._sharing.memory_nbytes - buffer.numel()) // 2, _LEAST_ROOM)
+        self._report.memory_nbytes += buffer.numel() + 2 * room
         for first in range(0, longest, per_round):
             lists = [chunks[first : first + per_round] for chunks in self._lists]
+            measured = first == 0 and self._sharing.measures
+            if measured:
+                self._connect(lists, buffer)
             read_s = self._read(lists[self._member], buffer)
-            sent_s = self._send(lists, buffer, quota)
+            sent_s = self._send(lists, buffer, room)
             rest = [chunks[first + per_round :] for chunks in self._lists]
-            if (
-                first == 0
-                and self._sharing.mode == "auto"
-                and not self._goes_on(lists, rest, read_s, sent_s)
-            ):
+            if measured and not self._goes_on(lists, rest, read_s, sent_s):
                 return [key for key in itertools.chain(*rest) if key in self._mine]
         self._report.shared = True
         return []
@@ -181,33 +196,52 @@ class _Rounds:
         synchronize()  # else the next measurement would include the GPU's part of this one
         return time.perf_counter() - started
 
-    def _send(self, lists: list[list[_Chunk]], buffer: torch.Tensor, quota: int) -> float:
+    def _connect(self, lists: list[list[_Chunk]], buffer: torch.Tensor) -> None:
+        """Send the first bytes of each stream of a round, whatever they are.
+
+        NCCL connects two ranks with their first message. That takes longer than the message, and
+        must not be measured.
+        """
+        outgoing, incoming = (
+            {peer: Stream([(0, ALIGNMENT)]) for peer in streams} for streams in self._streams(lists)
+        )
+        transfer(
+            buffer,
+            outgoing,
+            incoming,
+            room=lambda: _LEAST_ROOM,
+            take=lambda *_: None,
+            group=self._sharing.group,
+        )
+        synchronize()
+
+    def _send(self, lists: list[list[_Chunk]], buffer: torch.Tensor, room: int) -> float:
         started = time.perf_counter()
-        outgoing = [self._stream(lists[self._member], peer) for peer in range(self._size)]
-        incoming = [self._stream(lists[peer], self._member, peer) for peer in range(self._size)]
+        outgoing, incoming = self._streams(lists)
         coming = [[key for key in chunks if key in self._mine] for chunks in lists]
 
         def take(peer: int, which: int, start: int, part: torch.Tensor) -> None:
             self._report.received_nbytes += part.numel()
             self._use(self._mine[coming[peer][which]], start, part)
 
-        turns = -(-buffer.numel() // quota)
         transfer(
-            buffer,
-            outgoing,
-            incoming,
-            turns=turns,
-            quota=quota,
-            take=take,
-            group=self._sharing.group,
+            buffer, outgoing, incoming, room=lambda: room, take=take, group=self._sharing.group
         )
         synchronize()
         return time.perf_counter() - started
 
-    def _stream(self, chunks: list[_Chunk], receiver: int, sender: int | None = None) -> Stream:
+    def _streams(self, lists: list[list[_Chunk]]) -> tuple[dict[int, Stream], dict[int, Stream]]:
+        """Return what this rank sends and receives in a round, by the other replica."""
+        others = [peer for peer in range(self._size) if peer != self._member]
+        outgoing = {peer: self._stream(lists[self._member], peer) for peer in others}
+        incoming = {peer: self._stream(lists[peer], self._member) for peer in others}
+        return (
+            {peer: stream for peer, stream in outgoing.items() if stream.nbytes},
+            {peer: stream for peer, stream in incoming.items() if stream.nbytes},
+        )
+
+    def _stream(self, chunks: list[_Chunk], receiver: int) -> Stream:
         """Return what of `chunks`, in their reader's buffer, goes to `receiver`."""
-        if receiver == (self._member if sender is None else sender):
-            return Stream([])
         return Stream(
             [
                 (slot * CHUNK_NBYTES, self._nbytes(chunk))

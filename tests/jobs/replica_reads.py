@@ -1,9 +1,12 @@
 """Gloo ranks that read a made checkpoint together; run by torchrun from the tests.
 
 `CASES` is a JSON file with a list of cases: `{"name", "mode", "wanted"?, "slow_read_s"?,
-"slow_send_s"?, "gpu"?, "gpu_read_s"?, "gpu_send_s"?}`. In each case all ranks are replicas that
-read all pieces of the checkpoint in `ROOT` (or only the pieces that `wanted` lists for the rank).
-What each did goes to `TRACE_DIR/rank_<r>.jsonl`.
+"slow_send_s"?, "first_send_s"?, "many"?, "gpu"?, "gpu_read_s"?, "gpu_send_s"?}`. In each case all
+ranks are replicas that read all pieces of the checkpoint in `ROOT` (or only the pieces that
+`wanted` lists for the rank). What each did goes to `TRACE_DIR/rank_<r>.jsonl`.
+
+`first_send_s` is what the first transfer takes longer than others, as that of NCCL does. `many` is
+the number of replicas that always share. `memory_mib` may be a list, with a number for each rank.
 
 With `gpu`, `gpu_read_s` or `gpu_send_s` the tensors lie on a simulated GPU, of the rank's number.
 The last two are seconds that the GPU works longer for each chunk read, and for each transfer: a
@@ -85,8 +88,12 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     storage.delay_s = case.get("slow_read_s", 0.0)
     sending = Offload(case.get("gpu_send_s", 0.0))
 
+    first_send_s = [case.get("first_send_s", 0.0)]
+
     def slow_transfer(*args: Any, **kwargs: Any) -> None:
         time.sleep(case.get("slow_send_s", 0.0))
+        if first_send_s:
+            time.sleep(first_send_s.pop())
         sending.ask()
         transfer(*args, **kwargs)
 
@@ -103,9 +110,11 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     targets = Targets(pieces, tensors)
     chunks = chunk_reads(read_plan(pieces, stored.sources(), "it"), pieces)
     event: dict[str, Any] = {"event": case["name"], "attempt": 0}
-    memory = case.get("memory_mib", 96) * 2**20
+    memory = case.get("memory_mib", 96)
+    memory = (memory[RANK] if isinstance(memory, list) else memory) * 2**20
     slow = mock.patch.object(replicas, "transfer", slow_transfer)
-    with slow, ChunkReader(stored, 1, targets.gpu) as reader:
+    many = mock.patch.object(replicas, "MANY_REPLICAS", case.get("many", 64))
+    with slow, many, ChunkReader(stored, 1, targets.gpu) as reader:
         sharing = replicas.Sharing(None, case["mode"], memory)
         try:
             report = replicas.read_with_replicas(reader, chunks, targets, sharing)

@@ -78,9 +78,9 @@ class CountCalls(torch.utils._python_dispatch.TorchDispatchMode):
     """
 
     NAMES = (
-        "all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all "
-        "all_to_all_single barrier broadcast broadcast_object_list gather gather_object irecv "
-        "isend monitored_barrier recv recv_object_list reduce reduce_scatter "
+        "all_reduce all_gather all_gather_into_tensor all_gather_single all_gather_object "
+        "all_to_all all_to_all_single barrier broadcast broadcast_object_list gather gather_object "
+        "irecv isend monitored_barrier recv recv_object_list reduce reduce_scatter "
         "reduce_scatter_tensor scatter scatter_object_list send send_object_list "
         "batch_isend_irecv _all_gather_base _reduce_scatter_base all_gather_coalesced "
         "all_reduce_coalesced new_group"
@@ -90,6 +90,7 @@ class CountCalls(torch.utils._python_dispatch.TorchDispatchMode):
         super().__init__()
         self.calls: list[str] = []
         self._saved: dict[Any, dict[str, Any]] = {}
+        self._made: dict[Any, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -113,11 +114,15 @@ class CountCalls(torch.utils._python_dispatch.TorchDispatchMode):
                 setattr(module, name, function)
 
     def _counting(self, name: str, function: Any) -> Any:
+        if function in self._made:  # under the same name in another module
+            return self._made[function]
+
         @functools.wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.calls.append(name)
             return function(*args, **kwargs)
 
+        self._made[function] = counted
         return counted
 
 

@@ -26,6 +26,8 @@ from megatron_flashckpt.restore.collectives import (
 )
 
 RANKS = 3
+#: Renamed in torch 2.13.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 #: Lengths around what fits into the first of two messages.
 LENGTHS = [0, 1, 4000, 4085, 4088, 4096, 5000, 1_000_000]
 
@@ -63,21 +65,23 @@ BOUND = 3 * 4096
 def largest_collective(call: Callable[[], Any]) -> int:
     """Return the most bytes that one collective of `call()` held: what it sent and received."""
     held = [0]
-    all_gather, broadcast = dist.all_gather, dist.broadcast
+    all_gather, broadcast = getattr(dist, GATHER), dist.broadcast
 
-    def noted_gather(received: list[torch.Tensor], sent: torch.Tensor, **kwargs: Any) -> None:
-        held.append(sum(tensor.nbytes for tensor in received))
+    def noted_gather(received: torch.Tensor, sent: torch.Tensor, **kwargs: Any) -> None:
+        held.append(received.nbytes)
         all_gather(received, sent, **kwargs)
 
     def noted_broadcast(sent: torch.Tensor, **kwargs: Any) -> None:
         held.append(sent.nbytes)
         broadcast(sent, **kwargs)
 
-    dist.all_gather, dist.broadcast = noted_gather, noted_broadcast
+    setattr(dist, GATHER, noted_gather)
+    dist.broadcast = noted_broadcast
     try:
         call()
     finally:
-        dist.all_gather, dist.broadcast = all_gather, broadcast
+        setattr(dist, GATHER, all_gather)
+        dist.broadcast = broadcast
     return max(held)
 
 

@@ -60,7 +60,7 @@ GPU_SCALE = 4001
 #: Bytes that are free on the fullest GPU: less than a tenth of what `odd_case` exchanges there.
 LEAST_ROOM = 128 * 1024
 #: Bytes that are free on a GPU that has no room for the buffers of the smallest round.
-NO_ROOM = 20 * 1024
+NO_ROOM = 40 * 1024
 
 
 @dataclasses.dataclass(frozen=True)

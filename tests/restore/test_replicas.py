@@ -38,8 +38,16 @@ CASES = [
     {"name": "tight", "mode": "always", "memory_mib": 1},
     {"name": "partly", "mode": "always", "wanted": [[0, 1], [1, 2], [2]]},
     {"name": "idle", "mode": "always", "wanted": [[0, 1, 2], [], [0]]},
-    {"name": "slow disk", "mode": "auto", "slow_read_s": 0.5, "memory_mib": 48},
+    {
+        "name": "slow disk",
+        "mode": "auto",
+        "slow_read_s": 0.5,
+        "first_send_s": 9.0,
+        "memory_mib": 48,
+    },
     {"name": "slow network", "mode": "auto", "slow_send_s": 3.0, "memory_mib": 48},
+    {"name": "many", "mode": "auto", "slow_send_s": 0.5, "memory_mib": 48, "many": RANKS},
+    {"name": "unequal", "mode": "always", "memory_mib": [1, 96, 24]},
     {"name": "on GPUs", "mode": "always", "gpu": True},
     {"name": "slow GPU in reads", "mode": "auto", "gpu_read_s": 0.5, "memory_mib": 48},
     {
@@ -106,7 +114,7 @@ def test_every_replica_has_every_byte_that_it_wants(
         assert event["digests"] == [digests[n] for n in wanted[rank]]
 
 
-@pytest.mark.parametrize("name", ["always", "tight", "idle", "on GPUs"])
+@pytest.mark.parametrize("name", ["always", "tight", "idle", "unequal", "on GPUs"])
 def test_each_chunk_is_read_by_one_replica(traced: dict[str, list[dict]], name: str) -> None:
     whole = sum(piece.nbytes for piece in FLAT)
     assert sum(event["read_nbytes"] for event in traced[name]) == whole
@@ -145,6 +153,11 @@ def test_auto_shares_when_reading_is_slow_and_stops_when_sending_is(
     assert sum(event["read_nbytes"] for event in traced["slow disk"]) == whole
     assert [event["shared"] for event in traced["slow network"]] == [False] * RANKS
     assert sum(event["read_nbytes"] for event in traced["slow network"]) > whole
+
+
+def test_many_replicas_share_however_fast_they_read(traced: dict[str, list[dict]]) -> None:
+    """Each would open the files of all others, which is slow in other ways than a first round."""
+    assert [event["shared"] for event in traced["many"]] == [True] * RANKS
 
 
 def test_a_damaged_chunk_raises_on_every_replica(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from megatron_flashckpt.restore.transfer import Stream, transfer
 
 RANKS = 2
 NBYTES = 64
-#: Four rounds: an error in the second one is followed by collectives that all ranks must join.
-QUOTA = 16
+#: Four rounds of 16 bytes: after an error in the second one all ranks must join the others.
+ROOM, QUOTA = 32, 16
 #: Far less than the process group's timeout, which a rank that is left alone waits for.
 DEADLINE_S = 15.0
 
@@ -29,9 +29,9 @@ Take = Callable[[int, int, int, torch.Tensor], None]
 def exchanged(rank: int, take: Take) -> None:
     """Send this rank's buffer to the other rank and `take` the other's. Collective."""
     other = 1 - rank
-    streams = [Stream([(0, NBYTES)] if peer == other else []) for peer in range(RANKS)]
+    streams = {other: Stream([(0, NBYTES)])}
     own = torch.arange(NBYTES, dtype=torch.uint8) + rank
-    transfer(own, streams, streams, turns=NBYTES // QUOTA, quota=QUOTA, take=take)
+    transfer(own, streams, streams, room=lambda: ROOM, take=take)
 
 
 def into(received: torch.Tensor) -> Take:
@@ -57,7 +57,7 @@ def buffers_fail_on_rank_1(rank: int) -> None:
     real_empty = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if rank == 1 and args[0] == QUOTA:
+        if rank == 1 and args[0] == ROOM:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real_empty(*args, **kwargs)
 

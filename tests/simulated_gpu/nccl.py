@@ -9,6 +9,7 @@ Rules, and their sources:
   stream waits for it (`torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp`, `syncStream` and
   `WorkNCCL::synchronizeStream`).
 - Tensors in host memory are refused: "No backend type associated with device type cpu".
+- Messages of some ranks of a group may not be its first call (torch docs, `batch_isend_irecv`).
 - The first message between two ranks of a group connects them. The connection's buffers come from
   the driver, not from torch's allocator, and stay until the group is destroyed (NCCL User Guide,
   "Environment Variables", NCCL_BUFFSIZE and NCCL_RUNTIME_CONNECT; `ncclCommDestroy`).
@@ -43,18 +44,21 @@ class Nccl:
         self._node = node
         self._streams: dict[Any, Stream] = {}
         self._connections: dict[Any, list[Block]] = {}
-        self._gloo = {name: getattr(dist, name) for name in _REPLACED}
+        self._gloo = {name: getattr(dist, name) for name in (*_REPLACED, _GATHER_SINGLE)}
+        self._connected: set[Any] = set()
+        self.peers: dict[Any, set[int]] = {}
+        """Ranks with which this one has exchanged messages, by group."""
         self.round_nbytes: list[int] = []
-        """Bytes of the larger buffer of every all-to-all."""
+        """Bytes that were sent, or received if these are more, in every batch of messages."""
 
     def get_backend(self, group: Any = None) -> str:
         return "nccl"
 
-    def all_gather(self, received: list[Any], sent: Any, group: Any = None) -> None:
+    def _gather_single(self, received: Any, sent: Any, group: Any = None) -> None:
         def carry(source: list[Any], target: list[Any]) -> None:
-            self._gloo["all_gather"](target, *source, group=group)
+            self._gloo[_GATHER_SINGLE](*target, *source, group=group)
 
-        self._run(group, [sent], received, carry)
+        self._run(group, [sent], [received], carry)
 
     def broadcast(self, tensor: Any, src: int, group: Any = None) -> None:
         def carry(source: list[Any], target: list[Any]) -> None:
@@ -68,20 +72,30 @@ class Nccl:
 
         self._run(group, [tensor], [tensor], carry)
 
-    def all_to_all_single(
-        self, received: Any, sent: Any, out_sizes: Any, in_sizes: Any, group: Any = None
-    ) -> None:
-        def carry(source: list[Any], target: list[Any]) -> None:
-            self._gloo["all_to_all_single"](*target, *source, out_sizes, in_sizes, group=group)
+    def batch_isend_irecv(self, operations: list[Any]) -> list[Any]:
+        """Send and receive; the results arrive late, and waiting for them waits for nothing."""
+        (group,) = {operation.group for operation in operations}
+        if group not in self._connected:
+            raise RuntimeError("only some ranks may be in the first call of a group")
+        sends = [it for it in operations if it.op is dist.isend]
+        receives = [it for it in operations if it.op is dist.irecv]
+        self.peers[group] = self.peers.get(group, set()) | {it.peer for it in operations}
+        allocator = self._node.current_device().allocator
+        blocks = self._connections.setdefault(group, [])
+        while len(blocks) < len(self.peers[group]):
+            blocks.append(allocator.allocate_outside(CONNECTION_NBYTES))
+        sizes = [sum(it.tensor.nbytes for it in each) for each in (sends, receives)]
+        self.round_nbytes.append(max(sizes))
 
-        self.round_nbytes.append(max(received.nbytes, sent.nbytes))
-        if group not in self._connections:
-            allocator = self._node.current_device().allocator
-            others = dist.get_world_size(group) - 1
-            self._connections[group] = [
-                allocator.allocate_outside(CONNECTION_NBYTES) for _ in range(others)
-            ]
-        self._run(group, [sent], [received], carry)
+        def carry(source: list[Any], target: list[Any]) -> None:
+            hosts = [*zip(sends, source, strict=True), *zip(receives, target, strict=True)]
+            for work in self._gloo["batch_isend_irecv"](
+                [dist.P2POp(it.op, host, it.peer, group) for it, host in hosts]
+            ):
+                work.wait()
+
+        self._run(group, [it.tensor for it in sends], [it.tensor for it in receives], carry)
+        return []  # a work's `wait` only has the current stream wait, as `_run` has
 
     def destroy_process_group(self, group: Any = None) -> None:
         if group in self._streams:
@@ -99,7 +113,8 @@ class Nccl:
         """Enqueue a collective on the group's stream; `carry` moves host tensors over gloo."""
         if not all(isinstance(tensor, DeviceTensor) for tensor in (*sent, *received)):
             raise RuntimeError("No backend type associated with device type cpu")
-        device = self._node.devices[sent[0].index]
+        self._connected.add(group or dist.group.WORLD)
+        device = self._node.devices[[*sent, *received][0].index]
         current = self._node.current_stream(device.index)
         stream = self._streams.setdefault(group, device.pooled_stream(-1))
         stream.wait_stream(current)
@@ -112,11 +127,14 @@ class Nccl:
         current.wait_stream(stream)
 
 
+#: Renamed in torch 2.13.
+_GATHER_SINGLE = (
+    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
 _REPLACED = (
-    "all_gather",
     "broadcast",
     "all_reduce",
-    "all_to_all_single",
+    "batch_isend_irecv",
     "get_backend",
     "destroy_process_group",
 )
@@ -129,4 +147,5 @@ def nccl_over_gloo(node: Node) -> Iterator[Nccl]:
     with contextlib.ExitStack() as stack:
         for name in _REPLACED:
             stack.enter_context(mock.patch.object(dist, name, getattr(nccl, name)))
+        stack.enter_context(mock.patch.object(dist, _GATHER_SINGLE, nccl._gather_single))
         yield nccl
