@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections import Counter, defaultdict
@@ -33,9 +34,10 @@ from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, torch_dtype
 from megatron_flashckpt.restore.collectives import (
     Said,
     attempt,
-    gather_objects,
+    cut_list,
     gathered,
     raise_agreed,
+    reduce_flags,
     world_size,
 )
 from megatron_flashckpt.restore.targets import Targets
@@ -88,17 +90,17 @@ class LoadPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Findings:
-    """What one rank found out when it planned, for all to know."""
+    """What one rank found out when it planned, for all to know: no more than `cut_list` leaves."""
 
     differences: tuple[str, ...]
-    unwanted: set[str]
-    """Names that it does not want, of those in the shards that are its own to look at."""
-    absent: set[str]
+    sees_unwanted: bool
+    """Whether it does not want all that is in the shards which are its own to look at."""
+    absent: tuple[str, ...]
     """Names that it wants and that are not there at all."""
     refusal: Said | None
     """What speaks against the load beside that."""
-    replaced: set[str]
-    """Keys of tensors of which it takes the main copy, though its own was another one."""
+    replaces: bool
+    """Whether it takes the main copy of a tensor, though its own was another one."""
 
 
 def plan_load(
@@ -129,6 +131,11 @@ def plan_load(
     is_same_tp = found.model_cut[0] == parallel.model_cut()[0]
     copies = found.copies if is_same_tp else frozenset()
 
+    kinds = {WEIGHT, BUFFER} | (_optimizer_kinds(found) if request.optimizer else set())
+
+    def is_looked_at(kind: str, key: str) -> bool:
+        return request.fill and kind in kinds and not key.endswith(UNUSED)
+
     def look() -> tuple[_Planned, _Findings]:
         mine = wanted()
         uses_others = bool(masters or copies)
@@ -138,7 +145,6 @@ def plan_load(
         names = {(piece.kind, piece.key) for piece in pieces}
         # Between them ranks look at all shards, in the layout that was saved each at its own.
         shards = found.sources[rank :: world_size()] if request.fill else []
-        kinds = {WEIGHT, BUFFER} | (_optimizer_kinds(found) if request.optimizer else set())
         unwanted = superfluous(names | unread, shards, kinds)
         unused = {(kind, key) for kind, key in names - known if key.endswith(UNUSED)}
         lacking = names - known - unused
@@ -150,8 +156,9 @@ def plan_load(
         try:
             plan = _plan(mine, pieces, found)
         except MissingStateError as error:
+            differences = cut_list(error.differences)
             return _Planned(None, names, None), _Findings(
-                error.differences, unwanted, absent, None, set()
+                differences, bool(unwanted), cut_list(sorted(absent)), None, False
             )
         refused = attempt(lambda: check(plan.names))
         replaced = {
@@ -160,20 +167,26 @@ def plan_load(
             if local.piece.key in found.differing
             and (not is_same_tp or (local.copy and (local.piece.key, local.copy) not in copies))
         }
-        return _Planned(plan, names, refused.error), _Findings(
-            (), unwanted, absent, refused.said, replaced
+        return _Planned(plan, names, refused.error, frozenset(replaced)), _Findings(
+            (), bool(unwanted), cut_list(sorted(absent)), refused.said, bool(replaced)
         )
 
     planned, everyone = gathered(look)
-    unwanted = set().union(*(found.unwanted for found in everyone))
-    if unwanted:  # by one rank; the others may want it
-        mine = {f"{kind}/{key}" for kind, key in planned.names | unread}
-        unwanted = set.intersection(*gather_objects(unwanted - mine))
+    unwanted, replaced = set[str](), set[str]()
+    if any(it.sees_unwanted or it.replaces for it in everyone):
+        # What one rank does not want another may. All know the names in the checkpoint.
+        names, keys = sorted(known), sorted(found.differing)
+        mine = planned.names | unread
+        is_mine = [(kind, key) in mine or not is_looked_at(kind, key) for kind, key in names]
+        flags = reduce_flags(is_mine + [key in planned.replaced for key in keys])
+        of_none = [name for name, is_of_any in zip(names, flags, strict=False) if not is_of_any]
+        unwanted = {f"{kind}/{key}" for kind, key in of_none}
+        replaced = set(itertools.compress(keys, flags[len(names) :]))
     differences = [line for found in everyone for line in found.differences]
     if differences or (unwanted and request.strict):
         raise missing_state(found.place, differences, unwanted if request.strict else ())
     raise_agreed([found.refusal for found in everyone], planned.refusal)
-    absent = set().union(*(found.absent for found in everyone))
+    absent = set().union(*(it.absent for it in everyone))
     if rank == 0 and (absent or unwanted):
         logger.warning(
             "%s: not strict: left as they are: %s; not read: %s",
@@ -181,7 +194,6 @@ def plan_load(
             ", ".join(sorted(absent)) or "none",
             ", ".join(sorted(unwanted)) or "none",
         )
-    replaced = set().union(*(found.replaced for found in everyone))
     if rank == 0 and replaced:
         logger.warning(
             "%s: ranks held different values of %s, though they should hold the same ones. Each "
@@ -202,6 +214,8 @@ class _Planned:
     plan: LoadPlan | None
     names: Names
     refusal: Exception | None
+    replaced: frozenset[str] = frozenset()
+    """Keys of tensors of which it takes the main copy, though its own was another one."""
 
 
 def _plan(wanted: list[LocalPiece], pieces: list[Piece], found: SavedJob) -> LoadPlan:
