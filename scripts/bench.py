@@ -7,6 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from bench_exchange import bench_exchange
 from bench_growth import bench_growth
 from bench_idle import bench_idle
 from bench_load import bench_load
@@ -34,6 +35,10 @@ def main() -> None:
     growth.add_argument("--json", type=Path, help="where to write all figures")
     plan = commands.add_parser("plan", help="planning one rank's saves, and reads of 16,384 ranks'")
     plan.add_argument("--rounds", type=int, default=5)
+    exchange = commands.add_parser(
+        "exchange", help="a restart from memory on 16,384 ranks, planned"
+    )
+    exchange.add_argument("--rounds", type=int, default=3)
     load = commands.add_parser("load", help="a resharding load against raw reads of the same files")
     load.add_argument("--rounds", type=int, default=7)
     load.add_argument("--mib", type=int, default=2048, help="about the size of the checkpoint")
@@ -81,6 +86,9 @@ def main() -> None:
     out = Console(soft_wrap=True, highlight=False, width=width)
     if args.command == "plan":
         bench_plan(out, args.rounds)
+        return
+    if args.command == "exchange":
+        bench_exchange(out, args.rounds)
         return
     if args.command == "idle":
         bench_idle(out, args.mib, args.seconds, args.rounds)

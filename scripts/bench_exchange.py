@@ -1,0 +1,112 @@
+"""What a restart from memory takes one rank of 16,384: requests, rounds, and the collectives.
+
+The layout is synthetic. This process is one rank, which plans its reads as in a job; the process
+group answers as if all others sent what this rank sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from synthetic import LLAMA_405B, World
+
+from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.layout.plan import PlanCache, Source
+from megatron_flashckpt.restore.collectives import gather_named, gather_objects
+from megatron_flashckpt.restore.transfer import Pace, Span, Stream
+
+SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)
+#: The measured rank: of the first tensor ranks, which hold all that they want between them.
+TP, STAGE, REPLICA = 0, 7, 40
+ROUND_NBYTES = 64 * 2**20
+Wishes = dict[int, list[Span]]
+
+
+def wishes() -> Wishes:
+    """Return what the measured rank asks of its replicas after a restart."""
+    cache = PlanCache()
+    layouts = [cache.layout(pieces) for pieces in SAVED.owned(TP, STAGE)]
+    sources = [Source(n, it.template, it.placement) for n, it in enumerate(layouts)]
+    reads = read_plan(SAVED.wanted(TP, STAGE, REPLICA), sources, "memory").reads
+    return {
+        source: [(read.source_offset, read.nbytes) for read in of_source]
+        for source, of_source in reads.items()
+        if source != REPLICA
+    }
+
+
+class Job:
+    """What the collectives of the measured rank come to."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.most_nbytes = 0
+        """Bytes on the device of the rank in one collective."""
+
+    def gather(self, received: torch.Tensor, sent: torch.Tensor, group: Any = None) -> None:
+        received.view(SAVED.size, -1)[:] = sent
+        self.most_nbytes = max(self.most_nbytes, received.nbytes + sent.nbytes)
+        self.calls += 1
+
+
+@contextlib.contextmanager
+def simulated_job() -> Iterator[Job]:
+    """Have this process be a rank of a job whose ranks all send the same."""
+    job = Job()
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    replaced: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "get_rank": lambda group=None: REPLICA,
+        "get_world_size": lambda group=None: SAVED.size,
+        "get_backend": lambda group=None: "gloo",
+        gather: job.gather,
+    }
+    with mock.patch.multiple(dist, **replaced):
+        yield job
+
+
+def measured(work: Callable[[], object]) -> str:
+    """Return what `work` takes: seconds, Python's memory at most, calls and bytes on the device."""
+    gc.collect()
+    with simulated_job() as job:
+        started = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - started
+        calls = job.calls
+        tracemalloc.start()
+        work()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return (
+        f"{seconds:6.2f} s, {peak / 1e6:7.1f} MB of Python's memory, {calls} calls, "
+        f"{job.most_nbytes / 1e6:5.1f} MB on the device at a time"
+    )
+
+
+def bench_exchange(out: Console, rounds: int) -> None:
+    """Print what it takes to find out who asks whom, and the other gathers of a load."""
+    mine = wishes()
+    streams = {peer: Stream(spans) for peer, spans in mine.items()}
+    nbytes = sum(stream.nbytes for stream in streams.values())
+    spans = sum(map(len, mine.values()))
+    out.print(
+        f"one of {SAVED.size:,} ranks asks {len(mine)} others for {spans:,} spans, "
+        f"{nbytes / 1e6:,.0f} MB, in {Pace.of(streams, ROUND_NBYTES).rounds(streams)} rounds"
+    )
+    works: dict[str, Callable[[], object]] = {
+        "who asks whom": lambda: gather_named(mine),
+        "an agreement": lambda: gather_objects((None, None)),
+        "a summary": lambda: gather_objects(("0" * 32, tuple(range(1000, 1060)))),
+    }
+    for _ in range(rounds):
+        for name, work in works.items():
+            out.print(f"{name:14} {measured(work)}")
