@@ -251,7 +251,12 @@ def test_no_tensor_is_kept_alive_for_the_next_enumeration(
     job, state = repeated_job
     pieces: list[LocalPiece] = owned(job, state)
     memory = [weakref.ref(it.tensor.untyped_storage()) for it in pieces]
+    moments = [weakref.ref(it.tensor) for it in pieces if it.piece.kind == "exp_avg"]
     del pieces
+    for number in range(len(OWNED)):
+        job.states(number).clear()
+    gc.collect()
+    assert [ref() for ref in moments] == [None] * len(moments), "the optimizer lives on"
     for parameter in job.parameters():
         parameter.data = torch.empty(0)
     del job.optimizer
