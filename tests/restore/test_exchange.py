@@ -221,6 +221,9 @@ def on_gpus(rank: int) -> dict[str, Any]:
         collectives = len(nccl.round_nbytes)
         exchanged(nothing_from_others(GPU_SCALE), "nothing", rank, device="cuda")
         idle_collectives = len(nccl.round_nbytes) - collectives
+        nccl.peers.clear()
+        exchanged(one_rank_wants_it_all(), "one wants", rank, device="cuda")
+        peers = sorted(set().union(*nccl.peers.values()))
         del filled
         gc.collect()
         torch.cuda.empty_cache()
@@ -229,6 +232,7 @@ def on_gpus(rank: int) -> dict[str, Any]:
             "rounds": rounds,
             "errors": errors,
             "idle_collectives": idle_collectives,
+            "peers": peers,
             "groups": len(dist.distributed_c10d._world.pg_map),
             "kept_nbytes": allocator.nbytes - torch.cuda.mem_get_info()[0],
             "devices": sorted({call.device for call in node.calls[1:]}),
@@ -301,6 +305,11 @@ def test_connections_between_gpus_end_with_the_exchange(found: list[dict]) -> No
 
 def test_ranks_that_need_nothing_from_others_are_not_connected(found: list[dict]) -> None:
     assert [each["gpu"]["idle_collectives"] for each in found] == [0] * RANKS
+
+
+def test_ranks_that_need_nothing_of_each_other_are_not_connected(found: list[dict]) -> None:
+    """Rank 1 wants what ranks 0 and 2 hold: they need no connection to each other."""
+    assert [each["gpu"]["peers"] for each in found] == [[1], [0, 2], [1]]
 
 
 def test_all_ranks_raise_if_one_gpu_has_no_memory(found: list[dict]) -> None:
