@@ -45,6 +45,9 @@ from megatron_flashckpt.saved_job import SavedJob
 
 logger = logging.getLogger(__name__)
 
+#: Differences that an error lists: thousands of ranks may each find others.
+_MOST_DIFFERENCES = 1000
+
 Names = set[tuple[str, str]]
 """Kinds and keys."""
 
@@ -182,7 +185,9 @@ def plan_load(
         of_none = [name for name, is_of_any in zip(names, flags, strict=False) if not is_of_any]
         unwanted = {f"{kind}/{key}" for kind, key in of_none}
         replaced = set(itertools.compress(keys, flags[len(names) :]))
-    differences = [line for found in everyone for line in found.differences]
+    differences = list(dict.fromkeys(line for it in everyone for line in it.differences))
+    if (more := len(differences) - _MOST_DIFFERENCES) > 0:
+        differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
     if differences or (unwanted and request.strict):
         raise missing_state(found.place, differences, unwanted if request.strict else ())
     raise_agreed([found.refusal for found in everyone], planned.refusal)
