@@ -122,7 +122,8 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
 
         if cell.fails:
             blocking.rmdir()
-        later = second.trainer(root, retention=_SECOND)
+        with agent_fault(None):  # cells run beside one another, in threads of one environment
+            later = second.trainer(root, retention=_SECOND)
         run = later.claim("take_over").run_id
         newest = committed(root)[-1]
         if cell.swept:
