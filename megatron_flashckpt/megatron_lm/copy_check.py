@@ -66,8 +66,11 @@ class Comparison:
             ]
             content = self.aside.content.numpy()
             sums += [(piece, weighed(piece, content[begin:])) for begin, piece in self._others]
-        meta = msgspec.structs.replace(slot.meta, sums=added_up(sums))
-        slot.set_meta(msgspec.msgpack.encode(meta))
+        # All other fields byte for byte, so that the description keeps its length: a setting that
+        # was given as 24 would be encoded as 24.0.
+        fields = msgspec.msgpack.decode(slot.encoded_meta(), type=dict[str, msgspec.Raw])
+        fields["sums"] = msgspec.Raw(msgspec.msgpack.encode(added_up(sums)))
+        slot.set_meta(msgspec.msgpack.encode(fields))
 
 
 def _is_compared(piece: Piece) -> bool:
