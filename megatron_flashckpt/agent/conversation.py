@@ -281,6 +281,7 @@ class Conversations:
             else:
                 self._node.replace_slots(rank, RankSlots(slab))
                 self._protect(number)
+                self._saves.look_up_digests(number)
             return self._inherit(number)
 
     def _detach(self, number: int) -> None:

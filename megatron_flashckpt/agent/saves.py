@@ -18,7 +18,7 @@ from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
-from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
@@ -158,7 +158,8 @@ class Saves:
             digests = digest_slot(slot, header) if still_there else None
         with self._node.changed:
             if still_there:
-                info.persisting, info.digests = False, digests
+                # What was taken when the trainer hung up counts: later changes must show.
+                info.persisting, info.digests = False, info.digests or digests
             seconds = time.monotonic() - started
             outcome = p.Outcome(header.iteration, header.save_id, None, seconds, kept=True)
             if rank is not None:
@@ -176,6 +177,29 @@ class Saves:
         for slot, info in rank.slots.undigested():
             info.digesting = True
             self._unread_pool.submit(self._digest_unread, rank, slot, info)
+
+    def look_up_digests(self, number: int) -> None:
+        """Begin to read from storage the digests of what another agent has made durable.
+
+        Memory that changes after the death of that agent must not be digested as it is then. The
+        caller holds the lock.
+        """
+        slots = self._node.ranks[number].slots
+        for slot, info in slots.undigested() if slots is not None else ():
+            if slot.header.state == SlotState.DURABLE:
+                self._note_pool.submit(self._look_up_digests, number, slots, slot.header, info)
+
+    def _look_up_digests(
+        self, number: int, slots: RankSlots, header: SlotHeader, info: SlotInfo
+    ) -> None:
+        try:
+            digests = stored_digests(self._node.storage, header, number)
+        except (FlashCkptError, OSError) as error:  # retention may have removed it
+            logger.info("rank %d: no digests of iteration %d: %s", number, header.iteration, error)
+            return
+        with self._node.changed:
+            if info in slots.infos:  # the slot was not given to a later save
+                info.digests = digests
 
     def _digest_unread(self, rank: Trainer, slot: Slot, info: SlotInfo) -> None:
         header = slot.header
@@ -237,7 +261,8 @@ class Saves:
         """Return the digests of a shard when it is durable; an earlier agent may have done that."""
         if info.inherited:
             if is_persisted(save, number):
-                return info.digests or stored_digests(save.storage, header, number)
+                # Not those of the slot, which may have changed since it was written.
+                return stored_digests(save.storage, header, number)
             save.past = told_of(save.storage, save.save_id)
             if save.past is not None:
                 return info.digests or digest_slot(slot, header)

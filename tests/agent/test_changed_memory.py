@@ -6,18 +6,36 @@ offers them with these digests.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.node import AgentOptions, Trainer
+from megatron_flashckpt.agent.node import Node as AgentNode
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent.settings import settings_of
+from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.layout import names
-from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
-from tests.agent.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+from tests.agent.test_succession import kill_agent
+from tests.agent.trainer import (
+    PATIENCE_S,
+    FakeTrainer,
+    content,
+    eventually,
+    held_back,
+    new_save_id,
+)
 
 
 def restored(trainer: FakeTrainer, offer: Offer) -> bytes:
@@ -76,3 +94,79 @@ def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_hangs_up(
     flip(again, offer)
     with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
         restored(again, offer)
+
+
+def test_what_an_earlier_agent_has_written_is_restored_only_as_that_was(
+    node: Node, root: Path
+) -> None:
+    """The next agent reads the digests in storage, not the memory that may have changed."""
+    trainer = node.trainer(root)
+    assert trainer.save(7).error is None
+    (offer,) = trainer.take()
+    written = offer.digests
+    kill_agent(trainer.client.agent_pid)
+    flip(trainer, offer)
+    trainer.reconnect()
+    eventually("the digests", lambda: trainer.take()[0].digests == written)
+    trainer.hang_up()
+    again = node.trainer(root)
+    (offer,) = again.take()
+    with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
+        restored(again, offer)
+
+
+def test_a_part_that_an_earlier_agent_has_written_is_restored_only_as_that_was(
+    node: Node, root: Path
+) -> None:
+    """Its digests were taken again when the trainer hung up, after the memory had changed."""
+    config = node.config(persist_threads=1)
+    trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
+    save_id = new_save_id()
+    directory = root / names.iteration_dir(7)
+    with held_back(directory / names.shard_name(1, save_id)) as let_go:
+        for trainer in trainers:
+            trainer.stage(7, save_id)
+            if trainer.rank == 0:
+                eventually("its record", (directory / names.record_name(0, save_id)).exists)
+        first, second = trainers
+        (offer,) = first.take()
+        kill_agent(first.client.agent_pid)
+        flip(first, offer)
+        second.reconnect()  # the only thread that persists waits for the shard of rank 1
+        first.reconnect()
+        first.hang_up()
+        again = node.trainer(root, 0, 2, config=config)
+        assert again.take()[0].digests is not None, "it was digested at the hang-up"
+        let_go()
+        assert second.outcome().error is None
+    (offer,) = again.take()
+    with pytest.raises(CorruptCheckpointError, match="host memory changed after it was staged"):
+        restored(again, offer)
+
+
+def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_path: Path) -> None:
+    """What is meant for memory only waits for its digests in a queue."""
+    settings = msgspec.structs.asdict(settings_of(Config()))
+    node = AgentNode(AgentOptions(root=str(tmp_path), **settings))
+    saves = Saves(node, Committer(node))
+    slab = Slab.create(2, 0, 100, "0")
+    slot = slab.slots[0]
+    slot.set_header(SlotHeader(SlotState.KEPT, 7, new_save_id(), 0, 100))
+    may_run = threading.Event()
+    with node.changed:
+        rank = node.ranks[0] = Trainer()
+        rank.slots = RankSlots(slab)
+        info = rank.slots.infos[0]
+        saves._digest_pool.submit(may_run.wait)
+        saves.take_over(0, 0)
+        saves.digest_unread(rank)
+        assert node.changed.wait_for(lambda: info.digests is not None, PATIENCE_S)
+        taken = info.digests
+    with slot.data() as data:
+        data[50] ^= 4
+    may_run.set()
+    with node.changed:
+        assert node.changed.wait_for(lambda: bool(rank.untold), PATIENCE_S)
+        assert info.digests == taken
+    saves.close()
+    slab.close()
