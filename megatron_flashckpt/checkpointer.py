@@ -22,6 +22,7 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
+    AgentRefusedError,
     ConfigError,
     FlashCkptError,
     SaveFailedError,
@@ -309,6 +310,8 @@ class Checkpointer:
                     layout = self._plans.layout([local.piece for local in ordered])
                 with phase("acquire slot"):
                     return layout, self._acquire(request, layout, comparison, save_id)
+            except AgentRefusedError:
+                raise  # another agent would not have what this one was given
             except AgentError as error:
                 if client is None:
                     raise
@@ -410,6 +413,9 @@ class Checkpointer:
                     layout.nbytes,
                     seconds,
                 )
+            except AgentRefusedError as failure:
+                slot.set_state(SlotState.FAILED)
+                self._outstanding.broke(save_id, failure)
             except AgentError as failure:
                 # Staged all the same: the next agent takes it over.
                 self._outstanding.found_silent(client, failure)

@@ -61,6 +61,10 @@ class AgentError(FlashCkptError, ConnectionError):
     """The node's agent is gone, cannot be started, or does not answer."""
 
 
+class AgentRefusedError(AgentError):
+    """The node's agent refused one request. It still has all that it was given before."""
+
+
 class OtherWriterError(FlashCkptError):
     """Another job writes to the save directory, so this one does not start."""
 

@@ -16,7 +16,7 @@ import msgspec
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.agent.history import PastSave, told_of
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.errors import AgentError, FlashCkptError
+from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.manifest import Manifest
 from megatron_flashckpt.layout.names import iteration_dir
@@ -109,6 +109,10 @@ class Outstanding:
         handed_over = self._handed_over & self._open.keys()
         try:
             reply = self._link.poll(0.0 if self._untold else wait_s, self.traces.unsent())
+        except AgentRefusedError as error:
+            # It serves another process of this rank from now on.
+            for save_id in list(self._open):
+                self._conclude(save_id, str(error))
         except AgentError as error:
             self.lose_agent(client, error)
         else:
@@ -202,6 +206,8 @@ class Outstanding:
             try:
                 if self._lost[0][1] not in taken:
                     client.abandon(*self._lost[0])
+            except AgentRefusedError as error:
+                logger.warning("rank %d: other nodes are not told: %s", self._rank, error)
             except AgentError as error:
                 self.lose_agent(client, error)
                 return

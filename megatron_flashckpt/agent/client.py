@@ -34,7 +34,7 @@ from megatron_flashckpt.agent.run_messages import (
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import AgentSettings, flags, settings_of
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentError, SaveFailedError
+from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
 from megatron_flashckpt.layout.cost import RankCost
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.tracing import Span
@@ -117,8 +117,9 @@ class AgentClient:
             return reply, received
         if received is not None:
             os.close(received)
-        reason = reply.reason if isinstance(reply, p.Refused) else f"answered {reply!r}"
-        raise AgentError(f"the agent refused {type(request).__name__}: {reason}")
+        if isinstance(reply, p.Refused):
+            raise AgentRefusedError(f"the agent refused {type(request).__name__}: {reply.reason}")
+        raise AgentError(f"the agent answered {type(request).__name__} with {reply!r}")
 
     def _await_answer(self, wait_s: float) -> None:
         """Return when an answer begins to come.

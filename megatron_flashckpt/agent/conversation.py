@@ -265,7 +265,7 @@ class Conversations:
         """
         rank = self._node.ranks[number]
         if rank.incarnations.served != process:
-            raise AgentError(f"another process of rank {number} has taken this one's place")
+            raise AgentError(str(ReplacedError(rank.incarnations.served)))
         return rank
 
     def _attach(self, number: int, slab: Slab, process: RankProcess | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import torch
 from megatron_flashckpt import run_id
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import AgentRefusedError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.records import Coordinates
@@ -22,7 +23,7 @@ from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
-from tests.agent.trainer import eventually
+from tests.agent.trainer import eventually, held_back
 
 RUN = "0123abcd"
 #: Elements of each tensor.
@@ -146,3 +147,59 @@ def test_a_copy_that_fails_in_the_middle_leaves_no_shard_and_the_next_save_works
     directory = root / names.iteration_dir(2)
     assert not list(directory.glob("rank_*.safetensors"))
     job.assert_stored(root, 1)
+
+
+def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
+    make: Any,
+    config: Config,
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = make(config)
+    checkpointer = job.checkpointer
+    checkpointer.save(job.request(1, memory_only=True))
+    checkpointer.link.stager.wait()
+    client = checkpointer.link.client()
+    eventually("its digests", lambda: not any(slab.in_use for slab in client.held()))
+    staged = client.staged
+
+    def damaged(index: int, *rest: Any) -> None:
+        slab = checkpointer.link._slab
+        slab.memory[slab.geometry.meta_offset(index) + 20] ^= 1
+        staged(index, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "staged", damaged)
+        checkpointer.save(job.request(2))
+        checkpointer.link.stager.wait()
+    outcomes = {outcome.iteration: outcome for outcome in checkpointer.wait(60.0)}
+    assert (outcomes[1].error, outcomes[1].kept) == (None, True)
+    assert "the agent refused Staged: slot 1: its description has changed" in (
+        outcomes[2].error or ""
+    )
+    assert checkpointer.link.current is client
+    assert "takes over" not in caplog.text
+    assert job.save(3) is None
+    job.assert_stored(root, 3)
+
+
+def test_saves_of_a_rank_that_the_agent_serves_no_more_end_with_its_reason(
+    make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make(config)
+    assert job.save(1) is None
+    client = job.checkpointer.link.client()
+    reason = "the agent refused Poll: a later process of the same rank"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AgentRefusedError(reason)
+
+    with held_back(root / names.iteration_dir(2) / names.shard_name(0, f"{RUN}0001")):
+        job.checkpointer.save(job.request(2))
+        job.checkpointer.link.stager.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "poll", refuse)
+            (outcome,) = job.checkpointer.wait(60.0)
+    assert (outcome.iteration, outcome.error) == (2, reason)
+    assert job.checkpointer.link.current is client
