@@ -25,6 +25,7 @@ from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     FormatVersionError,
+    SaveFailedError,
     StorageError,
     is_damage,
     may_pass,
@@ -45,6 +46,9 @@ _TROUBLE_S = 20.0
 #: Pauses before a note of a failure is put again.
 _NOTE_RETRIES_S = (0.2, 1.0, 3.0)
 _NOTE_NBYTES = 2**16
+#: How long a node waits until that of rank 0, too, knows that training has abandoned a save.
+_ABANDONED_S = 30.0
+_ABANDONED = "a crash cut it short; training went on from an older checkpoint"
 _TRACKER_NBYTES = 4096
 
 
@@ -53,9 +57,9 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
 
     Called repeatedly by the agent's commit thread. Never raises: what goes wrong is the outcome.
     """
-    if save.outlived:
-        return True, "a crash cut it short; training went on from an older checkpoint"
     try:
+        if save.outlived:
+            return _is_over(save), _ABANDONED
         if save.superseded_by == save.iteration:
             place = f"{save.storage.place}/{save.directory}"
             return True, f"{place}: holds a later save of the same iteration already"
@@ -99,6 +103,21 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         place = f"{save.storage.place}/{save.directory}"
         return _failed(save, f"{place}: {type(error).__name__}: {error}")
     return _expired(save, timeout_s)
+
+
+def _is_over(save: PendingSave) -> bool:
+    """Return whether this node may conclude a save that training has abandoned.
+
+    The node of rank 0 may be committing it at this moment: its own ranks tell it a moment earlier
+    or later. So the other nodes keep their files until it is certain that it does not.
+    """
+    if save.abandoned_at is None:
+        save.abandoned_at = time.monotonic()
+        if len(save.metas) < next(iter(save.metas.values())).world_size:
+            leave_note(save.storage, save.iteration, save.save_id, min(save.metas), _ABANDONED)
+    if 0 in save.metas or time.monotonic() - save.abandoned_at > _ABANDONED_S:
+        return True
+    return save.persisted >= set(save.metas) and _may_remove(save)
 
 
 def _expired(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
@@ -154,7 +173,11 @@ def commit(save: PendingSave) -> None:
         common = f"{save.directory}/{names.common_name(save.save_id)}"
         storage.put(common, meta.common, durable="contents")
         reach("commit.common")
-        storage.put(f"{save.directory}/{names.MANIFEST}", manifest.encode_manifest(merged))
+        storage.put(
+            f"{save.directory}/{names.MANIFEST}",
+            manifest.encode_manifest(merged),
+            guard=lambda: _check_wanted(save),
+        )
     save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
     reach("commit.manifest")
     _publish(save)
@@ -195,6 +218,13 @@ def _check_commits(save: PendingSave) -> None:
     """Raise unless this agent is the one that commits."""
     if save.fence is not None:
         save.fence.check_commits(save.storage)
+
+
+def _check_wanted(save: PendingSave) -> None:
+    """Raise unless `save` may become a checkpoint now: commits of large jobs take seconds."""
+    _check_commits(save)
+    if save.outlived:
+        raise SaveFailedError(_ABANDONED)
 
 
 def _check_named(save: PendingSave) -> None:
@@ -272,14 +302,15 @@ def forget(save: PendingSave) -> None:
 
 def _may_remove(save: PendingSave) -> bool:
     """Return whether nobody can commit `save` any more."""
-    if 0 in save.metas or save.called_off or save.outlived:
-        return True  # this agent decides, or the agent or the ranks of the job have decided
+    if 0 in save.metas or save.called_off:
+        return True  # this agent decides, or the agent that does has decided
     if save.superseded_by == save.iteration or save.past is not None:
         return True
     note = names.failure_name(0, save.save_id)
     # A rank may have failed after its record was published: storage did the put and reported an
     # error, or an agent that is gone had published the record.
-    records = {names.record_name(rank, save.save_id) for rank in save.failed}
+    ranks = save.metas if save.outlived else save.failed
+    records = {names.record_name(rank, save.save_id) for rank in ranks}
     present = save.storage.present(save.directory, {note, *records})
     return note in present or not records <= present
 

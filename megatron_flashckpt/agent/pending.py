@@ -39,6 +39,8 @@ class PendingSave:
     """Iteration of a save that was staged later and committed earlier."""
     outlived: bool = False
     """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
+    abandoned_at: float | None = None
+    """When the agent began to conclude it for that reason; `time.monotonic`."""
     missing: list[str] = dataclasses.field(default_factory=list)
     """Commit records that were not there when last looked for, on the node that commits."""
     listed_at: float = -math.inf

@@ -185,7 +185,9 @@ class Saves:
         caller holds the lock.
         """
         slots = self._node.ranks[number].slots
-        for slot, info in slots.undigested() if slots is not None else ():
+        if slots is None:
+            return
+        for slot, info in slots.undigested():
             if slot.header.state == SlotState.DURABLE:
                 self._note_pool.submit(self._look_up_digests, number, slots, slot.header, info)
 

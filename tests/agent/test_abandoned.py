@@ -1,0 +1,114 @@
+"""A save that training has abandoned, while the agent of another node commits it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.commit import forget, outcome_of
+from megatron_flashckpt.faults import VARIABLE
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage.base import Durable
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.persisting import persisted
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import eventually, new_save_id
+
+SAVE = "a" * 12
+
+
+def test_nothing_is_removed_of_what_the_node_of_rank_0_commits_at_that_moment(
+    node: Node, other_node: Node, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks tell their agents one after the other what training resumes from."""
+    reached, save_id = tmp_path / "reached", new_save_id()
+    monkeypatch.setenv(VARIABLE, f"agent:commit.common:1:STOP:{reached}")
+    first = node.trainer(root, 0, 2, config=node.config(answer_timeout_s=600.0))
+    monkeypatch.delenv(VARIABLE)
+    second = other_node.trainer(root, 1, 2)
+    second.stage(1, save_id)
+    asking = threading.Thread(target=first.stage, args=(1, save_id))  # it may not be answered yet
+    asking.start()
+    eventually("all but the manifest", reached.exists)
+    (agent,) = node.agents()
+    directory = root / names.iteration_dir(1)
+    shard = directory / names.shard_name(1, save_id)
+    note = directory / names.failure_name(1, save_id)
+    try:
+        second.hang_up()
+        other_node.trainer(root, 1, 2).client.adopt(None, 0)
+        eventually("it knows", lambda: note.exists() or not shard.exists())
+    finally:
+        os.kill(agent, signal.SIGCONT)
+        asking.join()
+    eventually("the commit", lambda: (root / names.TRACKER).exists())
+    assert first.outcome().error is None
+    assert_intact(root, 1, [first, second])
+
+
+class _Telling(PosixStorage):
+    """Real storage, which calls `tell` before it puts the common state."""
+
+    tell: Callable[[], None]
+
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        if names.common_name(SAVE) in name:
+            self.tell()
+        super().put(name, data, durable, guard)
+
+
+def test_a_commit_under_way_ends_before_its_manifest(root: Path) -> None:
+    storage = _Telling(root)
+    save = persisted(storage, SAVE)
+    storage.tell = lambda: setattr(save, "outlived", True)
+    finished, error = outcome_of(save, 60.0)
+    assert (finished, "went on from an older" in (error or "")) == (True, True)
+    forget(save)
+    assert not list(root.glob(f"{names.iteration_dir(5)}/[mcr]*[!d]"))
+
+
+def test_the_node_of_rank_0_tells_the_others_which_then_remove_their_part(root: Path) -> None:
+    saves = [persisted(PosixStorage(root), SAVE, rank, 2) for rank in range(2)]
+    for save in saves:
+        save.outlived = True
+    assert outcome_of(saves[1], 60.0)[0] is False
+    forget(saves[1])
+    shards = [root / names.iteration_dir(5) / names.shard_name(rank, SAVE) for rank in range(2)]
+    assert [shard.exists() for shard in shards] == [True, True]
+    for save in saves:
+        assert outcome_of(save, 60.0)[0]
+        forget(save)
+    assert [shard.exists() for shard in shards] == [False, False]
+
+
+def test_a_part_without_a_record_is_removed_at_once(root: Path) -> None:
+    """No agent can commit without it."""
+    save = persisted(PosixStorage(root), SAVE, 1, 2)
+    save.outlived = True
+    (root / names.iteration_dir(5) / names.record_name(1, SAVE)).unlink()
+    assert outcome_of(save, 60.0)[0]
+    forget(save)
+    assert not (root / names.iteration_dir(5) / names.shard_name(1, SAVE)).exists()
+
+
+def test_a_node_does_not_wait_for_that_of_rank_0_for_ever(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_flashckpt.agent.commit._ABANDONED_S", 0.0)
+    save = persisted(PosixStorage(root), SAVE, 1, 2)
+    save.outlived = True
+    assert outcome_of(save, 60.0)[0]
+    forget(save)
+    assert (root / names.iteration_dir(5) / names.shard_name(1, SAVE)).exists(), "its sweeper's"
