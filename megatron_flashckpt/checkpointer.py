@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import time
 from typing import Any
@@ -99,6 +100,8 @@ class Checkpointer:
         #: The last save and the steps until then, if nothing of it goes to storage.
         self._unwritten: tuple[SaveRequest, int] | None = None
         self._copies_hang = False
+        #: When the job's end stops waiting for saves; `time.monotonic`. Infinite: it goes on.
+        self._ends_at = math.inf
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -260,6 +263,9 @@ class Checkpointer:
         request = unwritten[0]
         if request.memory_only and not self.config.agent.persist_on_leave:
             return None
+        self._ends_at = time.monotonic() + self.config.drain_timeout_s
+        if not self.link.stager.wait(self.config.drain_timeout_s):
+            return None  # a GPU hangs; `wait` says so
         return self.save(
             dataclasses.replace(request, memory_only=False, must_wait=True, in_loop=False)
         )
@@ -351,7 +357,13 @@ class Checkpointer:
             level = level_on(self.rank, logging.INFO)
             logger.log(level, "iteration %d: waiting for a free slot", request.iteration)
             self._outstanding.put_back(self.poll())  # for what it logs
-            index = client.acquire(request.iteration, save_id, _WAIT_SLICE_S)
+            left_s = self._ends_at - time.monotonic()
+            if left_s <= 0:
+                raise SaveFailedError(
+                    f"no slot became free within {self.config.drain_timeout_s:g} s: earlier "
+                    "saves are still being written; raise 'drain_timeout_s' to wait longer"
+                )
+            index = client.acquire(request.iteration, save_id, min(left_s, _WAIT_SLICE_S))
         slot = slab.slots[index]
         reach("save.granted")
         slot.set_header(
@@ -454,8 +466,9 @@ class Checkpointer:
         What is still pending after `timeout_s` (default: `drain_timeout_s`) becomes a failure.
         """
         timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        self._copies_hang = not self.link.stager.wait(timeout_s)
+        deadline = min(time.monotonic() + timeout_s, self._ends_at)
+        self._ends_at = math.inf
+        self._copies_hang = not self.link.stager.wait(max(deadline - time.monotonic(), 0.0))
         outcomes = self.poll()
         while self._outstanding:
             left = deadline - time.monotonic()
@@ -474,15 +487,19 @@ class Checkpointer:
         """Whether a save of this rank has no outcome yet."""
         return bool(self._outstanding)
 
-    def close(self, *, leave: bool = True) -> None:
+    def close(self, *, leave: bool = True) -> bool:
         """Hang up. With `leave` the agent frees this rank's memory; else it keeps it for a restart.
 
         Call `wait` before, or pending outcomes are lost (the saves are not).
+
+        Returns:
+            Whether there is an agent, which ends what is staged.
         """
         if self._copies_hang:
+            has_agent = self.link.current is not None
             self.abandon()
-        else:
-            self.link.close(leave=leave)
+            return has_agent
+        return self.link.close(leave=leave)
 
     def abandon(self) -> None:
         """Hang up after a crash of training, within seconds, even if the GPU hangs."""

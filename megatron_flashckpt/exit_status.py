@@ -1,7 +1,8 @@
 """The exit status of a training process whose last checkpoint is not durable.
 
 Megatron's training ends as if all were well, because saves end in the background. A status or an
-exception that the script itself ends with stays as it is.
+exception that the script itself ends with stays as it is. Of `raise SystemExit(3)` nothing is seen
+without the launcher: Python tells no handler at exit, so a last save that has failed makes it 1.
 """
 
 from __future__ import annotations

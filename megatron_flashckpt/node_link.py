@@ -498,16 +498,23 @@ class NodeLink:
         self.stager.abandon()
         self._drop()
 
-    def close(self, *, leave: bool) -> None:
-        """End the copy thread and hang up; with `leave` the agent frees this rank's memory."""
+    def close(self, *, leave: bool) -> bool:
+        """End the copy thread and hang up; with `leave` the agent frees this rank's memory.
+
+        Returns:
+            Whether there is an agent.
+        """
         self._prepared()
         self.stager.close()
+        has_agent = self._client is not None
         if self._client is not None and leave:
             try:
                 self._client.leave()
             except AgentError as error:
                 logger.warning("rank %d: %s", self._rank, error)
+                has_agent = False
         self._drop()
         if self._slab is not None:
             self._slab.close()
             self._slab = None
+        return has_agent

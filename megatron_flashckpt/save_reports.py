@@ -27,6 +27,8 @@ class SaveReports:
     def __init__(self, root: str, rank: int) -> None:
         self._root = root
         self.rank = rank
+        self.has_agent = True
+        """Whether an agent was there when the checkpointer was closed."""
         #: Newest iteration that is durable in `root`, as far as this rank knows.
         self._durable: int | None = None
         #: Iteration of the last save to storage; None: it is durable, or there was none.

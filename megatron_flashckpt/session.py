@@ -243,7 +243,7 @@ class Session:
             state = each.checkpointer.model_state
             agreed = (state.quantized_keys, state.copied_keys, state.differing_keys)
             self._agreed[root] = agreed
-            each.checkpointer.close(leave=leave)
+            each.reports.has_agent = each.checkpointer.close(leave=leave)
         self._open.clear()
 
     def end(self) -> bool:
@@ -278,7 +278,9 @@ class Session:
         """
         reports = [each for each in self._reports.values() if each.rank == 0]
         self._reports.clear()
-        verdicts = [said for each in reports if (said := each.verdict()) is not None]
+        verdicts = [
+            (said, each.has_agent) for each in reports if (said := each.verdict()) is not None
+        ]
         fails = self.config.exit_nonzero_unless_durable
         if not fails:
             status = "the exit status does not tell ('exit_nonzero_unless_durable' is false)"
@@ -286,10 +288,10 @@ class Session:
             status = "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)"
         else:
             status = "the exit status is the one that the script has chosen"
-        retry = ""
-        if self.config.agent.persist_on_leave:
-            retry = "; if all ranks have staged it, the agents try to write it after this exit"
-        for said in verdicts:
+        for said, has_agent in verdicts:
+            retry = ""
+            if self.config.agent.persist_on_leave and has_agent:
+                retry = "; if all ranks have staged it, the agents try to write it after this exit"
             logger.error("%s%s; %s", said, retry, status)
         return not (verdicts and fails)
 

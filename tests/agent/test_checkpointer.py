@@ -20,6 +20,8 @@ from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
+from megatron_flashckpt.save_reports import SaveReports
+from megatron_flashckpt.session import Session, _Open
 from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
@@ -203,3 +205,48 @@ def test_saves_of_a_rank_that_the_agent_serves_no_more_end_with_its_reason(
             (outcome,) = job.checkpointer.wait(60.0)
     assert (outcome.iteration, outcome.error) == (2, reason)
     assert job.checkpointer.link.current is client
+
+
+def test_the_last_save_of_a_job_waits_for_a_slot_no_longer_than_for_its_commit(
+    make: Any, config: Config, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = msgspec.structs.replace(
+        config,
+        busy="skip",
+        drain_timeout_s=1.0,
+        agent=msgspec.structs.replace(config.agent, commit_timeout_s=15.0),
+    )
+    job = make(config)
+    shards = [
+        root / names.iteration_dir(n) / names.shard_name(0, f"{RUN}{n - 1:04x}") for n in (1, 2)
+    ]
+    with held_back(shards[0]), held_back(shards[1]):
+        for iteration in (1, 2):
+            job.checkpointer.save(job.request(iteration))
+            job.checkpointer.link.stager.wait()
+        assert job.checkpointer.save(job.request(3)).refusal is not None
+        report = job.checkpointer.write_last()
+        outcomes = {outcome.iteration: outcome.error or "" for outcome in job.checkpointer.wait()}
+    assert report is not None
+    assert report.skipped
+    assert "no slot became free within 1 s" in outcomes[3]
+    assert all("raise 'drain_timeout_s'" in outcomes[iteration] for iteration in (1, 2, 3))
+    assert job.save(4) is None, "only the end of the job is in a hurry"
+
+
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_a_late_write_is_promised_only_if_there_is_an_agent(
+    make: Any, config: Config, caplog: pytest.LogCaptureFixture, *, has_agent: bool
+) -> None:
+    job = make(config)
+    if has_agent:
+        assert job.save(1) is None
+    session = Session(config)
+    reports = SaveReports(job.checkpointer.root, 0)
+    reports.wanted(2)
+    reports.skipped(2, "no reason")
+    session._open[job.checkpointer.root] = _Open(job.checkpointer, reports)
+    session._reports[job.checkpointer.root] = reports
+    assert not session.end()
+    assert ("try to write it after this exit" in caplog.text) == has_agent
+    assert "the last save, iteration 2, is not durable" in caplog.text
