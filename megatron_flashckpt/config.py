@@ -24,10 +24,16 @@ ShareOut = Literal["share", "first"] | Annotated[int, msgspec.Meta(ge=1)]
 Weights = Literal["store", "derive"]
 
 
+#: No setting is larger: an infinite wait looks like a job that hangs, and no bound stops a NaN.
+_MOST = 10**9
+
+
 def _require_at_least(*bounds: tuple[str, float | None, float]) -> None:
     for name, value, least in bounds:
         if value is not None and value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
+        if value is not None and not value <= _MOST:
+            raise ValueError(f"{name} must be at most {_MOST}, got {value}")
 
 
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -296,3 +296,24 @@ def test_rules_of_retention_come_from_a_file_or_from_variables(write):
 def test_a_rule_that_makes_no_sense_is_refused(write, text, said):
     with pytest.raises(ConfigError, match=said):
         load_config(write(f"retention: {text}"), {})
+
+
+def _floats(struct: type[msgspec.Struct], prefix: str = "") -> list[str]:
+    """Return the settings that may hold a float."""
+    found = []
+    for field in msgspec.structs.fields(struct):
+        if isinstance(field.default, msgspec.Struct):
+            found += _floats(type(field.default), f"{prefix}{field.name}.")
+        elif "float" in str(field.type):
+            found.append(prefix + field.name)
+    return found
+
+
+@pytest.mark.parametrize("name", _floats(Config))
+@pytest.mark.parametrize("value", [".inf", ".nan", "1.0e+10"])
+def test_a_number_that_stands_for_no_bound_is_refused(name, value):
+    variable = "FLASHCKPT_" + name.upper().replace(".", "__")
+    last = name.rpartition(".")[2]
+    with pytest.raises(ConfigError, match=rf"{variable}: .*{last} must be at most 1000000000, got"):
+        load_config(environ={variable: value})
+    assert load_config(environ={variable: "1.0e+9"})
