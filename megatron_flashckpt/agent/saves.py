@@ -154,14 +154,27 @@ class Saves:
             rank = self._node.ranks.get(number)  # None: its memory is not wanted any more
             still_there = rank is not None and rank.slots is slots and slot.header == header
             info.persisting = info.persisting or still_there
-        with self._node.traces.recording(header.iteration, header.save_id, number):
-            digests = digest_slot(slot, header) if still_there else None
+        digests: tuple[str, ...] | None = None
+        error: str | None = None
+        try:
+            with self._node.traces.recording(header.iteration, header.save_id, number):
+                digests = digest_slot(slot, header) if still_there else None
+        except Exception as failure:  # whatever it is, the trainer must learn of it
+            error = f"rank {number}: not digested in host memory: {_shown(failure)}; it stays there"
+            logger.exception("rank %d: iteration %d was not digested", number, header.iteration)
         with self._node.changed:
             if still_there:
                 # What was taken when the trainer hung up counts: later changes must show.
                 info.persisting, info.digests = False, info.digests or digests
             seconds = time.monotonic() - started
-            outcome = p.Outcome(header.iteration, header.save_id, None, seconds, kept=True)
+            outcome = p.Outcome(
+                header.iteration,
+                header.save_id,
+                error,
+                seconds,
+                kept=error is None,
+                failed_ranks=() if error is None else (number,),
+            )
             if rank is not None:
                 self._committer.tell(rank, outcome)
                 self._node.drop_retired(rank)
@@ -208,6 +221,8 @@ class Saves:
         digests: tuple[str, ...] | None = None
         try:
             digests = digest_slot(slot, header)
+        except Exception:  # a load restores it unverified, and says so
+            logger.exception("iteration %d was not digested", header.iteration)
         finally:
             with self._node.changed:
                 info.digesting = False
@@ -244,7 +259,7 @@ class Saves:
         try:
             digests = self._made_durable(number, slot, header, info, save)
         except Exception as failure:  # whatever it is, the trainers must learn of it
-            error = str(failure)
+            error = _shown(failure)
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
         seconds = time.monotonic() - started
         with self._node.changed:
@@ -327,3 +342,10 @@ class Saves:
         save = self._join(number, slot, info, next_attempt(slot.header.save_id), slot.meta)
         info.persisting, info.persisting_since = True, time.monotonic()
         self._pool.submit(self._persist, number, slots, slot, save)
+
+
+def _shown(error: Exception) -> str:
+    """Return the message of an error of ours, and the kind of any other: it may have no message."""
+    if isinstance(error, FlashCkptError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
