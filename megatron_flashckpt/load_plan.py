@@ -112,7 +112,7 @@ def plan_load(
     found: SavedJob,
     rank: int,
     check: Callable[[Names], None],
-    unread: Names,
+    unread: Callable[[], Names],
 ) -> LoadPlan:
     """Return the reads of this rank, coverage checked. Collective.
 
@@ -122,7 +122,7 @@ def plan_load(
     Args:
         wanted: returns what this rank wants.
         check: raises if something else speaks against filling such names.
-        unread: names in this rank's model that are made of other tensors after the load.
+        unread: returns names in this rank's model that are made of other tensors after the load.
 
     Raises:
         MissingStateError: on every rank; lists all differences, nothing was overwritten.
@@ -140,7 +140,7 @@ def plan_load(
         return request.fill and kind in kinds and not key.endswith(UNUSED)
 
     def look() -> tuple[_Planned, _Findings]:
-        mine = wanted()
+        mine, made = wanted(), unread()
         uses_others = bool(masters or copies)
         pieces = [
             _as_stored(it, masters, weights, copies) if uses_others else it.piece for it in mine
@@ -148,7 +148,7 @@ def plan_load(
         names = {(piece.kind, piece.key) for piece in pieces}
         # Between them ranks look at all shards, in the layout that was saved each at its own.
         shards = found.sources[rank :: world_size()] if request.fill else []
-        unwanted = superfluous(names | unread, shards, kinds)
+        unwanted = superfluous(names | made, shards, kinds)
         unused = {(kind, key) for kind, key in names - known if key.endswith(UNUSED)}
         lacking = names - known - unused
         absent = {f"{kind}/{key}" for kind, key in lacking}
@@ -160,7 +160,7 @@ def plan_load(
             plan = _plan(mine, pieces, found)
         except MissingStateError as error:
             differences = cut_list(error.differences)
-            return _Planned(None, names, None), _Findings(
+            return _Planned(None, names | made, None), _Findings(
                 differences, bool(unwanted), cut_list(sorted(absent)), None, False
             )
         refused = attempt(lambda: check(plan.names))
@@ -170,7 +170,7 @@ def plan_load(
             if local.piece.key in found.differing
             and (not is_same_tp or (local.copy and (local.piece.key, local.copy) not in copies))
         }
-        return _Planned(plan, names, refused.error, frozenset(replaced)), _Findings(
+        return _Planned(plan, names | made, refused.error, frozenset(replaced)), _Findings(
             (), bool(unwanted), cut_list(sorted(absent)), refused.said, bool(replaced)
         )
 
@@ -179,7 +179,7 @@ def plan_load(
     if any(it.sees_unwanted or it.replaces for it in everyone):
         # What one rank does not want another may. All know the names in the checkpoint.
         names, keys = sorted(known), sorted(found.differing)
-        mine = planned.names | unread
+        mine = planned.names
         is_mine = [(kind, key) in mine or not is_looked_at(kind, key) for kind, key in names]
         flags = reduce_flags(is_mine + [key in planned.replaced for key in keys])
         of_none = [name for name, is_of_any in zip(names, flags, strict=False) if not is_of_any]
@@ -218,6 +218,7 @@ class _Planned:
 
     plan: LoadPlan | None
     names: Names
+    """Of all that this rank's model has, read or made of what is read."""
     refusal: Exception | None
     replaced: frozenset[str] = frozenset()
     """Keys of tensors of which it takes the main copy, though its own was another one."""

@@ -75,8 +75,10 @@ class _Supply:
 
     common: bytes
     """The encoded common state."""
-    fill: Callable[[LoadPlan], ReadReport]
-    """Carries out a plan, on all ranks together."""
+    open: Callable[[LoadPlan], ChunkReader]
+    """Makes buffers and threads, for which a rank may have no memory. Without the others."""
+    fill: Callable[[LoadPlan, ChunkReader], ReadReport]
+    """Carries out a plan, on all ranks together, when all of them have what `open` makes."""
     alone: Callable[[LoadPlan], object] | None
     """Carries out a plan of side states without the others; None: they take part."""
 
@@ -121,10 +123,9 @@ def load_from_memory(
         compared(everyone)[0],
     )
 
-    def fill(plan: LoadPlan) -> ReadReport:
+    def fill(plan: LoadPlan, reader: ChunkReader) -> ReadReport:
         started = time.perf_counter()
-        with ChunkReader(held, threads, plan.targets.gpu) as reader:
-            received = exchange(reader, held.data, rank, plan.reads, plan.pieces, plan.targets)
+        received = exchange(reader, held.data, rank, plan.reads, plan.pieces, plan.targets)
         held_nbytes = sum(read.nbytes for read in plan.reads.reads.get(rank, ()))
         return ReadReport(
             received_nbytes=received,
@@ -138,7 +139,12 @@ def load_from_memory(
 
     common = from_first(lambda: held.meta.common)
     is_same = found.is_same([it.stands for it in everyone], parallel.model_cut())
-    supply = _Supply(common, fill, alone if is_same else None)
+    supply = _Supply(
+        common,
+        lambda plan: ChunkReader(held, threads, plan.targets.gpu),
+        fill,
+        alone if is_same else None,
+    )
     origin = Origin(offer.iteration, offer.save_id, "memory")
     return _load(request, state, rank, found, supply, origin)
 
@@ -208,16 +214,18 @@ def load_from_storage(
         return encoded, StoredCheckpoint(storage, iteration, encoded).common()
 
     encoded, common = from_first(read)
-    stored = together(lambda: StoredCheckpoint(storage, iteration, encoded))
-    found = SavedJob(
-        stored.place,
-        stored.sources(),
-        [shard.coordinates for shard in stored.manifest.shards],
-        frozenset(stored.manifest.differing),
-    )
+
+    def decoded() -> tuple[StoredCheckpoint, SavedJob]:
+        stored = StoredCheckpoint(storage, iteration, encoded)
+        coordinates = [shard.coordinates for shard in stored.manifest.shards]
+        differing = frozenset(stored.manifest.differing)
+        return stored, SavedJob(stored.place, stored.sources(), coordinates, differing)
+
+    stored, found = together(decoded)
     supply = _Supply(
         common,
-        lambda plan: together(lambda: _read(stored, plan, config)),
+        lambda plan: ChunkReader(stored, _threads(config), plan.targets.gpu),
+        lambda plan, reader: together(lambda: _read(reader, plan, config)),
         lambda plan: read_all(stored, plan.reads, plan.pieces, plan.targets, 1, plan.targets.gpu),
     )
     origin = Origin(iteration, stored.manifest.save_id, "storage")
@@ -229,13 +237,11 @@ def load_from_storage(
         raise
 
 
-def _read(stored: StoredCheckpoint, plan: LoadPlan, config: Config) -> ReadReport:
+def _read(reader: ChunkReader, plan: LoadPlan, config: Config) -> ReadReport:
     memory = config.read_memory_mib * 2**20
-    with ChunkReader(stored, _threads(config), plan.targets.gpu) as reader:
-        group = parallel.data_parallel_group()
-        sharing = Sharing(group, config.share_reads, memory - reader.nbytes)
-        chunks = chunk_reads(plan.reads, plan.pieces)
-        return read_with_replicas(reader, chunks, plan.targets, sharing)
+    sharing = Sharing(parallel.data_parallel_group(), config.share_reads, memory - reader.nbytes)
+    chunks = chunk_reads(plan.reads, plan.pieces)
+    return read_with_replicas(reader, chunks, plan.targets, sharing)
 
 
 def _threads(config: Config) -> int:
@@ -277,14 +283,21 @@ def _load(
             hyper_parameters.check(request.optimizer, side.optimizer, geometry)
         refuse_mixture(request, names, found.place)
 
-    unread: Names = set()
-    if request.fill:
-        unread = {(WEIGHT, key) for key in state.geometry(request.chunks).quantized_keys}
+    def unread() -> Names:
+        if not request.fill:
+            return set()
+        return {(WEIGHT, key) for key in state.geometry(request.chunks).quantized_keys}
+
     plan = plan_load(request, wanted, found, rank, check, unread)
     request.overwritten.update(plan.names)
     reach("load.planned")
-    together(plan.zero_padding)
-    report = supply.fill(plan)
+
+    def opened() -> ChunkReader:
+        plan.zero_padding()
+        return supply.open(plan)
+
+    with together(opened) as reader:
+        report = supply.fill(plan, reader)
     together(plan.finish)
     reach("load.filled")
     # The next save has all copies of these at once.
@@ -307,8 +320,14 @@ def _side(
     """
     fetched: SideReads | None = None
     if supply.alone is None:
-        fetched = together(lambda: SideReads(found, rank))
-        supply.fill(fetched.plan)
+
+        def opened() -> tuple[SideReads, ChunkReader]:
+            reads = SideReads(found, rank)
+            return reads, supply.open(reads.plan)
+
+        fetched, reader = together(opened)
+        with reader:
+            supply.fill(fetched.plan, reader)
 
     def look() -> tuple[Any, Any]:
         name = f"{found.place}/{common_name(origin.save_id)}"
