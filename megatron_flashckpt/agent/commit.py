@@ -19,7 +19,7 @@ import xxhash
 
 from megatron_flashckpt.agent.leftovers import Leftovers, beside
 from megatron_flashckpt.agent.pending import PendingSave, gave_up
-from megatron_flashckpt.agent.record_files import check_shards, read_records
+from megatron_flashckpt.agent.record_files import check_shards, read_records, why_gone
 from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -92,6 +92,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 commit(save)
                 return True, None
             save.missing = sorted(expected - present)
+        if save.listed_all:
+            save.error = save.error or why_gone(save, present)  # concluded in the next call
         save.troubled_since = None
     except (FlashCkptError, OSError) as error:
         if may_pass(error) and _is_worth_a_retry(save):
@@ -361,7 +363,9 @@ def _look(save: PendingSave) -> set[str]:
     else. Now and then they list them all the same: the node of rank 0 may know nothing of the save.
     """
     now = time.monotonic()
-    if 0 in save.metas or now - save.listed_at > _LIST_EVERY_S:
+    is_due = now - save.listed_at > _LIST_EVERY_S or save.gone_since is not None
+    save.listed_all = 0 in save.metas or is_due
+    if save.listed_all:
         save.listed_at = now
         return set(save.storage.list(save.directory))
     awaited = (names.MANIFEST, names.failure_name(0, save.save_id))

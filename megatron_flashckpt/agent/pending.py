@@ -47,6 +47,10 @@ class PendingSave:
     """When its directory was listed last; `time.monotonic`."""
     troubled_since: float | None = None
     """When storage began to report errors which may pass; `time.monotonic`."""
+    listed_all: bool = False
+    """Whether the last look at the directory has listed it."""
+    gone_since: float | None = None
+    """When records that this node has published were first not there; `time.monotonic`."""
     called_off: bool = False
     """The committing agent has left a note that the save failed."""
     called_slow: bool = False

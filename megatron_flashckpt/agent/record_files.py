@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import msgspec
 
+from megatron_flashckpt.agent.history import told_of
+from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.records import KNOWN_ITEMS, CommitRecord, decode_record
@@ -25,6 +27,9 @@ _AT_ONCE_S = 3e-4
 _START_S = 0.01
 #: Shards that an error names.
 _SHOWN = 8
+
+#: Seconds for which a record must not be seen to count as removed.
+_GONE_S = 2.0
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -76,6 +81,35 @@ def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecor
             f"{storage.place}/{directory}: {'; '.join(faults[:_SHOWN])}{more}: removed or changed "
             "since the shards were written; find out what else writes there before the next save"
         )
+
+
+def why_gone(save: PendingSave, present: set[str]) -> str | None:
+    """Return why nobody can commit a save: records of this node were removed; None: they are there.
+
+    What the history knows of the save goes to `save.past`: retention may have removed it. A list
+    that another host changes meanwhile may lack a name, so a record has to be missing for a while.
+
+    Args:
+        present: all names in the directory of the save.
+    """
+    published = {names.record_name(rank, save.save_id) for rank in save.metas}
+    if published <= present:
+        save.gone_since = None
+        return None
+    if save.gone_since is None:
+        save.gone_since = time.monotonic()
+    if time.monotonic() - save.gone_since < _GONE_S:
+        return None
+    save.past = told_of(save.storage, save.save_id)
+    if save.past is not None:
+        return None
+    gone = sorted(published - present)
+    more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
+    return (
+        f"{save.storage.place}/{save.directory}: {', '.join(gone[:_SHOWN])}{more} was removed "
+        "before the save was committed; find out what else removes files there; the next save "
+        "makes them anew"
+    )
 
 
 def _for_all(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:

@@ -13,10 +13,14 @@ import pytest
 
 from megatron_flashckpt.agent import client as client_module
 from megatron_flashckpt.agent.client import connect
+from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.history import PastSave, append
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
+from tests.agent.persisting import persisted
 from tests.agent.trainer import eventually, held_back, is_alive, new_save_id
 
 REMOVED = "another process removed the directory meanwhile"
@@ -128,3 +132,44 @@ def test_an_agent_that_its_control_group_kills_for_memory(
     assert trainer.reconnect() == (save_id,), "the next agent has what was staged"
     assert trainer.outcome().error is None
     assert trainer.client.agent_pid != agent
+
+
+def test_a_directory_that_is_removed_between_two_shards_ends_the_save_soon(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    """Not when `commit_timeout_s` is over: the record of the first shard can never come back."""
+    trainers, save_id = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)], new_save_id()
+    directory = root / names.iteration_dir(1)
+    trainers[0].stage(1, save_id)
+    record = directory / names.record_name(0, save_id)
+    eventually("its record", record.exists)
+    shutil.rmtree(directory)
+    trainers[1].stage(1, save_id)
+    errors = [trainer.outcome(60.0).error or "" for trainer in trainers]
+    assert all(f"{record.name} was removed before the save was committed" in it for it in errors)
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(2, save_id)
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+
+
+def test_a_node_whose_records_are_removed_tells_that_of_rank_0(root: Path) -> None:
+    """Which waits for them: its own are there."""
+    save = persisted(PosixStorage(root), "a" * 12, 1, 2)
+    record = root / names.iteration_dir(5) / names.record_name(1, "a" * 12)
+    record.unlink()
+    ((_, error),) = eventually("its end", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]])
+    assert f"{record.name} was removed before the save was committed" in (error or "")
+    note = record.parent / names.failure_name(1, "a" * 12)
+    assert note.read_text() == error
+
+
+def test_a_save_that_retention_has_removed_since_was_committed(root: Path) -> None:
+    """Before the agent of another node has looked for the manifest."""
+    save = persisted(PosixStorage(root), "a" * 12, 1, 2)
+    past = PastSave(iteration=5, save_id="a" * 12, ended_at=0.0, seconds=1.0, world_size=2)
+    append(save.storage, past, 10)
+    shutil.rmtree(root / names.iteration_dir(5))
+    (root / names.iteration_dir(5)).mkdir()
+    found = eventually("its outcome", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]])
+    assert found == [(True, None)]
