@@ -223,9 +223,10 @@ class Checkpointer:
             ordered, comparison = self._enumerated(request)
             # 2. The plan. 3. A free slot.
             layout, slot = self._place(request, ordered, comparison, save_id)
-        except UnsupportedError:
-            raise
-        except FlashCkptError as error:
+        except Exception as error:
+            if isinstance(error, UnsupportedError) or not isinstance(error, FlashCkptError):
+                self._withdraw(request, save_id, error)
+                raise
             failed = True
             self._outstanding.fail(request.iteration, save_id, str(error))
         self._last = mark
@@ -269,6 +270,14 @@ class Checkpointer:
         return self.save(
             dataclasses.replace(request, memory_only=False, must_wait=True, in_loop=False)
         )
+
+    def _withdraw(self, request: SaveRequest, save_id: str, error: Exception) -> None:
+        """Let the other ranks end a save that this rank raises `error` of."""
+        if self._may_skip(request):
+            reduce_int(2, "max")  # they wait in it
+        elif not request.memory_only:
+            said = f"rank {self.rank}: {type(error).__name__}: {error}"
+            self._outstanding.call_off(request.iteration, save_id, said)
 
     def _may_skip(self, request: SaveRequest) -> bool:
         return self.config.busy == "skip" and not request.must_wait

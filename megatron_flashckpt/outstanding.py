@@ -85,6 +85,11 @@ class Outstanding:
         if save_id not in self._memory_only:
             self._lost.append((iteration, save_id, reason))
 
+    def call_off(self, iteration: int, save_id: str, reason: str) -> None:
+        """Let the agents fail a save of the other ranks; this rank raises an error of its own."""
+        self._lost.append((iteration, save_id, reason))
+        self.settle()
+
     def broke(self, save_id: str, failure: FlashCkptError) -> None:
         """Note that a save failed in the copy thread, which calls this."""
         self._broken.put((save_id, failure))

@@ -13,7 +13,7 @@ import torch
 from megatron_flashckpt import run_id
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.errors import AgentRefusedError
+from megatron_flashckpt.errors import AgentRefusedError, UnsupportedError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.records import Coordinates
@@ -250,3 +250,42 @@ def test_a_late_write_is_promised_only_if_there_is_an_agent(
     assert not session.end()
     assert ("try to write it after this exit" in caplog.text) == has_agent
     assert "the last save, iteration 2, is not durable" in caplog.text
+
+
+class _Unsupported:
+    """Side state that no load could restore."""
+
+
+def test_a_rank_that_cannot_save_takes_part_in_what_the_others_wait_for(
+    make: Any, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`busy: skip` costs one collective; a rank that left it out would leave the others in it."""
+    job = make(msgspec.structs.replace(config, busy="skip"))
+    said: list[tuple[int, str]] = []
+
+    def reduce(value: int, how: str) -> int:
+        said.append((value, how))
+        return value
+
+    monkeypatch.setattr("megatron_flashckpt.checkpointer.reduce_int", reduce)
+    with pytest.raises(UnsupportedError):
+        job.checkpointer.save(job.request(1, rank_state=lambda _: {"it": _Unsupported()}))
+    assert said == [(2, "max")]
+    with pytest.raises(ZeroDivisionError):
+        job.checkpointer.save(job.request(1, rank_state=lambda _: {"it": 1 / 0}))
+    assert said == [(2, "max")] * 2
+    assert job.save(1) is None, "the state is saved if training asks for it again"
+
+
+def test_a_rank_that_cannot_save_has_its_agent_tell_the_other_nodes(
+    make: Any, config: Config, root: Path
+) -> None:
+    """Else they would wait for its part until `commit_timeout_s` is over."""
+    job = make(config)
+    assert job.save(1) is None
+    with pytest.raises(UnsupportedError):
+        job.checkpointer.save(job.request(2, rank_state=lambda _: {"it": _Unsupported()}))
+    note = root / names.iteration_dir(2) / names.failure_name(0, f"{RUN}0001")
+    text = eventually("a note", lambda: note.exists() and note.read_text())
+    assert "rank 0: UnsupportedError: " in text
+    assert job.save(3) is None
