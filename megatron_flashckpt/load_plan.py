@@ -201,9 +201,9 @@ def plan_load(
         )
     if rank == 0 and replaced:
         logger.warning(
-            "%s: ranks held different values of %s, though they should hold the same ones. Each "
-            "now gets those of the first rank, because %s: training continues as from one of "
-            "Megatron's own checkpoints, not bit for bit",
+            "%s: ranks held different copies of %s, which should be equal. All ranks now get the "
+            "first copy of each, because %s: training continues as from one of Megatron's own "
+            "checkpoints, not bit for bit",
             found.place,
             named(replaced),
             "no other copies were saved" if is_same_tp else "the tensor parallel size is another",

@@ -104,8 +104,8 @@ def _warnings(stored: StoredCheckpoint, unused: Iterable[str]) -> tuple[str, ...
     ]
     if stored.manifest.differing:
         warnings.append(
-            "ranks held different values of these tensors, though they should hold the same ones; "
-            "only those of the first rank are converted: " + ", ".join(stored.manifest.differing)
+            "ranks held different copies of these tensors, which should be equal; only the first "
+            "copy of each is converted: " + ", ".join(stored.manifest.differing)
         )
     return tuple(warnings)
 

@@ -107,10 +107,10 @@ class CopyCheck:
         self._state.differing_keys |= frozenset(found)
         if found and self._rank == 0:
             logger.warning(
-                "iteration %d: ranks that should hold the same values hold different ones of %s: "
-                "Megatron lets these copies drift apart. This checkpoint has only the first one of "
-                "each. From the next save on all copies are saved, so that a job with the same "
-                "tensor parallel size resumes bit for bit",
+                "iteration %d: ranks hold different copies of %s, which should be equal: Megatron "
+                "lets them drift apart. This checkpoint has only the first copy of each. Later "
+                "ones have all copies, so that a job in the same parallel layout resumes bit for "
+                "bit",
                 iteration,
                 named(found),
             )
@@ -120,4 +120,5 @@ def named(keys: Iterable[str]) -> str:
     """Return how many tensors there are and, as far as anybody reads them, their names."""
     listed = sorted(keys)
     more = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
-    return f"{len(listed)} tensors ({', '.join(listed[:_MOST_NAMES])}{more})"
+    plural = "" if len(listed) == 1 else "s"
+    return f"{len(listed)} tensor{plural} ({', '.join(listed[:_MOST_NAMES])}{more})"

@@ -224,8 +224,18 @@ def _geometry(name: str, entry: ShardedTensor | ShardedTensorFactory) -> Geometr
         main=main,
         replica=replica_id[-1],
         resizable=resizable,
-        copy="" if main else ".".join(map(str, replica_id[:-1])),
+        copy="" if main else _copy(name == entry.key, *replica_id[:-1]),
     )
+
+
+def _copy(is_under_own_name: bool, stage: int, *others: int) -> str:
+    """Return the name of a copy, which no other copy of the same box has.
+
+    Megatron gives one number to both copies that later stages have of tied embeddings: that of the
+    output layer, and that of multi-token prediction, which is an embedding and is called so.
+    """
+    number = stage + 1 if stage and is_under_own_name else stage
+    return ".".join(map(str, (number, *others)))
 
 
 def _box(entry: ShardedTensor) -> tuple[Shape, Shape, Shape]:

@@ -69,8 +69,8 @@ class Geometry:
     copy: str = ""
     """Where this rank's copy stands among those that are not the main one; empty: it is main.
 
-    Megatron's numbers of duplicates over pipeline stages and over tensor ranks: "0.1" is what
-    tensor rank 1 holds alike with tensor rank 0."""
+    Numbers of duplicates over pipeline stages and over tensor ranks: "0.1" is what tensor rank 1
+    holds alike with tensor rank 0."""
     _parts: dict[tuple[str, torch.dtype, int, int], tuple[Part, ...]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -23,18 +23,6 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(x, dim=-1, eps=1e-6)
 
 
-def await_outcomes() -> None:
-    """Wait until this rank has learned how its saves went, and what they found.
-
-    Otherwise a slow machine may need more than two iterations for that.
-    """
-    from megatron_flashckpt.session import session
-
-    for each in session._open.values():
-        checkpointer = each.checkpointer
-        checkpointer._outstanding.put_back(checkpointer.wait())
-
-
 def install() -> None:
     """Have `tiny.model_provider` make gated delta nets."""
     gated_delta_net.HAVE_FLA = True

@@ -43,8 +43,6 @@ import cells
 import pretrain_gpt_tiny as tiny
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.training import (
     checkpointing,
@@ -61,6 +59,7 @@ from stand_ins import STAND_INS
 from megatron_flashckpt import launch
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.session import session
+from tests.jobs import token_prediction
 from tests.megatron.jobs import truncated_copy
 
 RANK = int(os.environ["RANK"])
@@ -110,15 +109,7 @@ def dense_config(args: Any) -> Any:
 tiny.core_transformer_config_from_args = dense_config
 
 
-def gpt_model(config: Any, spec: Any, *args: Any, **kwargs: Any) -> GPTModel:
-    """Return the model, with multi-token prediction if `--mtp-num-layers` asks for it."""
-    mtp = None
-    if config.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(config, spec, False, vp_stage=kwargs["vp_stage"])
-    return GPTModel(config, spec, *args, mtp_block_spec=mtp, **kwargs)
-
-
-tiny.GPTModel = gpt_model
+token_prediction.install()
 
 
 class Rows(torch.utils.data.Dataset):

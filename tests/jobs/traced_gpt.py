@@ -17,6 +17,7 @@ Environment:
                   at every save, and after a load how they compare with their masters
     DELTA_NET     make the model a gated delta net (`delta_net.py`), whose copies drift apart, and
                   wait before each save for the outcomes of those before
+    MTP           give the model multi-token prediction (`--mtp-num-layers`), and wait likewise
     PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
                   the step after it is followed by a rehearsal
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
@@ -130,8 +131,8 @@ def watched_save(save: Any) -> Any:
     @functools.wraps(save)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = dequantizations()
-        if "DELTA_NET" in os.environ:
-            delta_net.await_outcomes()
+        if "DELTA_NET" in os.environ or "MTP" in os.environ:
+            await_outcomes()
         with CountCalls() as counter:
             result = save(*args, **kwargs)
         trace(event="save", iteration=args[0], calls=counter.calls)
@@ -145,6 +146,18 @@ def watched_save(save: Any) -> Any:
         return result
 
     return wrapper
+
+
+def await_outcomes() -> None:
+    """Wait until this rank has learned how its saves went, and what they found.
+
+    Otherwise a slow machine may need more than two iterations for that.
+    """
+    from megatron_flashckpt.session import session
+
+    for each in session._open.values():
+        checkpointer = each.checkpointer
+        checkpointer._outstanding.put_back(checkpointer.wait())
 
 
 def traced_loss(loss_func: Any) -> Any:
@@ -408,6 +421,10 @@ if __name__ == "__main__":
         from tests.jobs import delta_net
 
         delta_net.install()
+    if "MTP" in os.environ:
+        from tests.jobs import token_prediction
+
+        token_prediction.install()
     training.save_checkpoint = watched_save(training.save_checkpoint)
     training.load_checkpoint = traced_load(training.load_checkpoint)
     tiny.loss_func = traced_loss(tiny.loss_func)

@@ -30,8 +30,8 @@ from tests.megatron.jobs import (
 KEYS = {f"decoder.layers.self_attention.out_norm.{name}" for name in ("weight", "bias")}
 MODEL = ["--num-layers", "2", "--bf16", "--global-batch-size", "4"]
 TP2 = ["--tensor-model-parallel-size", "2"]
-FOUND = "ranks that should hold the same values hold different ones of 2 tensors"
-REPLACED = "Each now gets those of the first rank, because"
+FOUND = "ranks hold different copies of 2 tensors"
+REPLACED = "All ranks now get the first copy of each, because"
 
 
 def job(tmp_path: Path, name: str, load: Path, *more: str, **options: object) -> Result:
@@ -157,3 +157,26 @@ def test_a_restart_from_the_first_save_says_so_and_the_next_save_has_all(tmp_pat
     before, after = result.losses(1), result.losses(2)
     assert after[5] == before[5]
     assert {key for _, key in copies(save, 4)} == KEYS
+
+
+def test_stages_whose_copies_megatron_numbers_alike_have_each_their_own(tmp_path: Path) -> None:
+    """Multi-token prediction on a stage of its own: two later stages have the tied embedding."""
+    stages = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Et|t|m|L"
+    model = f"{stages} --mtp-num-layers 1 --position-embedding-type rope".split()
+
+    def run(name: str, save: Path) -> Result:
+        where = ["--save", str(save), "--load", str(save), "--save-interval", "2"]
+        arguments = [*MODEL, *model, "--train-iters", "6", *where]
+        return succeeded(run_job(tmp_path, name, arguments, ranks=4, env={"MTP": "1"}))
+
+    save, resumed = tmp_path / "A", tmp_path / "C"
+    whole = run("a", save)
+    assert "different copies of 1 tensor (embedding.word_embeddings.weight)" in whole.log
+    kinds = {"weight", "master", "exp_avg", "exp_avg_sq"}
+    found = {kind for kind, _ in assemble(save, 6) if "@" in kind}
+    assert found == {f"{kind}@{copy}" for kind in kinds for copy in ("1.0", "2.0")}
+    after = run("c", truncated_copy(save, resumed, 4))
+    assert REPLACED not in after.log
+    expected = whole.losses()
+    assert after.losses() == {iteration: expected[iteration] for iteration in (5, 6)}
+    assert differing(tensors(save, 6), tensors(resumed, 6)) == []
