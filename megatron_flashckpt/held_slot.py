@@ -47,11 +47,15 @@ class HeldSlot:
                 f"{self.meta.template.nbytes} bytes of data, expected {header.data_nbytes}; host "
                 "memory is damaged"
             )
-        #: Taken when the agent read the slot, at the latest before it offered the slot.
+        #: Taken when the agent read the slot, at the latest before it offered the slot; None if
+        #: that took longer than trainers wait.
         self._digests = offer.digests
         if self._digests is None:
             logger.warning(
-                "%s: is restored unverified: the agent has not digested it in time", self._place
+                "%s: is restored unverified, because the agent has not digested it in time: memory "
+                "that has changed since it was staged is not noticed; "
+                "'restore_from_memory: false' loads from storage instead",
+                self._place,
             )
         if self._digests is not None and len(self._digests) != chunk_count(header.data_nbytes):
             raise CorruptCheckpointError(

@@ -6,6 +6,7 @@ offers them with these digests.
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 
@@ -170,3 +171,22 @@ def test_memory_that_changed_between_hang_up_and_digests_is_not_restored(tmp_pat
         assert info.digests == taken
     saves.close()
     slab.close()
+
+
+def test_a_slot_that_was_not_digested_in_time_is_restored_with_a_warning(
+    node: Node, root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = node.trainer(root)
+    data = trainer.stage(7, new_save_id())
+    assert trainer.outcome().error is None
+    trainer.hang_up()
+    again = node.trainer(root)
+    (offer,) = again.take()
+    with caplog.at_level(logging.WARNING):
+        assert restored(again, offer) == data
+        assert caplog.messages == []
+        assert restored(again, msgspec.structs.replace(offer, digests=None)) == data
+    (said,) = caplog.messages
+    assert said.startswith("slot ")
+    assert "iter_0000007: is restored unverified" in said
+    assert "'restore_from_memory: false' loads from storage" in said
