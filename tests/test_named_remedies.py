@@ -1,0 +1,119 @@
+"""What messages name exists: options, commands and settings, with the values given for them.
+
+Every string of the package is looked at that is no docstring. A name that a message makes of a
+variable is not seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from megatron.training.arguments import add_megatron_arguments
+
+import megatron_flashckpt
+from megatron_flashckpt.cli import _parser
+from megatron_flashckpt.config import Config
+
+HOME = Path(megatron_flashckpt.__file__).parent
+#: Options of Megatron releases other than the one that is installed.
+OTHER_RELEASES = {
+    "--moe-use-legacy-grouped-gemm",
+    "--offload-optimizer-states",
+    "--retro-add-retriever",
+    "--standalone-embedding-stage",
+    "--use-custom-fsdp",
+}
+#: Of srun; and what `agent.settings` puts before a name.
+OTHERS = {"--overlap", "--no-"}
+#: Quoted words that are no settings: values, commands and Megatron's names.
+WORDS = {"skip", "flashckpt", "field", "dp_zero_gather_scatter", "fully_reshardable"}
+
+
+def strings() -> list[tuple[str, str]]:
+    """Return `(place, string)` of every string that is not a docstring."""
+    found = []
+    for file in sorted(HOME.rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        alone = {id(it.value) for it in ast.walk(tree) if isinstance(it, ast.Expr)}
+        found += [
+            (f"{file.relative_to(HOME)}:{it.lineno}", it.value)
+            for it in ast.walk(tree)
+            if isinstance(it, ast.Constant) and isinstance(it.value, str) and id(it) not in alone
+        ]
+    return found
+
+
+STRINGS = strings()
+
+
+def named(pattern: str) -> list[tuple[str, ...]]:
+    """Return place and groups of every match of `pattern`."""
+    return [
+        (place, *match.groups()) for place, text in STRINGS for match in re.finditer(pattern, text)
+    ]
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from parsers(below)
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    return {option for it in parsers(parser) for option in it._option_string_actions}
+
+
+def settings(kind: Any = Config, prefix: str = "") -> Iterator[str]:
+    for field in msgspec.structs.fields(kind):
+        yield prefix + field.name
+        for below in (field.type, *get_args(field.type)):
+            if isinstance(below, type) and issubclass(below, msgspec.Struct):
+                yield from settings(below, f"{prefix}{field.name}.")
+
+
+def test_every_option_that_is_named_exists() -> None:
+    megatron = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(megatron)
+    source = (HOME / "agent/__main__.py").read_text()
+    of_agents = set(re.findall(r'add_argument\("(--[\w-]+)"', source))
+    known = options(megatron) | options(_parser()) | of_agents | OTHER_RELEASES | OTHERS
+    found = named(r"(?<![\w-])(--[a-zA-Z][\w-]*)")
+    assert len(found) > 100
+    assert [it for it in found if it[1] not in known] == []
+
+
+def test_every_command_that_is_named_exists() -> None:
+    (commands,) = (
+        it.choices for it in _parser()._actions if isinstance(it, argparse._SubParsersAction)
+    )
+    found = named(r"['\"]flashckpt ([a-z]+)")
+    assert len(found) > 5
+    assert [it for it in found if it[1] not in commands] == []
+
+
+def test_every_setting_that_is_named_exists() -> None:
+    known = {*settings(), *WORDS}
+    found = named(r"(?<!\w)'([a-z]+(?:[._][a-z]+)*)'(?!\w)")
+    assert len(found) > 30
+    assert [it for it in found if it[1] not in known] == []
+
+
+def test_every_value_that_is_named_for_a_setting_can_be_given() -> None:
+    found = [it for it in named(r"'([a-z_]+): ([\w]+)'") if it[1] != "field"]
+    assert len(found) > 7
+    for place, name, value in found:
+        given = {"true": True, "false": False}.get(value, value)
+        try:
+            msgspec.convert({name: given}, Config)
+        except msgspec.ValidationError as error:
+            pytest.fail(f"{place}: {name}: {value}: {error}")
+        assert name in settings(), place
