@@ -432,7 +432,7 @@ def test_verify_all_finds_a_tracker_that_names_what_was_never_committed(
     (save / TRACKER).write_text("20")
     ran = run("verify", save, "--all")
     assert ran.status == 1
-    assert "so iteration 20 was never committed" in ran.lines[1]
+    assert "iteration 20 was not committed, or was removed since" in ran.lines[1]
     assert ran.lines[2] == "iter_0000020: 1 problem"
 
 
@@ -614,8 +614,8 @@ def test_an_iteration_that_is_not_there_is_one_line(run: Run, save: Path, comman
     ran = run(command, save, "--iteration", 11)
     only_line(
         ran,
-        r".*iter_0000011/manifest\.json: does not exist, so iteration 11 was never committed; "
-        r"choose another with --iteration",
+        r".*iter_0000011/manifest\.json: does not exist: iteration 11 was not committed, or was "
+        r"removed since; choose another with --iteration",
     )
 
 

@@ -191,6 +191,6 @@ def read_manifest(storage: Storage, iteration: int) -> bytes:
         return read_whole(storage, name, manifest.MAX_MANIFEST_NBYTES)
     except FileNotFoundError as error:
         raise NotCommittedError(
-            f"{storage.place}/{name}: does not exist, so iteration {iteration} was never "
-            "committed; choose another with --ckpt-step"
+            f"{storage.place}/{name}: does not exist: iteration {iteration} was not "
+            "committed, or was removed since; choose another with --ckpt-step"
         ) from error

@@ -174,7 +174,8 @@ def test_what_is_not_there_is_refused_before_anything_is_read(made: Made) -> Non
 
 
 def test_an_iteration_without_manifest_does_not_exist(made: Made) -> None:
-    with pytest.raises(NotCommittedError, match="iteration 11 was never committed; choose another"):
+    said = "iteration 11 was not committed, or was removed since; choose another"
+    with pytest.raises(NotCommittedError, match=said):
         read_manifest(PosixStorage(made.root), 11)
 
 
