@@ -23,6 +23,8 @@ _TIDY_S = 10.0
 #: Seconds beyond the commit timeout after which a save is given up without a word from storage.
 _HUNG_S = 3.0
 _COMMIT_POLL_S = (0.02, 1.0)
+#: Failed saves of which it is known which ranks have failed. Few are under way at a time.
+_FAILURES_KNOWN = 16
 
 
 class Committer:
@@ -35,6 +37,9 @@ class Committer:
         self._closing = False
         #: Saves that were concluded while storage did not answer; their files are still there.
         self._given_up: list[PendingSave] = []
+        #: Ranks of this node whose part has failed, by save. Each rank may fail by itself, when it
+        #: stages its part of a save that has an outcome already.
+        self._failed: dict[str, set[int]] = {}
         self._thread = threading.Thread(target=self._commit_loop, name="commit", daemon=True)
 
     def start(self) -> None:
@@ -175,7 +180,7 @@ class Committer:
             cost=save.cost,
             differing=save.differing,
             compared=save.compared,
-            failed_ranks=tuple(sorted(save.failed)),
+            failed_ranks=tuple(sorted(self._failed_ranks(save))),
         )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
         if save.outlived:
@@ -187,6 +192,16 @@ class Committer:
                 rank.slots.mark(save.staged_as, state)
         reach("save.marked")
         self._node.changed.notify_all()
+
+    def _failed_ranks(self, save: PendingSave) -> set[int]:
+        """Return the ranks of this node whose part has failed by now. The lock is held."""
+        if not save.failed:
+            return set()
+        failed = self._failed.setdefault(save.save_id, set())
+        failed |= save.failed
+        while len(self._failed) > _FAILURES_KNOWN:
+            del self._failed[next(iter(self._failed))]
+        return failed
 
     def is_pending(self, iteration: int) -> bool:
         with self._node.changed:

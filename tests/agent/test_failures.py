@@ -34,6 +34,25 @@ def save_all(trainers: list[FakeTrainer], iteration: int) -> list[str | None]:
     return [outcome.error for outcome in outcomes]
 
 
+def test_ranks_that_fail_one_after_the_other_know_of_each_other(node: Node, root: Path) -> None:
+    """The first of them speaks for its node, so the others must not take themselves for it."""
+    trainers = [node.trainer(root, rank, 3) for rank in range(3)]
+    root.mkdir(exist_ok=True)
+    (root / names.iteration_dir(5)).write_text("in the way")
+    save_id = new_save_id()
+    told = []
+    for trainer in trainers:
+        trainer.stage(5, save_id)
+        told.append(trainer.outcome().failed_ranks)
+    assert told[0] == (0,)
+    # Or they fail because the first has failed, and have nothing to say.
+    assert all(ranks[:1] in ((0,), ()) for ranks in told)
+    later = new_save_id()
+    (root / names.iteration_dir(6)).write_text("in the way")
+    trainers[2].stage(6, later)
+    assert trainers[2].outcome().failed_ranks == (2,)
+
+
 def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> None:
     """The tracker names `iteration`, and every rank's bytes can be read and verified."""
     assert (root / names.TRACKER).read_text() == str(iteration)
