@@ -58,9 +58,11 @@ class _Open:
         allowed = config.failures_in_a_row
         if allowed is None or self.failures_in_a_row < allowed:
             return None
+        many = self.failures_in_a_row > 1
         return (
-            f"{self.failures_in_a_row} saves in a row have failed, and 'failures_in_a_row' is "
-            f"{allowed}; the last one, iteration {failed.iteration}: {failed.error}"
+            f"{self.failures_in_a_row} save{'s in a row have' if many else ' has'} failed, and "
+            f"'failures_in_a_row' is {allowed}; the last one, iteration {failed.iteration}: "
+            f"{failed.error}"
         )
 
 
@@ -283,7 +285,7 @@ class Session:
         ]
         fails = self.config.exit_nonzero_unless_durable
         if not fails:
-            status = "the exit status does not tell ('exit_nonzero_unless_durable' is false)"
+            status = "the exit status is not changed ('exit_nonzero_unless_durable' is false)"
         elif exit_status.is_success():
             status = "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)"
         else:
@@ -302,7 +304,7 @@ class Session:
         try:
             ended_well = self.end()
         except BaseException:  # Ctrl-C among others; Python ignores what a handler at exit raises
-            logger.exception("nothing tells whether the last save is durable")
+            logger.exception("it is unknown whether the last save is durable")
             ended_well = not self.config.exit_nonzero_unless_durable
         if succeeds and not ended_well:
             exit_status.fail()

@@ -77,7 +77,7 @@ def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
     result = job(tmp_path, train_iters=3, save_interval=2, in_the_way=(3,), **env)
     assert result.returncode == 0
     assert verdict(result).startswith("the last save, iteration 3, is not durable: [Errno ")
-    assert "the exit status does not tell ('exit_nonzero_unless_durable' is false)" in (
+    assert "the exit status is not changed ('exit_nonzero_unless_durable' is false)" in (
         verdict(result)
     )
 
