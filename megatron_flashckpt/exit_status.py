@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -29,7 +30,9 @@ def watch() -> None:
 
 
 def _note_and_exit(status: Any = None, /) -> NoReturn:
-    choose(status)
+    # In another thread `sys.exit` ends that thread, not the process.
+    if threading.current_thread() is threading.main_thread():
+        choose(status)
     assert _exit is not None
     _exit(status)
 

@@ -1,0 +1,35 @@
+"""Which calls of `sys.exit` choose the status of a process. Jobs: `tests/megatron/test_ends.py`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from megatron_flashckpt import exit_status
+
+
+@pytest.fixture(autouse=True)
+def _watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    monkeypatch.setattr(exit_status, "_exit", None)
+    monkeypatch.setattr(exit_status, "_chosen", None)
+    exit_status.watch()
+
+
+@pytest.mark.parametrize(("status", "success"), [(None, True), (0, True), (3, False), ("", False)])
+def test_the_main_thread_chooses_the_status(status: object, success: bool) -> None:
+    with pytest.raises(SystemExit) as raised:
+        sys.exit(status)  # type: ignore[arg-type]
+    assert raised.value.code == status
+    assert exit_status.is_success() is success
+
+
+def test_a_thread_that_exits_chooses_nothing() -> None:
+    """A job whose last save failed would else exit with status 0."""
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+    assert exit_status.is_success()
