@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from megatron_flashckpt import cpu_list
+from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.faults import VARIABLE as FAULT_VARIABLE
 from megatron_flashckpt.waits import Wait
@@ -48,65 +50,6 @@ class Replicated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     optimizer: ShareOut = "share"
     """fp32 masters and moments of a plain (not distributed) optimizer."""
-
-
-class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The background process of a node."""
-
-    grace_s: float = 600.0
-    """Seconds that an agent without trainers keeps its slots for a restart, then leaves."""
-
-    start_timeout_s: float = 30.0
-    """Seconds that a rank waits for the agent to answer for the first time."""
-
-    answer_timeout_s: float = 10.0
-    """Seconds without an answer after which an agent counts as hung: it is killed and replaced."""
-
-    persist_threads: int = 2
-    """Slots written at the same time per node."""
-
-    write_threads: int = 4
-    """Chunks (4 MiB each) of one slot that are digested and written at the same time."""
-
-    write_mib_per_s: float | None = None
-    """What all ranks of the node together write to storage, at most, MiB/s; `None`: as fast as it
-    goes. Not for an agent that was told to end (SIGTERM)."""
-
-    writer_nice: int = 0
-    """How much lower the priority (CPU, and I/O where the device's scheduler has priorities) of the
-    threads that write is than that of training; at most 19."""
-
-    direct_io: Literal["auto", "always", "never"] = "auto"
-    """Writing past the page cache (O_DIRECT): wherever the file system can (`always`), nowhere
-    (`never`), or where it can and the first chunks show that it is not slower (`auto`)."""
-
-    address: str | None = None
-    """Address of this node that the agents of other nodes reach; used with `redundancy` only.
-    `None`: the one on the way to the job's rendezvous (`MASTER_ADDR`)."""
-
-    peer_timeout_s: float = 20.0
-    """Seconds without an answer after which another node's agent counts as gone."""
-
-    peer_threads: int = 2
-    """Streams to each of the nodes that hold something, and threads that encrypt and decrypt:
-    about 0.5 GB/s each."""
-
-    commit_timeout_s: float = 1800.0
-    """Seconds from the first staged shard until a save that is not committed counts as failed,
-    because other nodes' shards are missing or the storage hangs."""
-
-    slow_save_s: float = 300.0
-    """Seconds after which the log says that a save is not durable yet, and why (rank 0, and the
-    first rank of each node whose shard is still being written)."""
-
-    sigterm_timeout_s: float = 120.0
-    """Seconds that an agent told to end (SIGTERM) has for what is staged, and for trainers to make
-    their last save. A second SIGTERM ends it at once."""
-
-    persist_on_leave: bool = True
-    """Write the newest checkpoint if it is only in memory when the agent leaves: nobody came back
-    within the grace time, or the job ended right after a save that was for memory only, or failed
-    (a failed save is tried once more then: the storage may be back)."""
 
 
 class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -302,6 +245,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("other_writer_wait_s", self.other_writer_wait_s, 0),
             ("drain_timeout_s", self.drain_timeout_s, 0),
         )
+        if self.agent.cpus not in ("all", "inherit"):
+            try:
+                cpu_list.parse(str(self.agent.cpus))
+            except ValueError as error:
+                raise ValueError(f"agent.cpus: {error}; also 'all' and 'inherit'") from error
 
 
 def load_config(

@@ -95,7 +95,7 @@ def test_a_double_underscore_names_a_nested_setting():
 
 @pytest.mark.parametrize(("name", "default"), fields_of(Config).items())
 def test_every_setting_can_be_set_in_file_and_environment(write, name, default):
-    text = "null" if default is None else str(default).lower()
+    text = {None: "null", (): "[]"}.get(default, str(default).lower())
     variable = "FLASHCKPT_" + name.upper().replace(".", "__")
     *sections, field = name.split(".")
     lines = [f"{'  ' * depth}{section}:\n" for depth, section in enumerate(sections)]
@@ -219,6 +219,14 @@ def test_a_value_below_the_minimum_is_refused_and_the_minimum_is_not(name, below
     for section in sections:
         found = getattr(found, section)
     assert getattr(found, field) == float(least)
+
+
+@pytest.mark.parametrize("text", ["some", "3-1", "[0, 1]", "-1"])
+def test_cpus_that_are_no_list_are_refused(text):
+    with pytest.raises(ConfigError, match=r"agent\.cpus"):
+        load_config(environ={"FLASHCKPT_AGENT__CPUS": text})
+    assert load_config(environ={"FLASHCKPT_AGENT__CPUS": "3"}).agent.cpus == 3
+    assert load_config(environ={"FLASHCKPT_AGENT__CPUS": "0-3,8"}).agent.cpus == "0-3,8"
 
 
 def test_a_file_that_is_not_there_is_named_with_the_remedy(tmp_path):

@@ -24,7 +24,7 @@ HOME = Path(megatron_flashckpt.__file__).parent
 
 #: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
 LAYERS = (
-    {"errors", "metrics", "waits"},
+    {"errors", "metrics", "waits", "cpu_list", "agent_config"},
     {""},
     {"faults", "forks", "exit_status"},
     {"config", "console"},
@@ -57,6 +57,8 @@ TORCH_FREE = (
     "waits",
     "faults",
     "forks",
+    "cpu_list",
+    "agent_config",
     "config",
     "layout",
     "storage",

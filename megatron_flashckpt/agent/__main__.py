@@ -12,6 +12,7 @@ from typing import get_args
 
 from megatron_flashckpt import faults
 from megatron_flashckpt.agent.node import AgentOptions
+from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--write-threads", type=int, required=True)
     parser.add_argument("--write-mib-per-s", type=float)
     parser.add_argument("--writer-nice", type=int, required=True)
+    parser.add_argument("--cpus", required=True)
     parser.add_argument("--direct-io", choices=get_args(DirectMode), required=True)
     parser.add_argument("--commit-timeout-s", type=float, required=True)
     parser.add_argument("--slow-save-s", type=float, required=True)
@@ -74,6 +76,7 @@ def main() -> int:
         signal.signal(ignored, signal.SIG_IGN)
     faults.this_is("agent")
     raise_limit()
+    process = AgentProcess(options)
     # The parent returns as soon as trainers can connect, so that whoever started it can reap it and
     # the agent is nobody's child; no thread has been started yet, so forking is safe.
     ready, tell = os.pipe()
@@ -83,10 +86,11 @@ def main() -> int:
     os.close(ready)
     # Not before the fork: whoever connects is told by the kernel who called `listen`, and must be
     # told who serves (`protocol.peer`), to end it when it hangs.
-    agent = Agent(upkeep, options)
+    agent = Agent(upkeep, options, process)
     os.write(tell, b"1")
     os.close(tell)
     logging.info("agent %d serves %s", os.getpid(), arguments.root)
+    logging.info("this process has %s", process)
     signal.signal(signal.SIGTERM, lambda *_: agent.end_soon())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     agent.serve()
@@ -105,6 +109,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         write_threads=arguments.write_threads,
         write_mib_per_s=arguments.write_mib_per_s,
         writer_nice=arguments.writer_nice,
+        cpus=arguments.cpus,
         direct_io=arguments.direct_io,
         commit_timeout_s=arguments.commit_timeout_s,
         slow_save_s=arguments.slow_save_s,

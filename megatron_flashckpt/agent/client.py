@@ -10,15 +10,14 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import megatron_flashckpt
 from megatron_flashckpt import forks
+from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED, why_not_started
@@ -32,7 +31,7 @@ from megatron_flashckpt.agent.run_messages import (
     HeldSlab,
 )
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
-from megatron_flashckpt.agent.settings import AgentSettings, flags, settings_of
+from megatron_flashckpt.agent.settings import AgentSettings, settings_of
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
 from megatron_flashckpt.layout.cost import RankCost
@@ -382,32 +381,6 @@ def _close(sock: socket.socket) -> None:
         sock.close()
 
 
-def agent_environment() -> dict[str, str]:
-    """Return the environment for a new agent."""
-    # The variables of a torchrun worker must not make the agent look like one (and tools that
-    # hook workers must not load torch into it).
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("LOCAL_RANK", "RANK") and not name.startswith("TORCHELASTIC_")
-    }
-    package_parent = str(Path(megatron_flashckpt.__file__).parents[1])
-    environment["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (package_parent, os.environ.get("PYTHONPATH")))
-    )
-    return environment
-
-
-def agent_command(directory: Path, root: str, config: Config) -> list[str]:
-    """Return the command that starts an agent with the settings of `config`."""
-    return [
-        *(sys.executable, "-m", "megatron_flashckpt.agent"),
-        *("--directory", str(directory), "--root", root),
-        *(("--runtime-dir", os.path.abspath(config.runtime_dir)) if config.runtime_dir else ()),
-        *flags(settings_of(config)),
-    ]
-
-
 def _start(directory: Path, root: str, config: Config) -> None:
     """Return when an agent listens in `directory` (or another is about to, or leaving).
 
@@ -424,11 +397,11 @@ def _start(directory: Path, root: str, config: Config) -> None:
     with open(fd, "ab") as log:
         begun = log.tell()
         status = subprocess.run(
-            agent_command(directory, root, config),
+            process.command(directory, root, config),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=agent_environment(),
+            env=process.environment(os.environ, config.agent.environment),
             start_new_session=True,
             cwd="/",
             check=False,

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron_flashckpt import faults
+from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.client import agent_command, agent_environment
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory, holder
@@ -64,10 +64,10 @@ def become(root: str, config: Config) -> NoReturn:
     directory = agent_directory(root, config.runtime_dir)
     if pid := holder(directory):
         raise AgentError(_refusal(pid, root))
-    command = [*agent_command(directory, root, config), "--foreground"]
+    command = [*process.command(directory, root, config), "--foreground"]
     # No working directory that would keep a file system from being unmounted.
     os.chdir("/")
-    os.execve(command[0], command, agent_environment())
+    os.execve(command[0], command, process.environment(os.environ, config.agent.environment))
 
 
 def wait_for_agent(root: str, config: Config) -> int:
@@ -110,7 +110,8 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
         signal.signal(ignored, signal.SIG_IGN)
     faults.this_is("agent")
     raise_limit()
-    lives = _Lives(upkeep, options)
+    own = process.AgentProcess(options)
+    lives = _Lives(upkeep, options, own)
     for told in (signal.SIGTERM, signal.SIGINT):
         signal.signal(told, lives.end_soon)
     logger.info(
@@ -119,6 +120,7 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
         options.root,
         options.grace_s,
     )
+    logger.info("this process has %s", own)
     clean = lives.serve()
     logger.info("agent %d ends%s", os.getpid(), "" if clean else ": a save is not in storage")
     upkeep.leave(keep_log=to_stderr.error_seen)
@@ -213,14 +215,15 @@ class _PatientStderr(logging.Handler):
 class _Lives:
     """Agents one after the other: a new one when all trainers have ended as planned."""
 
-    def __init__(self, upkeep: Upkeep, options: AgentOptions) -> None:
+    def __init__(self, upkeep: Upkeep, options: AgentOptions, own: process.AgentProcess) -> None:
         self._upkeep = upkeep
         self._options = options
+        self._own = own
         self._told = False
         self._agent = self._new()
 
     def _new(self) -> Agent:
-        return Agent(self._upkeep, self._options, unclaimed_s=self._options.grace_s)
+        return Agent(self._upkeep, self._options, self._own, unclaimed_s=self._options.grace_s)
 
     def end_soon(self, number: int, _: FrameType | None) -> None:
         """Have `serve` return; the handler of signals."""

@@ -25,6 +25,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 
 if TYPE_CHECKING:
     from megatron_flashckpt.agent.peers.redundancy import Redundancy
+    from megatron_flashckpt.agent.process import AgentProcess
 
 
 class AgentOptions(AgentSettings, frozen=True, kw_only=True):
@@ -64,8 +65,10 @@ class Trainer:
 class Node:
     """All that is shared is changed under `changed`, which is notified of it."""
 
-    def __init__(self, options: AgentOptions) -> None:
+    def __init__(self, options: AgentOptions, process: AgentProcess | None = None) -> None:
+        """Args: `process`: told of other settings."""
         self.options = options
+        self._process = process
         self.direct_io = DirectIo(options.direct_io)
         self.fence = Fence()
         self.storage = self.storage_at(options.root)
@@ -108,6 +111,8 @@ class Node:
         self.flow.pace.limit(settings.write_mib_per_s)
         self.flow = Flow(settings.write_threads, self.flow.pace)
         self.traces.configure(settings.trace_directory, settings.trace_keep)
+        if self._process is not None:
+            self._process.apply(settings)
         return differences(former, settings)
 
     def storage_at(self, root: str) -> FencedStorage:

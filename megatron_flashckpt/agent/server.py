@@ -14,6 +14,7 @@ from megatron_flashckpt.agent.conversation import Conversations
 from megatron_flashckpt.agent.keeper import ClaimKeeper
 from megatron_flashckpt.agent.node import AgentOptions, Node
 from megatron_flashckpt.agent.pending import awaited_by
+from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import Reception, Strangers
 from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.upkeep import Upkeep
@@ -29,15 +30,21 @@ class Agent:
     """One per node and save directory. `serve` runs until the agent is not needed any more."""
 
     def __init__(
-        self, upkeep: Upkeep, options: AgentOptions, *, unclaimed_s: float = _UNCLAIMED_S
+        self,
+        upkeep: Upkeep,
+        options: AgentOptions,
+        process: AgentProcess | None = None,
+        *,
+        unclaimed_s: float = _UNCLAIMED_S,
     ) -> None:
         """Listen.
 
         Args:
+            process: this one, which takes the settings of later runs, too; None: it keeps its own.
             unclaimed_s: seconds that it waits for its first trainer.
         """
         self._upkeep = upkeep
-        self._node = Node(options)
+        self._node = Node(options, process)
         self._committer = Committer(self._node)
         self._claim = ClaimKeeper(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)

@@ -17,6 +17,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     write_mib_per_s: float | None
     writer_nice: int
     direct_io: DirectMode
+    cpus: str = "all"
     commit_timeout_s: float
     slow_save_s: float
     sigterm_timeout_s: float
@@ -39,6 +40,7 @@ _ELSEWHERE = {
 def settings_of(config: Config) -> AgentSettings:
     """Return what the agent needs to know of a configuration."""
     own = {name: getattr(config.agent, name) for name in _names() if name not in _ELSEWHERE}
+    own["cpus"] = str(config.agent.cpus)
     return AgentSettings(
         **own,
         history=config.history,

@@ -31,7 +31,7 @@ from tests.agent.trainer import (
 )
 
 #: Settings of the section `agent` that trainers heed, each in every run.
-OF_TRAINERS = {"start_timeout_s", "answer_timeout_s"}
+OF_TRAINERS = {"start_timeout_s", "answer_timeout_s", "environment"}
 #: Settings that go to the agent with the addresses of the other nodes' agents. `peer_timeout_s`
 #: changes with each run; of the others `introduce` says which ones stay.
 OF_PEERS = {"address", "peer_timeout_s", "peer_threads"}
@@ -74,6 +74,13 @@ def gives_way(node: Node, root: Path, second: Second) -> None:
     tasks = [int(task.name) for task in Path(f"/proc/{agent}/task").iterdir()]
     nice = {os.getpriority(os.PRIO_PROCESS, task) for task in tasks}
     assert max(nice) == min(19, os.getpriority(os.PRIO_PROCESS, agent) + 5)
+
+
+def runs_on_the_first_cpu(node: Node, root: Path, second: Second) -> None:
+    trainer = second()
+    assert trainer.save(1).error is None
+    tasks = Path(f"/proc/{trainer.client.agent_pid}/task").iterdir()
+    assert {cpu for task in tasks for cpu in os.sched_getaffinity(int(task.name))} == {0}
 
 
 def leaves_at_once(node: Node, root: Path, second: Second) -> None:
@@ -144,7 +151,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, S
     ),
     "write_threads": ({"write_threads": 1}, {"write_threads": 3}, is_there_for_the_next_save),
     "write_mib_per_s": ({}, {"write_mib_per_s": 1.0, "write_threads": 1}, keeps_to_the_pace),
-    "writer_nice": ({}, {"writer_nice": 5}, gives_way),
+    "writer_nice": ({"writer_nice": 0}, {"writer_nice": 5}, gives_way),
+    "cpus": ({"cpus": "all"}, {"cpus": 0}, runs_on_the_first_cpu),
     "direct_io": ({"direct_io": "always"}, {"direct_io": "never"}, is_there_for_the_next_save),
     "commit_timeout_s": ({}, {"commit_timeout_s": 1.0}, gives_up_at_once),
     "slow_save_s": ({}, {"slow_save_s": 0.0}, says_at_once_what_is_slow),

@@ -1,0 +1,237 @@
+"""The agent's process: what it takes from the rank that starts it, and what it does not.
+
+A launcher binds each rank to some cores and to the memory beside them, and gives it variables for
+its GPU. The agent serves all ranks of the node and outlives them, so it leaves those bonds behind:
+else its threads would share the cores of one rank, which becomes the straggler of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fnmatch
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import megatron_flashckpt
+from megatron_flashckpt import cpu_list
+from megatron_flashckpt.agent.settings import AgentSettings, flags, settings_of
+from megatron_flashckpt.config import Config
+
+logger = logging.getLogger(__name__)
+
+#: Variables that an agent gets of those of the process that starts it; `agent.environment` adds
+#: others. Paths of Python packages are those of EasyBuild, Guix, Nix and conda, too. The ids of
+#: jobs are there for batch systems that find the processes of a job by them.
+_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "HOSTNAME", "TMPDIR", "TMP", "TEMP", "XDG_*"),
+    *("LANG", "LANGUAGE", "LC_*", "TZ", "TZDIR", "LOCPATH", "KRB5*", "FLASHCKPT_*"),
+    *("LD_LIBRARY_PATH", "PYTHON*", "VIRTUAL_ENV", "CONDA_*", "GUIX_*", "NIX_*"),
+    *("EBPYTHON*", "EBROOTPYTHON", "EBVERSIONPYTHON"),
+    *("SLURM_*", "PBS_JOBID", "LSB_JOBID"),
+)
+_SELF = Path("/proc/self")
+_ALL_CPUS = Path("/sys/devices/system/cpu")
+#: So much (of the range -1000 to 1000) that the agent is spared while its slots take less than
+#: half of the memory. They are shared with the trainers: killing the agent would free nothing.
+_OOM_SCORE_ADJ = -500
+#: From linux/mempolicy.h, and the numbers of a system call that the C library does not wrap.
+_MPOL_DEFAULT = 0
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
+#: Without privileges the kernel takes one change of such a priority in 0.1 s, from all processes.
+_AUTOGROUP_ATTEMPTS = 10
+_AUTOGROUP_S = 0.05
+
+
+def environment(environ: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Return the environment for a new agent.
+
+    Variables for GPUs, NCCL or OpenMP, of torchrun and of profilers stay behind: tools that hook
+    workers must not load torch into the agent.
+
+    Args:
+        environ: that of the process that starts it.
+        more: names of further variables to pass on; `*` stands for any characters.
+    """
+    patterns = (*_VARIABLES, *more)
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    }
+    package_parent = str(Path(megatron_flashckpt.__file__).parents[1])
+    kept["PYTHONPATH"] = os.pathsep.join(filter(None, (package_parent, environ.get("PYTHONPATH"))))
+    return kept
+
+
+def command(directory: Path, root: str, config: Config) -> list[str]:
+    """Return the command that starts an agent with the settings of `config`."""
+    return [
+        *(sys.executable, "-m", "megatron_flashckpt.agent"),
+        *("--directory", str(directory), "--root", root),
+        *(("--runtime-dir", os.path.abspath(config.runtime_dir)) if config.runtime_dir else ()),
+        *flags(settings_of(config)),
+    ]
+
+
+class AgentProcess:
+    """This process, as the agent's. Made before it starts a thread or forks."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        """Leave behind what the process has inherited."""
+        self._inherited = os.sched_getaffinity(0)
+        #: Whether the session was made for the agent: then a priority of all of it is the agent's.
+        self._has_session = os.getsid(0) == os.getpid()
+        self._leave_real_time()
+        _reset_memory_policy()
+        self._oom_score_adj = _spare_from_oom(_SELF / "oom_score_adj")
+        self._cpus, self._nice = "inherit", -1
+        self.apply(settings)
+
+    def apply(self, settings: AgentSettings) -> None:
+        """Take CPUs and priority from the settings of a run."""
+        if settings.cpus != self._cpus:
+            self._cpus = settings.cpus
+            self._place(settings.cpus)
+        if settings.writer_nice != self._nice and self._has_session:
+            self._nice = settings.writer_nice
+            _lower_session(settings.writer_nice)
+
+    def __str__(self) -> str:
+        cpus = cpu_list.shown(os.sched_getaffinity(0))
+        return (
+            f"CPUs {cpus}, priority {os.getpriority(os.PRIO_PROCESS, 0)}, oom_score_adj "
+            f"{self._oom_score_adj}"
+        )
+
+    @staticmethod
+    def _leave_real_time() -> None:
+        """Let no priority above others', which a rank may have given itself, be the agent's."""
+        if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        if os.getpriority(os.PRIO_PROCESS, 0) < 0:
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+    def _place(self, cpus: str) -> None:
+        if cpus == "inherit":
+            _move(self._inherited)
+            return
+        wanted = _machine() if cpus == "all" else cpu_list.parse(cpus)
+        try:
+            allowed = _move(wanted)
+        except OSError as error:
+            logger.warning(
+                "agent.cpus %s: this process may run on none of these CPUs (%s); it stays on %s; "
+                "name CPUs of the job",
+                *(cpus, error.strerror, cpu_list.shown(os.sched_getaffinity(0))),
+            )
+            return
+        if cpus != "all":
+            if left_out := wanted - allowed:
+                logger.warning(
+                    "agent.cpus %s: this process may not run on %s; it runs on %s",
+                    *(cpus, cpu_list.shown(left_out), cpu_list.shown(allowed)),
+                )
+            return
+        own = _allotted(os.environ)
+        if own is not None and own < len(allowed) and allowed != self._inherited:
+            # No cpuset keeps the job to its CPUs, and those that are left belong to other jobs.
+            _move(self._inherited)
+            logger.warning(
+                "Slurm gave this job %d CPUs of this node and no cpuset; the agent may use %d and "
+                "stays on those of the process that started it (%s); set 'agent.cpus' to the CPUs "
+                "of the job",
+                *(own, len(allowed), cpu_list.shown(self._inherited)),
+            )
+
+
+def _move(cpus: Iterable[int]) -> set[int]:
+    """Let all threads run on `cpus`, as far as the cpuset allows; return on which they may.
+
+    Raises:
+        OSError: the cpuset allows none of them.
+    """
+    os.sched_setaffinity(0, cpus)
+    for task in (_SELF / "task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(task.name), cpus)
+    return os.sched_getaffinity(0)
+
+
+def _machine() -> frozenset[int]:
+    """Return all CPUs of the machine but those that are kept free of ordinary processes."""
+    found = _listed(_ALL_CPUS / "possible") or frozenset(range(os.cpu_count() or 1))
+    return found - _listed(_ALL_CPUS / "isolated") or found
+
+
+def _listed(file: Path) -> frozenset[int]:
+    try:
+        return cpu_list.parse(file.read_text().strip())
+    except (OSError, ValueError):  # also an empty list
+        return frozenset()
+
+
+def _allotted(environ: Mapping[str, str]) -> int | None:
+    """Return the CPUs that Slurm gave the job on each node, the fewest; None if there is no Slurm.
+
+    The variable looks like `72(x2),36`.
+    """
+    counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_JOB_CPUS_PER_NODE", ""))
+    return min(map(int, counts), default=None)
+
+
+def _lower_session(nice: int) -> None:
+    """Lower the priority of all threads of this session against those of other sessions.
+
+    The kernel shares CPUs between sessions first, where it groups processes by session
+    (`kernel.sched_autogroup_enabled`): the priorities of threads count inside of one session only.
+    """
+    for _ in range(_AUTOGROUP_ATTEMPTS):
+        try:
+            (_SELF / "autogroup").write_text(f"{min(nice, 19)}")
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                return  # there are no such groups, and the priorities of threads count
+            time.sleep(_AUTOGROUP_S)
+        else:
+            return
+
+
+def _reset_memory_policy() -> None:
+    """Let memory be allocated beside the CPU that asks for it, not where the rank is bound to.
+
+    Slabs keep the NUMA node that their trainer chose: it belongs to the memory.
+    """
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if number is not None:
+        syscall = ctypes.CDLL(None).syscall
+        syscall(ctypes.c_long(number), ctypes.c_int(_MPOL_DEFAULT), None, ctypes.c_ulong(0))
+
+
+def _spare_from_oom(file: Path) -> int:
+    """Have the kernel kill trainers first when memory is short; return the score that is in force.
+
+    Without CAP_SYS_RESOURCE a score goes down only to where a privileged process has put it last,
+    which the kernel does not tell.
+    """
+    try:
+        highest = int(file.read_text())
+    except (OSError, ValueError):
+        return 0
+    lowest = _OOM_SCORE_ADJ
+    attempt = lowest
+    while lowest < highest:
+        try:
+            file.write_text(f"{attempt}")
+        except OSError:
+            lowest = attempt + 1
+        else:
+            highest = attempt
+        attempt = (lowest + highest) // 2
+    return highest

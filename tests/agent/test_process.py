@@ -1,0 +1,292 @@
+"""The agent leaves behind what binds the rank that starts it: cores, NUMA policy, priorities."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flashckpt import cpu_list
+from megatron_flashckpt.agent import process
+from megatron_flashckpt.agent.rendezvous import LOG
+from tests.agent.conftest import Node
+from tests.agent.test_foreground import Foreground, foreground
+from tests.agent.trainer import eventually
+
+__all__ = ["foreground"]
+ALL = os.sched_getaffinity(0)
+several_cpus = pytest.mark.skipif(len(ALL) < 2 or 0 not in ALL, reason="needs CPU 0 and another")
+MPOL_DEFAULT, MPOL_INTERLEAVE = 0, 3
+
+
+@contextlib.contextmanager
+def bound(cpus: set[int]) -> Iterator[None]:
+    """Bind this thread, as a launcher binds a rank."""
+    former = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, former)
+
+
+def cpus_of(pid: int) -> str:
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("Cpus_allowed_list")
+    )
+    return line.split()[1]
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if entry)
+
+
+def log_of(node: Node, root: Path) -> str:
+    return (node.directory(root) / LOG).read_text()
+
+
+@several_cpus
+@pytest.mark.parametrize(
+    ("cpus", "expected"), [("all", ALL), ("inherit", {0}), ("0", {0}), (f"0-{max(ALL)}", ALL)]
+)
+def test_it_runs_on_the_cpus_of_the_setting(
+    node: Node, root: Path, cpus: str, expected: set[int]
+) -> None:
+    with bound({0}):
+        agent = node.trainer(root, config=node.config(cpus=cpus)).client.agent_pid
+    assert cpus_of(agent) == cpu_list.shown(expected)
+    assert "agent.cpus" not in log_of(node, root)
+
+
+@several_cpus
+def test_a_foreground_agent_runs_on_all_cpus_too(root: Path, foreground: Foreground) -> None:
+    with bound({0}):
+        agent = foreground.agent()
+    assert cpus_of(agent.pid) == cpu_list.shown(ALL)
+
+
+@several_cpus
+@pytest.mark.parametrize(
+    ("cpus", "runs_on", "said"),
+    [
+        ("60000", {0}, "agent.cpus 60000: this process may run on none of these CPUs (Invalid"),
+        (f"{max(ALL)},60000", {max(ALL)}, "this process may not run on 60000; it runs on "),
+    ],
+)
+def test_cpus_that_the_kernel_refuses_are_named_in_the_log(
+    node: Node, root: Path, cpus: str, runs_on: set[int], said: str
+) -> None:
+    with bound({0}):
+        agent = node.trainer(root, config=node.config(cpus=cpus)).client.agent_pid
+    assert cpus_of(agent) == cpu_list.shown(runs_on)
+    assert log_of(node, root).count(said) == 1
+
+
+@several_cpus
+@pytest.mark.parametrize(
+    ("allotted", "stays"), [(f"{len(ALL)}(x2)", False), ("1", True), (f"{len(ALL)}(x3),1", True)]
+)
+def test_where_slurm_gave_a_part_of_the_node_and_no_cpuset_it_stays_on_its_ranks_cpus(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, allotted: str, stays: bool
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", allotted)
+    with bound({0}):
+        agent = node.trainer(root).client.agent_pid
+    assert cpus_of(agent) == cpu_list.shown({0} if stays else ALL)
+    assert ("Slurm gave this job 1 CPUs of this node and no cpuset" in log_of(node, root)) is stays
+
+
+def test_it_has_the_default_numa_policy(node: Node, root: Path) -> None:
+    number = process._SET_MEMPOLICY.get(os.uname().machine)
+    if number is None or not Path("/proc/self/numa_maps").exists():
+        pytest.skip("this kernel has no NUMA policies")
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    nodes = ctypes.c_ulong(1)
+    if syscall(number, MPOL_INTERLEAVE, ctypes.byref(nodes), ctypes.c_ulong(64)):
+        pytest.skip(f"set_mempolicy: {os.strerror(ctypes.get_errno())}")
+    try:
+        agent = node.trainer(root).client.agent_pid
+        assert "interleave:0" in Path("/proc/self/numa_maps").read_text()
+    finally:
+        assert syscall(number, MPOL_DEFAULT, None, ctypes.c_ulong(0)) == 0
+    policies = {
+        line.split()[1] for line in Path(f"/proc/{agent}/numa_maps").read_text().splitlines()
+    }
+    assert policies == {"default"}
+
+
+@pytest.mark.parametrize(("nice", "of_session"), [(7, 7), (25, 19)])
+def test_the_priority_of_its_session_is_lower(
+    node: Node, root: Path, nice: int, of_session: int
+) -> None:
+    """Where the kernel shares CPUs between sessions first, that of threads alone has no effect."""
+    agent = node.trainer(root, config=node.config(writer_nice=nice)).client.agent_pid
+    group = Path(f"/proc/{agent}/autogroup")
+    if not group.exists():
+        pytest.skip("this kernel does not group processes by session")
+    assert group.read_text().endswith(f" nice {of_session}\n")
+    assert group.read_text() != Path("/proc/self/autogroup").read_text()
+    again = node.trainer(root, 1, config=node.config(writer_nice=3))
+    assert again.client.agent_pid == agent
+    assert group.read_text().endswith(" nice 3\n"), "the run that comes last decides"
+
+
+def test_a_foreground_agent_leaves_the_priority_of_a_session_that_it_shares(
+    node: Node, root: Path, foreground: Foreground
+) -> None:
+    before = Path("/proc/self/autogroup")
+    if not before.exists():
+        pytest.skip("this kernel does not group processes by session")
+    former = before.read_text()
+    agent = foreground.agent(agent__writer_nice="7")
+    assert os.getsid(agent.pid) == os.getsid(0)
+    assert Path(f"/proc/{agent.pid}/autogroup").read_text() == former
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a priority")
+def test_it_has_no_higher_priority_than_others(node: Node, root: Path) -> None:
+    """A rank may have raised its own. One that was lowered for all of the job stays."""
+    former = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, -3)
+    try:
+        agent = node.trainer(root).client.agent_pid
+    finally:
+        os.setpriority(os.PRIO_PROCESS, 0, former)
+    assert os.getpriority(os.PRIO_PROCESS, agent) == 0
+
+
+def test_it_gets_the_variables_that_it_needs_and_those_that_are_asked_for(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {
+        "LC_ALL": "C",
+        "TZ": "UTC",
+        "TMPDIR": "/tmp",
+        "FLASHCKPT_X": "1",
+        "HOME": "/root",
+        "EBPYTHONPREFIXES": "/eb",
+        "GUIX_PYTHONPATH": "/guix",
+        "CONDA_PREFIX": "/conda",
+        "PYTHONUTF8": "1",
+        "NIX_PYTHONPATH": "/nix",
+        "SLURM_JOB_ID": "7",
+        "KRB5CCNAME": "/k",
+        "FAULTY_CALLS": "write",
+        "COVERAGE_FILE": "/c",
+        "LD_LIBRARY_PATH": "/lib",
+    }
+    dropped = {
+        "NCCL_DEBUG": "INFO",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_INJECTION64_PATH": "/x",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "GOMP_CPU_AFFINITY": "0",
+        "TORCHELASTIC_RUN_ID": "job",
+        "NSYS_X": "1",
+        "MASTER_ADDR": "n0",
+        "SOMETHING": "else",
+    }
+    for name, value in (kept | dropped).items():
+        monkeypatch.setenv(name, value)
+    config = node.config(environment=("FAULTY_*", "COVERAGE_FILE"))
+    found = environment_of(node.trainer(root, config=config).client.agent_pid)
+    assert {name: found.get(name) for name in kept} == kept
+    assert not found.keys() & dropped.keys()
+
+
+@pytest.mark.parametrize("passed_on", [(), ("LD_PRELOAD",)])
+def test_a_preloaded_library_comes_along_only_if_it_is_asked_for(
+    passed_on: tuple[str, ...],
+) -> None:
+    environ = {"LD_PRELOAD": "/lib/profiler.so", "PATH": "/bin"}
+    found = process.environment(environ, passed_on)
+    assert ("LD_PRELOAD" in found) is bool(passed_on)
+    assert found["PATH"] == "/bin"
+
+
+def test_a_foreground_agent_gets_the_same_variables(
+    node: Node, root: Path, foreground: Foreground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_DEBUG", "FAULTY_CALLS", "TZ"):
+        monkeypatch.setenv(name, "UTC")
+    agent = foreground.agent(agent__environment="[FAULTY_*]")
+    found = environment_of(agent.pid)
+    assert found.keys() & {"NCCL_DEBUG", "FAULTY_CALLS", "TZ"} == {"FAULTY_CALLS", "TZ"}
+
+
+def test_it_is_not_killed_before_trainers_for_want_of_memory(node: Node, root: Path) -> None:
+    """A rank whose score was raised starts it: it takes the lowest that it may have."""
+    own = Path("/proc/self/oom_score_adj")
+    former = own.read_text()
+    own.write_text("300")
+    try:
+        agent = node.trainer(root).client.agent_pid
+    finally:
+        own.write_text(former)
+    score = int(Path(f"/proc/{agent}/oom_score_adj").read_text())
+    eventually("it says so", lambda: f"oom_score_adj {score}\n" in log_of(node, root))
+    assert score <= int(former)
+
+
+class Score:
+    """`/proc/PID/oom_score_adj` as proc(5) has it: without a privilege it has a lowest value."""
+
+    def __init__(self, value: int, lowest: int) -> None:
+        self.value, self._lowest = value, lowest
+
+    def read_text(self) -> str:
+        return f"{self.value}\n"
+
+    def write_text(self, text: str) -> None:
+        if int(text) < self._lowest:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        self.value = int(text)
+
+
+@given(st.integers(-1000, 1000), st.integers(-1000, 1000))
+def test_its_score_is_the_lowest_that_is_allowed_but_never_raised(one: int, other: int) -> None:
+    lowest, value = sorted((one, other))
+    score = Score(value, lowest)
+    assert process._spare_from_oom(score) == score.value
+    assert score.value == min(value, max(lowest, -500))
+
+
+def test_the_double_follows_the_kernel() -> None:
+    """Raised and lowered again without a privilege, and refused below."""
+    own = Path("/proc/self/oom_score_adj")
+    former = int(own.read_text())
+    own.write_text(f"{former + 5}")
+    own.write_text(f"{former}")
+    assert int(own.read_text()) == former
+    status = Path("/proc/self/status").read_text()
+    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("CapEff"))
+    if not int(mask, 16) >> 24 & 1:  # CAP_SYS_RESOURCE
+        with pytest.raises(PermissionError):
+            own.write_text(f"{former - 1}")
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_lists_of_cpus_are_read_as_they_are_shown(cpus: set[int]) -> None:
+    assert cpu_list.parse(cpu_list.shown(cpus)) == cpus
+
+
+def test_a_list_of_cpus_may_have_steps() -> None:
+    assert cpu_list.parse("0-6:2, 9") == {0, 2, 4, 6, 9}
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "0-9:0", "1,,2", "-1", "0-99999999999"])
+def test_what_is_no_list_of_cpus_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no list of CPUs"):
+        cpu_list.parse(text)
