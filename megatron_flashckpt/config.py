@@ -116,7 +116,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     private directory, else `/tmp/flashckpt-<uid>`; another name if another user has taken that."""
 
     slots: int = 2
-    """Checkpoints that a rank keeps in host memory: the last one stays while the next is staged."""
+    """Checkpoints that a rank keeps in host memory: the last one stays while the next is staged.
+    With 1 the last one is in storage meanwhile: a save begins when the last one is committed or has
+    failed (see `busy`), and a crash during its copies resumes from storage."""
 
     staging: Literal["deferred", "blocking"] = "deferred"
     """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next
@@ -222,7 +224,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         _require_at_least(
-            ("slots", self.slots, 2),
+            ("slots", self.slots, 1),
             ("failures_in_a_row", self.failures_in_a_row or 1, 1),
             ("redundancy_group", self.redundancy_group, 2),
             ("history", self.history, 0),

@@ -374,6 +374,12 @@ def _announce(
             "no more than later ones"
         ),
     ]
+    if config.slots == 1:
+        lines.append(
+            "slots: 1: a save begins when the one before is committed or has failed"
+            f"{', or is skipped' if config.busy == 'skip' else ''}; a crash during its copies into "
+            "host memory resumes from storage"
+        )
     if (flag := changes_beside_steps(margs)) is not None and config.staging != "blocking":
         lines.append(
             f"each save copies everything before it returns, as with 'staging: blocking', because "

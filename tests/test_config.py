@@ -197,8 +197,8 @@ def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, t
 @pytest.mark.parametrize(
     ("name", "below", "least"),
     [
-        ("slots", "1", "2"),
-        ("slots", "-1", "2"),
+        ("slots", "0", "1"),
+        ("slots", "-1", "1"),
         ("read_threads", "0", "1"),
         ("agent.persist_threads", "0", "1"),
         ("agent.write_threads", "0", "1"),

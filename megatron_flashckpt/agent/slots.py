@@ -107,6 +107,9 @@ class RankSlots:
         are being read: ranks that are ahead with writing and ranks that are behind would overwrite
         different ones, and a crash would find none that all have.
 
+        An only slot is handed out as soon as its save is concluded: either the checkpoint is in
+        storage, or it never will be.
+
         Args:
             newest_too: hand it out all the same; nobody can wait for the others.
         """
@@ -114,7 +117,7 @@ class RankSlots:
         complete = [i for i, slot in enumerate(slots) if slot.header.state in COMPLETE]
         newest = max(complete, key=lambda i: self.infos[i].sequence, default=-1)
         free = [i for i, it in enumerate(self.infos) if not (it.persisting or it.digesting)]
-        free = [i for i in free if newest_too or i != newest]
+        free = [i for i in free if newest_too or i != newest or self._is_concluded_alone(i)]
         if not free:
             return -1
         index = min(
@@ -125,6 +128,11 @@ class RankSlots:
         slots[index].set_header(EMPTY_HEADER)
         self.infos[index] = SlotInfo(sequence=next(self._sequence))
         return index
+
+    def _is_concluded_alone(self, index: int) -> bool:
+        """Return whether slot `index` is the only one, and its save is not pending."""
+        is_open = self.slab.slots[index].header.state == SlotState.STAGED
+        return len(self.infos) == 1 and not (is_open and self.infos[index].claimed)
 
     def offers(self, committed: int = -1, lineage: tuple[str, ...] = ()) -> list[Offer]:
         """Return every complete checkpoint, newest first.

@@ -96,6 +96,7 @@ class FakeTrainer:
         *,
         key: str = "decoder.weight",
         numel: int = 1000,
+        slots: int = 2,
         retain_interval: int | None = None,
         retention: Retention = Retention(),  # noqa: B008, a frozen one
     ) -> None:
@@ -103,6 +104,7 @@ class FakeTrainer:
         self.rank = rank
         self.world_size = world_size
         self.pieces = pieces_of(rank, world_size, key, numel) if numel else []
+        self.slots = slots
         self.retain_interval = retain_interval
         self.retention = retention
         self.metrics: dict[str, float] = {}
@@ -175,7 +177,7 @@ class FakeTrainer:
             )
         )
         if self.slab is None:
-            self.slab = Slab.create(2, len(meta) + 4096, layout.nbytes, str(self.rank))
+            self.slab = Slab.create(self.slots, len(meta) + 4096, layout.nbytes, str(self.rank))
             self.client.attach(self.slab)
         index = self.client.acquire(iteration, save_id, wait_s)
         if index < 0:

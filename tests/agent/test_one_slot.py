@@ -1,0 +1,175 @@
+"""`slots: 1`: the checkpoint before is in storage while the only slot is overwritten."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
+from tests.agent.cluster import cluster
+from tests.agent.conftest import Node
+from tests.agent.trainer import content, eventually, held_back, is_alive, new_save_id
+
+
+def committed(root: Path) -> int:
+    return int((root / names.TRACKER).read_text())
+
+
+def test_a_save_waits_until_the_one_before_is_committed_by_all_ranks(
+    node: Node, root: Path
+) -> None:
+    """Not only until this rank's shard is written: the other one's may fail."""
+    first, second = (node.trainer(root, rank, 2, slots=1) for rank in range(2))
+    save_id = new_save_id()
+    directory = root / names.iteration_dir(1)
+    with held_back(directory / names.shard_name(1, save_id)) as let_go:
+        for trainer in (first, second):
+            trainer.stage(1, save_id)
+        eventually("its record", (directory / names.record_name(0, save_id)).exists)
+        assert first.client.acquire(2, new_save_id(), 0.2) == -1
+        let_go()
+        assert first.client.acquire(2, new_save_id(), 60.0) == 0
+    assert committed(root) == 1
+
+
+def test_a_crash_during_the_copies_leaves_the_checkpoint_before_in_storage(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root, slots=1)
+    assert trainer.save(1).error is None
+    slot = trainer.begin(2, new_save_id(), 60.0)
+    assert slot is not None
+    trainer.hang_up()
+    again = node.trainer(root, slots=1)
+    assert again.take() == (), "half a checkpoint is not offered"
+    assert committed(root) == 1
+    again.client.adopt(None, 1)
+    assert again.save(2).error is None
+    assert committed(root) == 2
+
+
+def test_a_restarted_rank_is_offered_the_only_checkpoint_and_overwrites_it(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root, slots=1)
+    save_id = new_save_id()
+    data = trainer.stage(1, save_id)
+    trainer.hang_up()
+    again = node.trainer(root, slots=1)
+    (offer,) = again.take()
+    assert (offer.iteration, again.bytes_in(offer.slot)) == (1, data)
+    again.client.adopt(save_id, 1)
+    assert again.save(2).error is None
+    assert [offer.iteration for offer in again.take()] == [2]
+
+
+def test_a_save_that_failed_is_in_memory_until_the_next_one(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, slots=1)
+    assert trainer.save(1).error is None
+    (root / names.iteration_dir(2)).write_text("in the way")
+    assert trainer.save(2).error is not None
+    assert [offer.iteration for offer in trainer.take()] == [2]
+    assert trainer.save(3).error is None
+    assert committed(root) == 3
+
+
+def test_saves_to_memory_only_overwrite_each_other(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, slots=1)
+    assert trainer.save(1).error is None
+    for iteration in (2, 3):
+        assert trainer.keep(iteration).kept
+        assert [offer.iteration for offer in trainer.take()] == [iteration]
+    assert trainer.save(4).error is None
+    assert committed(root) == 4
+
+
+def test_a_larger_checkpoint_gets_a_larger_slab(node: Node, root: Path) -> None:
+    small = node.trainer(root, slots=1)
+    assert small.save(1).error is None
+    small.hang_up()
+    large = node.trainer(root, slots=1, numel=5000)
+    assert [offer.iteration for offer in large.take()] == [1]
+    large.slab.close()
+    large.slab = None
+    data = large.stage(2, new_save_id())
+    assert large.outcome().error is None
+    (offer,) = large.take()
+    assert (offer.iteration, large.bytes_in(offer.slot)) == (2, data)
+
+
+def test_another_agent_goes_on_with_the_only_slot(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, slots=1)
+    save_id = new_save_id()
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+        trainer.stage(1, save_id)
+        lost = trainer.client.agent_pid
+        os.kill(lost, signal.SIGKILL)
+        let_go()
+        eventually("the end of the agent", lambda: not is_alive(lost))
+    assert trainer.reconnect() == (save_id,)
+    assert trainer.begin(2, new_save_id(), 60.0) is not None
+    assert committed(root) == 1
+
+
+def test_storage_that_hangs_is_told_to_who_waits_for_the_only_slot(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, config=node.config(commit_timeout_s=1.0), slots=1)
+    save_id = new_save_id()
+    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+        trainer.stage(1, save_id)
+        eventually("it is given up", lambda: trainer.outcome(60.0).error)
+        with pytest.raises(SaveFailedError, match="the storage hangs"):
+            trainer.client.acquire(2, new_save_id(), 0.0)
+
+
+@pytest.mark.parametrize("scheme", ["copy", "xor"])
+def test_a_lost_node_gets_its_only_checkpoint_from_others(tmp_path: Path, scheme: str) -> None:
+    with cluster(tmp_path, (1, 1, 1), slots=1) as job:
+        job.start(scheme, 3)
+        for iteration in (1, 2):
+            for trainer in job.trainers.values():
+                if iteration == 2:
+                    trainer.outcome()
+            save_id = job.stage(iteration)
+            job.await_held(iteration, 1 if scheme == "copy" else 2)
+        job.lose(0)
+        job.start(scheme, 3)
+        back = job.trainers[0]
+        back.client.recover((save_id,))
+        (offer,) = back.take()
+        assert offer.iteration == 2
+        assert back.bytes_in(offer.slot) == content(0, 2, back.layout.nbytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    state=st.sampled_from(SlotState),
+    persisting=st.booleans(),
+    digesting=st.booleans(),
+    claimed=st.booleans(),
+)
+def test_the_only_slot_is_handed_out_when_nothing_reads_it_and_its_save_is_not_pending(
+    state: SlotState, persisting: bool, digesting: bool, claimed: bool
+) -> None:
+    slab = Slab.create(1, 0, 4096, "0")
+    try:
+        slab.slots[0].set_header(SlotHeader(state, 1, "1", 0, 0))
+        book = RankSlots(slab)
+        info = book.infos[0]
+        info.persisting, info.digesting, info.claimed = persisting, digesting, claimed
+        is_pending = state == SlotState.STAGED and claimed
+        expected = -1 if persisting or digesting or is_pending else 0
+        assert book.acquire() == expected
+        if expected < 0:
+            assert slab.slots[0].header.state == state
+            assert bool(book.offers()) is (state in COMPLETE)
+    finally:
+        slab.close()
