@@ -24,6 +24,7 @@ FILE_VARIABLE = "FLASHCKPT_CONFIG"
 
 ShareOut = Literal["share", "first"] | Annotated[int, msgspec.Meta(ge=1)]
 Weights = Literal["store", "derive"]
+Redundancy = Literal["none", "copy", "xor"]
 
 
 #: No setting is larger: an infinite wait looks like a job that hangs, and no bound stops a NaN.
@@ -187,7 +188,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ranks alike, iterations are lost, the log says so loudly), or `stop`. With `--ckpt-step` and
     with `--finetune` a load always stops: somebody wants that checkpoint and no other."""
 
-    redundancy: Literal["none", "copy", "xor"] = "none"
+    redundancy: Redundancy = "none"
     """What other nodes hold of this node's staged checkpoints, so that a lost node does not send
     the job back to storage. `copy`: the next node holds all of them, so slots take twice the
     memory. `xor`: the nodes of a group hold parity, which takes 1/(`redundancy_group` - 1) more."""
@@ -221,6 +222,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     trace: Trace = Trace()
     agent: AgentConfig = AgentConfig()
+
+    @property
+    def held_share(self) -> float:
+        """Bytes that a node holds for other nodes per byte of its own slots."""
+        if self.redundancy == "none":
+            return 0.0
+        return 1.0 if self.redundancy == "copy" else 1 / (self.redundancy_group - 1)
 
     def __post_init__(self) -> None:
         _require_at_least(

@@ -324,6 +324,7 @@ class NodeLink:
                 str(self._rank),
                 huge_pages=self._config.huge_pages,
                 numa_node=None if self._device is None else node_of_gpu(self._device),
+                held_share=self._config.held_share,
             )
         except StorageError as error:
             held = _holder(self._connected(), 0.0) if error.errno == errno.ENOMEM else ""
@@ -334,7 +335,7 @@ class NodeLink:
     def _make_way(self) -> None:
         """Free a slab without a checkpoint: the node may lack the memory for two slabs."""
         slab = self._slab
-        if slab is None or _holds_checkpoint(slab):
+        if slab is None or (_holds_checkpoint(slab) and not self._gives_up_only(slab)):
             return
         if self._attached:
             self._connected().detach()
@@ -342,6 +343,11 @@ class NodeLink:
         self.stager.drop_slab()
         slab.close()
         self._slab = None
+
+    def _gives_up_only(self, slab: Slab) -> bool:
+        """Empty the only slot of a slab, as the save that needs a larger slab would, if it may."""
+        is_ours = self._attached and not slab.read_only
+        return is_ours and slab.geometry.slots == 1 and self._connected().acquire(-1, "", 0.0) == 0
 
     def _attach(self, slab: Slab) -> None:
         self._taken += self._connected().attach(slab)

@@ -36,10 +36,12 @@ class Need:
     """Directory of the agent of this rank; ranks of one host may have several."""
     holder: str = ""
     """Which memory the agent holds already, and for whom, if that was asked."""
+    compared_nbytes: int = 0
+    """Copies of tensors that the first save only compares, and that no slot holds."""
 
     @property
     def nbytes(self) -> int:
-        return self.slab_nbytes + self.held_nbytes
+        return self.slab_nbytes + self.held_nbytes + self.compared_nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,11 @@ class Shared:
     left_nbytes: int
     """Bytes that the limit leaves; the smallest number that any of the ranks has read."""
     holders: tuple[str, ...] = ()
+    compared_nbytes: int = 0
 
     @property
     def nbytes(self) -> int:
-        return self.slab_nbytes + self.held_nbytes
+        return self.slab_nbytes + self.held_nbytes + self.compared_nbytes
 
     @property
     def missing_nbytes(self) -> int:
@@ -66,7 +69,13 @@ class Shared:
 
 
 def gather_needs(
-    slab_nbytes: int, held_nbytes: int, *, is_there: bool, agent: str = "", holder: str = ""
+    slab_nbytes: int,
+    held_nbytes: int,
+    *,
+    is_there: bool,
+    agent: str = "",
+    holder: str = "",
+    compared_nbytes: int = 0,
 ) -> list[Need]:
     """Return the needs of all ranks, in rank order. Collective.
 
@@ -76,12 +85,13 @@ def gather_needs(
         is_there: True if that memory is allocated already, since before a restart.
         agent: directory of this rank's agent.
         holder: which memory that agent holds, and for whom.
+        compared_nbytes: copies that the first save puts beside the slab.
     """
 
     def measure() -> tuple[None, Need]:
         bounds = tuple(limits()), tuple(process_limits())
         sizes = (slab_nbytes, held_nbytes, is_there)
-        return None, Need(platform.node(), *sizes, *bounds, agent, holder)
+        return None, Need(platform.node(), *sizes, *bounds, agent, holder, compared_nbytes)
 
     return gathered(measure)[1]
 
@@ -110,10 +120,10 @@ def check(needs: Sequence[Need], slots: int) -> None:
     lines = [_refusal(shared) for _, shared in sorted(worst.items())]
     raise StorageError(
         errno.ENOMEM,
-        f"the {slots} checkpoint slots of each rank do not fit into host memory, so saves would "
-        f"fail or the kernel would kill processes:\n  {_listed(lines)}\nfree memory on these "
-        "nodes, lower 'slots', use more nodes, or raise the memory limit of the job's pod or batch "
-        "job",
+        f"{_slots(slots)} of each rank {'do' if slots > 1 else 'does'} not fit into host memory, "
+        f"so saves would fail or the kernel would kill processes:\n  {_listed(lines)}\nfree "
+        f"memory on these nodes, {_fewer(slots)}use more nodes, or raise the memory limit of "
+        "the job's pod or batch job",
     )
 
 
@@ -128,10 +138,19 @@ def _check_processes(needs: Sequence[Need], slots: int) -> None:
     if lines:
         raise StorageError(
             errno.EFBIG,
-            f"the {slots} checkpoint slots of a rank exceed a limit of its process, so every save "
-            f"would fail:\n  {_listed(lines)}\nraise that limit where the job is started, lower "
-            "'slots', or use more ranks",
+            f"{_slots(slots)} of a rank exceed{'' if slots > 1 else 's'} a limit of its process, "
+            f"so every save would fail:\n  {_listed(lines)}\nraise that limit where the job is "
+            f"started, {_fewer(slots)}or use more ranks",
         )
+
+
+def _slots(number: int) -> str:
+    return f"the {number} checkpoint slots" if number > 1 else "the checkpoint slot"
+
+
+def _fewer(slots: int) -> str:
+    """Return the remedy that a job with one slot does not have."""
+    return "lower 'slots', " if slots > 1 else ""
 
 
 def _listed(lines: list[str]) -> str:
@@ -156,6 +175,7 @@ def by_limit(needs: Sequence[Need]) -> list[Shared]:
             held_nbytes=sum(needs[rank].held_nbytes for rank, _ in group if new[rank]),
             left_nbytes=max(0, min(limit.left_nbytes for _, limit in group)),
             holders=tuple(sorted({needs[rank].holder for rank, _ in group} - {""})),
+            compared_nbytes=sum(needs[rank].compared_nbytes for rank, _ in group),
         )
         for group in bounded.values()
     ]
@@ -175,6 +195,8 @@ def _refusal(shared: Shared) -> str:
     if first == last:
         needing = f"rank {first} needs"
     held = f", {shown(shared.held_nbytes)} of it for other nodes" if shared.held_nbytes else ""
+    if shared.compared_nbytes:
+        held += f", {shown(shared.compared_nbytes)} to compare copies in the first save"
     lines = [
         f"{shared.host}: {needing} {shown(shared.nbytes)}{held}; {shared.place} has "
         f"{shown(shared.left_nbytes)} left",

@@ -26,7 +26,7 @@ from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.checkpointer import Checkpointer
-from megatron_flashckpt.config import Config, Retention
+from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.layout.completeness import Tally, tally
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
@@ -333,9 +333,16 @@ def _needs(checkpointer: Checkpointer, expected: Expected, holder: str = "") -> 
         checkpointer.link.reclaim()
     agent = str(agent_directory(checkpointer.root, config.runtime_dir))
     slab = slab_nbytes(config.slots, expected.nbytes, expected.plan_nbytes)
-    held = int(slab * _held_for_others(config))
+    held = int(slab * config.held_share)
     is_there = checkpointer.link.has_slab
-    return node_memory.gather_needs(slab, held, is_there=is_there, agent=agent, holder=holder)
+    return node_memory.gather_needs(
+        slab,
+        held,
+        is_there=is_there,
+        agent=agent,
+        holder=holder,
+        compared_nbytes=expected.compared_nbytes,
+    )
 
 
 def _probe(margs: Any, checkpointer: Checkpointer) -> None:
@@ -387,13 +394,6 @@ def _announce(
         )
     for line in lines:
         stock.checkpointing().print_rank_0(f"  flashckpt: {line}")
-
-
-def _held_for_others(config: Config) -> float:
-    """Return what a node holds for others, relative to its own slots."""
-    if config.redundancy == "none":
-        return 0.0
-    return 1.0 if config.redundancy == "copy" else 1 / (config.redundancy_group - 1)
 
 
 def _in_between(margs: Any) -> str:

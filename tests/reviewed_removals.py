@@ -39,6 +39,21 @@ CALLER = "a name inside the root, through no link; the callers choose it and are
 
 REVIEWED: dict[Call, Reason] = {
     **review(
+        "agent.process",
+        (
+            "_lower_session",
+            "(_SELF / 'autogroup').write_text(f'{min(nice, 19)}')",
+            "a setting of the kernel, not a file; that of the agent's own session",
+            "agent/test_process.py::test_a_foreground_agent_leaves_the_priority_of_a_session_that_it_shares",
+        ),
+        (
+            "_spare_from_oom",
+            "file.write_text(f'{attempt}')",
+            "a setting of the kernel for this process, not a file",
+            "agent/test_process.py::test_its_score_is_the_lowest_that_is_allowed_but_never_raised",
+        ),
+    ),
+    **review(
         "agent.rendezvous",
         (
             "_entered",

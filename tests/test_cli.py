@@ -542,7 +542,7 @@ def test_config_check_takes_the_file_that_the_environment_names(
             b"slotts: 3",
             r".*mine\.yaml: unknown setting slotts; correct or remove it; known ones: .*",
         ),
-        (b"slots: 1", r".*mine\.yaml: .*slots must be at least 2, got 1.*"),
+        (b"slots: 0", r".*mine\.yaml: .*slots must be at least 1, got 0.*"),
         (b"slots: many", r".*mine\.yaml: .*Expected `int`, got `str`.*"),
         (b"- slots", r".*mine\.yaml: must hold 'field: value' lines, holds list"),
         (b"slots: [1", r".*mine\.yaml: is not valid YAML .*"),

@@ -100,6 +100,23 @@ def test_memory_held_for_other_nodes_counts() -> None:
     )
 
 
+def test_memory_to_compare_copies_in_the_first_save_counts() -> None:
+    ranks = [dataclasses.replace(need("n0", 50, 120), compared_nbytes=10 * GIB) for _ in range(2)]
+    check(ranks, 2)
+    ranks = [dataclasses.replace(each, compared_nbytes=11 * GIB) for each in ranks]
+    assert refusal(ranks) == (
+        "n0: 2 ranks (0 to 1) need 122.0 GiB, 22.0 GiB to compare copies in the first save; the "
+        "machine has 120.0 GiB left"
+    )
+
+
+def test_a_job_with_one_slot_is_not_told_to_have_fewer() -> None:
+    with pytest.raises(StorageError) as raised:
+        check([need("n0", 60, 50)], 1)
+    assert "the checkpoint slot of each rank does not fit" in raised.value.strerror
+    assert "lower 'slots'" not in raised.value.strerror
+
+
 def test_ranks_that_have_their_slabs_already_need_nothing() -> None:
     there = need("n0", 60, 0.5, held=60, is_there=True)
     check([there, there], 2)

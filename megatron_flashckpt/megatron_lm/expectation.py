@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.layout.copies import compared_numel
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -36,6 +37,8 @@ class Expected:
     """Upper bound of the side state's size."""
     copies: list[Piece]
     """Copies of what another tensor rank writes; saved as well if they turn out to differ."""
+    compared_nbytes: int = 0
+    """Host memory for copies that the first save only compares."""
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +63,13 @@ def expect(state: ModelState, chunks: list[Any], optimizer: Any) -> Expected:
     unsaved = geometry.copied_keys - state.differing_keys
     others = state.copies(geometry, chunks, optimizer, unsaved, _tensors_after_step)
     copies = [local.piece for local in others if local.copy.startswith(_OF_TENSOR_RANKS)]
-    return Expected([local.piece for local in owned], side_nbytes, copies)
+    compared = sum(_compared_nbytes(local.piece) for local in others)
+    return Expected([local.piece for local in owned], side_nbytes, copies, compared)
+
+
+def _compared_nbytes(piece: Piece) -> int:
+    numel = piece.end - piece.start
+    return piece.nbytes * compared_numel(piece) // numel if numel else 0
 
 
 def _tensors_after_step(entry: OptimizerEntry) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ from megatron_flashckpt.memory.mapping import (
     prefer_node,
     seal_size,
 )
+from megatron_flashckpt.memory.reservations import announced
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, Slot, align
 
 
@@ -48,6 +49,7 @@ class Slab:
         *,
         huge_pages: bool = True,
         numa_node: int | None = None,
+        held_share: float = 0.0,
     ) -> Slab:
         """Allocate a slab whose slots take `meta_nbytes` and `data_nbytes` each.
 
@@ -56,20 +58,24 @@ class Slab:
 
         Args:
             numa_node: preferred for the pages; None: the kernel chooses.
+            held_share: bytes that this node is to hold for other nodes per byte of the slab.
 
         Raises:
             StorageError: the memory is not there; names the bytes wanted.
         """
         geometry = SlabGeometry(slots, align(meta_nbytes), align(data_nbytes))
-        available = available_nbytes()
-        if geometry.nbytes > available:
-            # Not left to the kernel: it takes page after page until it starts killing.
-            raise StorageError(
-                errno.ENOMEM,
-                _refusal(geometry, name, f"{shown(available)} available", errno.ENOMEM),
-            )
+        held_nbytes = int(held_share * geometry.nbytes)
+        _require_memory(geometry, name, held_nbytes, {})
         try:
-            slab = cls._allocated(geometry, name, huge_pages=huge_pages, numa_node=numa_node)
+            slab = cls._allocated(
+                geometry,
+                name,
+                huge_pages=huge_pages,
+                numa_node=numa_node,
+                held_nbytes=held_nbytes,
+            )
+        except StorageError:
+            raise
         except OSError as error:
             raise StorageError(
                 error.errno,
@@ -80,17 +86,25 @@ class Slab:
 
     @classmethod
     def _allocated(
-        cls, geometry: SlabGeometry, name: str, *, huge_pages: bool, numa_node: int | None
+        cls,
+        geometry: SlabGeometry,
+        name: str,
+        *,
+        huge_pages: bool,
+        numa_node: int | None,
+        held_nbytes: int,
     ) -> Slab:
         """Return a slab with all pages allocated.
 
         Raises:
+            StorageError: the node has less memory than all slabs that are being made need.
             OSError: the kernel refuses; the slab is closed.
         """
         with forks.held_off():
             fd = create_memory(f"flashckpt-{name}")
             try:
                 os.ftruncate(fd, geometry.nbytes)
+                _require_memory(geometry, name, held_nbytes, announced(fd))
                 slab = cls(fd, geometry)
             except OSError:
                 os.close(fd)
@@ -164,15 +178,38 @@ class Slab:
             self.memory.release()
 
 
+def _require_memory(
+    geometry: SlabGeometry, name: str, held_nbytes: int, others: dict[str, int]
+) -> None:
+    """Raise StorageError unless this slab fits into the node, with `others` that are being made.
+
+    That is not left to the kernel: it takes page after page until it starts killing.
+    """
+    available = available_nbytes()
+    if geometry.nbytes + held_nbytes + sum(others.values()) <= available:
+        return
+    reason = f"{shown(available)} available"
+    if others:
+        ranks = ", ".join(f"{shown(nbytes)} by rank {rank}" for rank, nbytes in others.items())
+        reason += f", of which {ranks} is being taken"
+    if held_nbytes:
+        reason += f"; with it the node is to hold {shown(held_nbytes)} for other nodes"
+    raise StorageError(errno.ENOMEM, _refusal(geometry, name, reason, errno.ENOMEM))
+
+
 def _refusal(geometry: SlabGeometry, name: str, reason: str | None, code: int | None) -> str:
     remedy = "free memory on this node or lower 'slots'"
+    if geometry.slots == 1:
+        remedy = "free memory on this node or use more nodes"
     bounds = [limit for limit in process_limits() if limit.left_nbytes < geometry.nbytes]
     if bounds or code == errno.EFBIG:
         names = " and the ".join(limit.name for limit in bounds) or "largest size of files"
-        remedy = f"raise the {names} where the job is started, or lower 'slots'"
+        otherwise = "lower 'slots'" if geometry.slots > 1 else "use more ranks"
+        remedy = f"raise the {names} where the job is started, or {otherwise}"
     elif code in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the limit on open files (ulimit -n) where the job is started"
     return (
         f"cannot reserve {shown(geometry.nbytes)} of host memory for "
-        f"{geometry.slots} checkpoint slots of rank {name} ({reason}); {remedy}"
+        f"{geometry.slots} checkpoint slot{'s' if geometry.slots > 1 else ''} of rank {name} "
+        f"({reason}); {remedy}"
     )

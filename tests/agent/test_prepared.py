@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -157,6 +158,7 @@ def small_node(job: Job, monkeypatch: pytest.MonkeyPatch) -> SmallNode:
     """There is room for one slab of this job, not for two."""
     made = SmallNode(job.checkpointer, 60_000_000)
     monkeypatch.setattr(slab_module, "available_nbytes", made.available_nbytes)
+    monkeypatch.setattr(slab_module, "announced", lambda fd: {})  # slabs of other tests
     return made
 
 
@@ -202,6 +204,51 @@ def test_a_slab_with_a_checkpoint_stays_if_the_larger_one_has_no_room(
     assert again is not None
     again.close()
     assert [offer.iteration for offer in offers] == [1]
+
+
+def test_the_only_slot_is_freed_before_a_larger_one_is_made_when_storage_has_its_checkpoint(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(root, msgspec.structs.replace(node.config(), slots=1), monkeypatch)
+    try:
+        assert job.save(1) is None
+        first = slab_of(job.checkpointer)
+        small_node = SmallNode(job.checkpointer, 2 * first.geometry.nbytes)
+        small_node._others.clear()
+        monkeypatch.setattr(slab_module, "available_nbytes", small_node.available_nbytes)
+        monkeypatch.setattr(slab_module, "announced", lambda fd: {})
+        job.tensors += [torch.rand_like(job.tensors[0])]
+        job.checkpointer.hook.steps += 1
+        assert job.save(2) is None
+        (nbytes,) = small_node.slabs().values()
+        assert first.geometry.nbytes < nbytes == slab_of(job.checkpointer).geometry.nbytes
+        job.assert_stored(root, 2)
+    finally:
+        job.checkpointer.close(leave=False)
+
+
+@pytest.mark.parametrize(("redundancy", "share"), [("none", 0.0), ("copy", 1.0), ("xor", 0.25)])
+def test_a_new_slab_is_made_only_if_the_node_has_memory_for_what_it_will_hold_for_others(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, redundancy: Any, share: float
+) -> None:
+    config = msgspec.structs.replace(node.config(), redundancy=redundancy, redundancy_group=5)
+    job = Job(root, config, monkeypatch)
+    try:
+        assert job.save(1) is None
+        nbytes = slab_of(job.checkpointer).geometry.nbytes
+        job.tensors += job.tensors
+        for enough in (False, True):
+            left = 2.2 * (1 + share) if enough else (2.2 if share else 1.5)
+            monkeypatch.setattr(
+                slab_module, "available_nbytes", lambda left=left: int(left * nbytes)
+            )
+            job.checkpointer.hook.steps += 1
+            error = job.save(2 + enough)
+            assert (error is None) is enough
+            if share and error is not None:
+                assert re.search("; with it the node is to hold .* MiB for other nodes", error)
+    finally:
+        job.checkpointer.close(leave=False)
 
 
 def test_a_slab_that_could_not_be_made_is_tried_again_by_the_next_save(

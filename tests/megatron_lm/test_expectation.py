@@ -11,7 +11,9 @@ import torch
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.megatron_lm.expectation import _tensors_after_step, expect
+from megatron_flashckpt.megatron_lm.copy_check import Comparison
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.expectation import _compared_nbytes, _tensors_after_step, expect
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from tests.forked.nursery import CPU_MEGATRON
@@ -96,3 +98,14 @@ def test_masters_come_with_the_moments_of_precision_aware_optimizers(
 
 def described(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.dtype, int]]:
     return [(kind, tensor.dtype, tensor.numel()) for kind, tensor in tensors.items()]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, 2**21), (2**19, 2**21), (2**20, 2**21), (0, 64), (64, 64)]
+)
+def test_memory_to_compare_copies_is_what_the_first_save_takes(start: int, end: int) -> None:
+    """Of a whole embedding it is a small part."""
+    piece = Piece("w", "master", "F32", (2**21,), (0,), (2**21,), start, end)
+    local = LocalPiece(piece, torch.zeros(end - start), copy="1.0")
+    comparison = Comparison([], [local], frozenset({"w"}))
+    assert _compared_nbytes(piece) == comparison.aside.content.nbytes

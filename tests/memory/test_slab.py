@@ -7,14 +7,20 @@ import errno
 import fcntl
 import gc
 import os
+import re
 import resource
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
+from subprocess import PIPE
 
 import pytest
 import torch
 
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
+from megatron_flashckpt.memory import reservations
+from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.mapping import HUGE_NBYTES, map_shared
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, SlotHeader, SlotState
@@ -100,6 +106,61 @@ def test_memory_that_is_not_there_is_refused_with_its_size_before_any_is_taken(
     assert "2 checkpoint slots of rank 5" in str(raised.value)
     assert "free memory on this node or lower 'slots'" in str(raised.value)
     assert open_fds() == before
+
+
+ANNOUNCED = """
+import os
+fd = os.memfd_create("flashckpt-7")
+os.ftruncate(fd, 40 << 20)
+print("there", flush=True)
+input()
+os.posix_fallocate(fd, 0, 30 << 20)
+print("allocated", flush=True)
+input()
+"""
+
+
+def test_slabs_that_other_processes_are_making_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what one of them still lacks, no figure of the kernel knows."""
+    before = open_fds()
+    mib = 2**20
+    monkeypatch.setattr(slab_module, "available_nbytes", lambda: 100 * mib)
+    ours = reservations.announced
+
+    def of_rank_7(fd: int) -> dict[str, int]:
+        return {rank: nbytes for rank, nbytes in ours(fd).items() if rank == "7"}
+
+    monkeypatch.setattr(slab_module, "announced", of_rank_7)
+    with subprocess.Popen(
+        [sys.executable, "-c", ANNOUNCED], stdin=PIPE, stdout=PIPE, text=True
+    ) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "there\n"
+        with pytest.raises(StorageError) as raised:
+            Slab.create(2, 0, 31 * mib, "3")
+        assert raised.value.errno == errno.ENOMEM
+        said = r"\(100\.0 MiB available, of which 40\.0 MiB by rank 7 is being taken\)"
+        assert re.search(said, str(raised.value))
+        other.stdin.write("\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "allocated\n"
+        assert of_rank_7(0) == {"7": 10 * mib}
+        Slab.create(2, 0, 31 * mib, "3").close()
+    assert of_rank_7(0) == {}, "it has ended"
+    assert open_fds() == before
+
+
+def test_a_slab_is_announced_by_no_byte_once_it_is_made() -> None:
+    slab = Slab.create(2, 0, 3 << 20, "of-this-test")
+    assert "of-this-test" not in reservations.announced(0)
+    slab.close()
+
+
+@pytest.mark.parametrize(("slots", "remedy"), [(1, "use more nodes"), (2, "lower 'slots'")])
+def test_the_remedy_is_one_that_the_job_has(slots: int, remedy: str) -> None:
+    with pytest.raises(StorageError, match=f"free memory on this node or {remedy}"):
+        Slab.create(slots, 0, 1 << 45, "5")
 
 
 def test_a_reservation_that_the_kernel_refuses_leaves_nothing() -> None:
