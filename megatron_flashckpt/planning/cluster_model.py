@@ -18,6 +18,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from megatron_flashckpt.config import Config, Redundancy
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.planning.gpt_size import Part
 
@@ -184,7 +185,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     nodes: int
     node_nbytes: float
     host_memory_nbytes: float
-    """Per node: all slots of its ranks, and 64 MB per rank beside them."""
+    """Per node: all slots of its ranks, what it holds for other nodes (`redundancy`), and 64 MB per
+    rank beside them."""
     fits: bool
     stage_s: float
     persist_s: float
@@ -212,15 +214,54 @@ def daly(cost_s: float, mtbf_s: float) -> float:
     return young(cost_s, mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - cost_s
 
 
-def plan(sizes: Sizes, cluster: Cluster, *, blocking: bool = False) -> Plan:
+class HostMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one choice of settings takes on a node of a job with so many GPUs."""
+
+    gpus: int
+    slots: int
+    redundancy: Redundancy
+    nbytes: float
+    fits: bool
+
+
+def host_memory(
+    sizes: Sizes, cluster: Cluster, slots: int, redundancy: Redundancy, group: int
+) -> HostMemory:
+    """Return what slots, and what other nodes' redundancy, take on each node.
+
+    Args:
+        group: nodes of a parity group, at least; the setting `redundancy_group`.
+    """
+    ranks = min(cluster.gpus_per_node, sizes.ranks)
+    config = Config(redundancy=redundancy, redundancy_group=group)
+    nbytes = slots * ranks * sizes.rank_nbytes * (1 + config.held_share) + 64e6 * ranks
+    return HostMemory(
+        gpus=sizes.ranks,
+        slots=slots,
+        redundancy=redundancy,
+        nbytes=nbytes,
+        fits=nbytes <= cluster.host_memory_gb * GB,
+    )
+
+
+def plan(
+    sizes: Sizes,
+    cluster: Cluster,
+    *,
+    blocking: bool = False,
+    redundancy: Redundancy = "none",
+    group: int = Config().redundancy_group,
+) -> Plan:
     """Return what the checkpoints of a job of these sizes will take on a cluster.
 
     Args:
         blocking: saves return when all is copied, as with the setting `staging: blocking`.
+        redundancy: the setting of this name.
+        group: the setting `redundancy_group`.
     """
     nodes = -(-sizes.ranks // cluster.gpus_per_node)
     node_nbytes = sizes.rank_nbytes * min(cluster.gpus_per_node, sizes.ranks)
-    memory = cluster.slots * node_nbytes + 64e6 * min(cluster.gpus_per_node, sizes.ranks)
+    memory = host_memory(sizes, cluster, cluster.slots, redundancy, group)
     stage_s = sizes.largest_nbytes / (cluster.pcie_gb_s * GB)
     persist_s = max(
         node_nbytes / (cluster.node_storage_gb_s * GB),
@@ -237,8 +278,8 @@ def plan(sizes: Sizes, cluster: Cluster, *, blocking: bool = False) -> Plan:
         sizes=sizes,
         nodes=nodes,
         node_nbytes=node_nbytes,
-        host_memory_nbytes=memory,
-        fits=memory <= cluster.host_memory_gb * GB,
+        host_memory_nbytes=memory.nbytes,
+        fits=memory.fits,
         stage_s=stage_s,
         persist_s=persist_s,
         mtbf_s=mtbf_s,

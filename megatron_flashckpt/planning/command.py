@@ -9,7 +9,7 @@ import typing
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt.config import Weights
+from megatron_flashckpt.config import Config, Redundancy, Weights
 from megatron_flashckpt.console import (
     add_row,
     complain,
@@ -24,15 +24,19 @@ from megatron_flashckpt.planning import gpt_size, served
 from megatron_flashckpt.planning.cluster_model import (
     GB,
     Cluster,
+    HostMemory,
     PerParameter,
     Plan,
     Sizes,
     Strategy,
     even_sizes,
+    host_memory,
     plan,
     sizes,
 )
 
+#: Numbers of GPUs that the table of host memory has, relative to that of the job.
+_TIMES = (0.25, 0.5, 1, 2, 4)
 _EPILOG = """\
 example:
   flashckpt plan --gpus 1024 --iteration-s 12 --node-storage-gb-s 4 -- \\
@@ -64,6 +68,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         choices=typing.get_args(Weights),
         default="store",
         help="setting 'weights' (default: store)",
+    )
+    parser.add_argument(
+        "--redundancy",
+        choices=typing.get_args(Redundancy),
+        default="none",
+        help="setting 'redundancy' (default: none)",
+    )
+    parser.add_argument(
+        "--redundancy-group",
+        type=int,
+        default=Config().redundancy_group,
+        metavar="N",
+        help="setting 'redundancy_group' (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     hints = typing.get_type_hints(Cluster, include_extras=True)
@@ -101,23 +118,100 @@ def run(args: argparse.Namespace, out: Console) -> int:
     notes = served.notes(megatron)
     if (flag := changes_beside_steps(megatron)) is not None:
         notes.append(f"{flag}: each save blocks training until everything is copied")
-    found = plan(size, cluster, blocking=flag is not None)
+    if args.redundancy_group < 2:
+        raise ConfigError(f"--redundancy-group {args.redundancy_group}: must be at least 2")
+    found = plan(
+        size,
+        cluster,
+        blocking=flag is not None,
+        redundancy=args.redundancy,
+        group=args.redundancy_group,
+    )
+    choices = _host_memory(args, cluster)
     if args.json:
-        figures = {"plan": msgspec.to_builtins(found), "cluster": msgspec.to_builtins(cluster)}
-        say(out, json.dumps({**figures, "notes": notes}, indent=2))
+        figures = {
+            "plan": found,
+            "cluster": cluster,
+            "redundancy": args.redundancy,
+            "host_memory": choices,
+            "notes": notes,
+        }
+        say(out, json.dumps(msgspec.to_builtins(figures), indent=2))
     else:
-        _print(found, cluster, out)
+        _print(found, cluster, args.redundancy, out)
+        out.print()
+        _print_host_memory(choices, cluster, out)
         for note in notes:
             complain(f"note: {note}", 0)
     if not found.fits:
         return complain(
-            f"{cluster.slots} slots of a node's ranks take "
+            f"{_slots(cluster.slots)} of a node's ranks{_redundant(args.redundancy)} take "
             f"{human_size(int(found.host_memory_nbytes))} of host memory, which is more than "
             f"--host-memory-gb {cluster.host_memory_gb:g}: the job would stop before its first "
-            "step; spread it over more nodes, or save less per rank (--weights derive)",
+            f"step; spread it over more nodes{_less_memory(args, cluster)}",
             1,
         )
     return 0
+
+
+def _slots(number: int) -> str:
+    return f"{number} slot{'s' if number > 1 else ''}"
+
+
+def _redundant(redundancy: Redundancy) -> str:
+    return "" if redundancy == "none" else f", with 'redundancy: {redundancy}',"
+
+
+def _less_memory(args: argparse.Namespace, cluster: Cluster) -> str:
+    """Return the settings that would take less host memory."""
+    remedies = [
+        ("--slots 1", cluster.slots > 1),
+        ("--redundancy xor", args.redundancy == "copy"),
+        ("--redundancy none", args.redundancy == "xor"),
+        ("--weights derive", args.weights == "store"),
+    ]
+    named = [remedy for remedy, helps in remedies if helps]
+    return f", or save less per rank ({', '.join(named)})" if named else ""
+
+
+def _host_memory(args: argparse.Namespace, cluster: Cluster) -> list[HostMemory]:
+    """Return what each choice of slots and redundancy takes, on fewer and on more GPUs, too."""
+    found: list[HostMemory] = []
+    for gpus in (times * args.gpus for times in _TIMES):
+        try:
+            size = sizes_of(args.megatron, int(gpus), args.parameters, args.weights)
+        except ConfigError:  # they cannot be divided so
+            continue
+        if gpus < 1 or gpus % 1:
+            continue
+        found += [
+            host_memory(size, cluster, slots, redundancy, args.redundancy_group)
+            for slots in (1, 2)
+            for redundancy in typing.get_args(Redundancy)
+            if redundancy == "none" or gpus > cluster.gpus_per_node
+        ]
+    return found
+
+
+def _print_host_memory(choices: list[HostMemory], cluster: Cluster, out: Console) -> None:
+    """Print a row per number of GPUs, a column per choice of settings."""
+    columns = [(slots, kind) for slots in (1, 2) for kind in typing.get_args(Redundancy)]
+    cells = {(each.gpus, each.slots, each.redundancy): each for each in choices}
+    say(
+        out,
+        "host memory per node, by slots and redundancy; !: more than its "
+        f"{cluster.host_memory_gb:g} GB",
+    )
+    table = new_table("GPUs", *(f"{_slots(slots)}, {kind}" for slots, kind in columns))
+    for gpus in sorted({each.gpus for each in choices}):
+        add_row(table, out, f"{gpus:,}", *(_cell(cells.get((gpus, *at))) for at in columns))
+    out.print(table)
+
+
+def _cell(choice: HostMemory | None) -> str:
+    if choice is None:  # there is no other node
+        return "-"
+    return human_size(int(choice.nbytes)) + ("" if choice.fits else " !")
 
 
 def sizes_of(
@@ -148,7 +242,7 @@ def sizes_of(
     return sizes(stages, world=gpus, tp=tp, ep=ep, etp=etp, stored=stored)
 
 
-def _print(found: Plan, cluster: Cluster, out: Console) -> None:
+def _print(found: Plan, cluster: Cluster, redundancy: Redundancy, out: Console) -> None:
     size, ours, gather = found.sizes, found.ours, found.gather
     table = new_table("", "")
     table.show_header = False
@@ -163,7 +257,7 @@ def _print(found: Plan, cluster: Cluster, out: Console) -> None:
             f"{human_size(int(size.rank_nbytes))} (at most {human_size(size.largest_nbytes)})",
         ),
         ("per node", f"{human_size(int(found.node_nbytes))}, {found.nodes} nodes"),
-        ("host memory", f"{memory} ({cluster.slots} slots)"),
+        ("host memory", f"{memory} ({_slots(cluster.slots)}, redundancy: {redundancy})"),
         ("stage", f"{human_time(found.stage_s)} at {cluster.pcie_gb_s:g} GB/s per GPU"),
         (
             "persist",

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.cli import main
+from megatron_flashckpt.config import Redundancy
 from megatron_flashckpt.console import human_size, human_time
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.planning.cluster_model import (
@@ -18,6 +19,7 @@ from megatron_flashckpt.planning.cluster_model import (
     Sizes,
     daly,
     even_sizes,
+    host_memory,
     plan,
     young,
 )
@@ -112,6 +114,49 @@ def test_host_memory_is_all_slots_of_a_node() -> None:
     found = plan(sizes(), Cluster(slots=3, host_memory_gb=1.0))
     assert found.host_memory_nbytes == pytest.approx(3 * found.node_nbytes + 8 * 64e6)
     assert not found.fits
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(("redundancy", "times"), [("none", 1), ("copy", 2), ("xor", 1 + 1 / 4)])
+def test_host_memory_counts_what_a_node_holds_for_others(
+    slots: int, redundancy: Redundancy, times: float
+) -> None:
+    beside = 8 * 64e6
+    alone = plan(sizes(), Cluster()).node_nbytes
+    expected = pytest.approx(slots * times * alone + beside)
+    held = host_memory(sizes(), Cluster(), slots, redundancy, 5)
+    assert held.nbytes == expected
+    chosen = Cluster(slots=slots, host_memory_gb=held.nbytes / 1e9 - 0.001)
+    found = plan(sizes(), chosen, redundancy=redundancy, group=5)
+    assert (found.host_memory_nbytes, found.fits) == (expected, False)
+
+
+def test_the_command_prints_host_memory_over_gpus(capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "--gpus", "16", "--parameters", "8e9", "--host-memory-gb", "100"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = lines.index("host memory per node, by slots and redundancy; !: more than its 100 GB")
+    rows = {line.split()[0]: re.split(r" {2,}", line.strip()) for line in lines[begin + 2 :]}
+    assert list(rows) == ["4", "8", "16", "32", "64"]
+    assert [cell.endswith("!") for cell in rows["16"][1:]] == [False] * 4 + [True] * 2
+    assert [rows["8"][n] for n in (2, 3, 5, 6)] == ["-"] * 4, "there is no other node"
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["host_memory"]
+    assert len(told) == 2 * 2 + 3 * 6
+    by_choice = {(each["gpus"], each["slots"], each["redundancy"]): each for each in told}
+    one, parity = by_choice[32, 1, "none"]["nbytes"], by_choice[32, 1, "xor"]["nbytes"]
+    assert parity - 8 * 64e6 == pytest.approx((one - 8 * 64e6) * 8 / 7)
+    assert all(each["fits"] == (each["nbytes"] <= 100e9) for each in told)
+
+
+def test_too_little_memory_for_redundancy_is_status_1(capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "--gpus", "16", "--parameters", "8e9", "--host-memory-gb", "100"]
+    assert main([*words, "--redundancy", "copy"]) == 1
+    said = capsys.readouterr().err
+    assert "2 slots of a node's ranks, with 'redundancy: copy', take" in said
+    assert "(--slots 1, --redundancy xor, --weights derive)" in said
+    assert main([*words, "--redundancy", "copy", "--slots", "1"]) == 0
+    assert main([*words, "--redundancy-group", "1"]) == 2
 
 
 def test_bytes_per_day_are_those_of_the_recommended_interval() -> None:
