@@ -32,7 +32,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     writer_nice: int = 5
     """How much lower the priority (CPU, and I/O where the device's scheduler has priorities) of the
     threads that write is than that of training; at most 19. Where the kernel shares CPUs between
-    sessions first (`kernel.sched_autogroup_enabled`), also that of the agent's session."""
+    sessions first (`kernel.sched_autogroup_enabled`), it counts inside the agent only."""
+
+    session_nice: int = 0
+    """How much lower the priority of the whole agent is there; at most 19. While it writes and all
+    CPUs are busy its answers are then late: with 5 after 14 ms instead of 7, in every iteration."""
 
     cpus: str | int = "all"
     """CPUs that the agent runs on: `all` of its cpuset; those of the rank that starts it

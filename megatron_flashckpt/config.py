@@ -243,6 +243,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ("agent.write_threads", self.agent.write_threads, 1),
             ("agent.write_mib_per_s", self.agent.write_mib_per_s, 1),
             ("agent.writer_nice", self.agent.writer_nice, 0),
+            ("agent.session_nice", self.agent.session_nice, 0),
             ("agent.grace_s", self.agent.grace_s, 0),
             ("agent.start_timeout_s", self.agent.start_timeout_s, 0.1),
             ("agent.answer_timeout_s", self.agent.answer_timeout_s, 0.1),

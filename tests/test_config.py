@@ -204,6 +204,7 @@ def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, t
         ("agent.write_threads", "0", "1"),
         ("agent.write_mib_per_s", "0.5", "1"),
         ("agent.writer_nice", "-1", "0"),
+        ("agent.session_nice", "-1", "0"),
         ("agent.grace_s", "-0.5", "0"),
         ("agent.start_timeout_s", "0.05", "0.1"),
         ("agent.commit_timeout_s", "0.5", "1"),

@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--write-threads", type=int, required=True)
     parser.add_argument("--write-mib-per-s", type=float)
     parser.add_argument("--writer-nice", type=int, required=True)
+    parser.add_argument("--session-nice", type=int, required=True)
     parser.add_argument("--cpus", required=True)
     parser.add_argument("--direct-io", choices=get_args(DirectMode), required=True)
     parser.add_argument("--commit-timeout-s", type=float, required=True)
@@ -109,6 +110,7 @@ def _options(arguments: argparse.Namespace) -> AgentOptions:
         write_threads=arguments.write_threads,
         write_mib_per_s=arguments.write_mib_per_s,
         writer_nice=arguments.writer_nice,
+        session_nice=arguments.session_nice,
         cpus=arguments.cpus,
         direct_io=arguments.direct_io,
         commit_timeout_s=arguments.commit_timeout_s,

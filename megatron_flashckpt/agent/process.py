@@ -91,7 +91,7 @@ class AgentProcess:
         self._leave_real_time()
         _reset_memory_policy()
         self._oom_score_adj = _spare_from_oom(_SELF / "oom_score_adj")
-        self._cpus, self._nice = "inherit", -1
+        self._cpus, self._session_nice = "inherit", 0
         self.apply(settings)
 
     def apply(self, settings: AgentSettings) -> None:
@@ -99,9 +99,9 @@ class AgentProcess:
         if settings.cpus != self._cpus:
             self._cpus = settings.cpus
             self._place(settings.cpus)
-        if settings.writer_nice != self._nice and self._has_session:
-            self._nice = settings.writer_nice
-            _lower_session(settings.writer_nice)
+        if settings.session_nice != self._session_nice and self._has_session:
+            self._session_nice = settings.session_nice
+            _lower_session(settings.session_nice)
 
     def __str__(self) -> str:
         cpus = cpu_list.shown(os.sched_getaffinity(0))

@@ -17,6 +17,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     write_mib_per_s: float | None
     writer_nice: int
     direct_io: DirectMode
+    session_nice: int = 0
     cpus: str = "all"
     commit_timeout_s: float
     slow_save_s: float

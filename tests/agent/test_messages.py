@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import client as client_module
+from megatron_flashckpt.agent import process as process_module
 from megatron_flashckpt.agent.client import connect
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.history import PastSave, append
@@ -72,7 +72,7 @@ def test_an_agent_that_is_killed_while_it_starts(
     doomed = tmp_path / "python"
     doomed.write_text("#!/bin/sh\nkill -KILL $$\n")
     doomed.chmod(0o755)
-    monkeypatch.setattr(client_module.sys, "executable", str(doomed))
+    monkeypatch.setattr(process_module.sys, "executable", str(doomed))
     with pytest.raises(AgentError) as raised:
         connect(str(root), 0, 0, node.config())
     error = str(raised.value)
@@ -90,7 +90,7 @@ def test_an_agent_whose_child_is_killed_while_it_starts(
     doomed.write_text("#!/bin/sh\nexit 1\n")
     doomed.chmod(0o755)
     (node.directory(root) / LOG).write_text("an unrelated line\n")
-    monkeypatch.setattr(client_module.sys, "executable", str(doomed))
+    monkeypatch.setattr(process_module.sys, "executable", str(doomed))
     with pytest.raises(AgentError, match="ended by status 1 while it started") as raised:
         connect(str(root), 0, 0, node.config())
     assert "unrelated" not in str(raised.value)

@@ -130,13 +130,13 @@ def test_the_priority_of_its_session_is_lower(
     node: Node, root: Path, nice: int, of_session: int
 ) -> None:
     """Where the kernel shares CPUs between sessions first, that of threads alone has no effect."""
-    agent = node.trainer(root, config=node.config(writer_nice=nice)).client.agent_pid
+    agent = node.trainer(root, config=node.config(session_nice=nice)).client.agent_pid
     group = Path(f"/proc/{agent}/autogroup")
     if not group.exists():
         pytest.skip("this kernel does not group processes by session")
     assert group.read_text().endswith(f" nice {of_session}\n")
     assert group.read_text() != Path("/proc/self/autogroup").read_text()
-    again = node.trainer(root, 1, config=node.config(writer_nice=3))
+    again = node.trainer(root, 1, config=node.config(session_nice=3))
     assert again.client.agent_pid == agent
     assert group.read_text().endswith(" nice 3\n"), "the run that comes last decides"
 
@@ -148,7 +148,7 @@ def test_a_foreground_agent_leaves_the_priority_of_a_session_that_it_shares(
     if not before.exists():
         pytest.skip("this kernel does not group processes by session")
     former = before.read_text()
-    agent = foreground.agent(agent__writer_nice="7")
+    agent = foreground.agent(agent__session_nice="7")
     assert os.getsid(agent.pid) == os.getsid(0)
     assert Path(f"/proc/{agent.pid}/autogroup").read_text() == former
 

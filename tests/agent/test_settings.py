@@ -76,6 +76,11 @@ def gives_way(node: Node, root: Path, second: Second) -> None:
     assert max(nice) == min(19, os.getpriority(os.PRIO_PROCESS, agent) + 5)
 
 
+def has_a_lower_session(node: Node, root: Path, second: Second) -> None:
+    group = Path(f"/proc/{second().client.agent_pid}/autogroup")
+    assert not group.exists() or group.read_text().endswith(" nice 4\n")
+
+
 def runs_on_the_first_cpu(node: Node, root: Path, second: Second) -> None:
     trainer = second()
     assert trainer.save(1).error is None
@@ -152,6 +157,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Node, Path, S
     "write_threads": ({"write_threads": 1}, {"write_threads": 3}, is_there_for_the_next_save),
     "write_mib_per_s": ({}, {"write_mib_per_s": 1.0, "write_threads": 1}, keeps_to_the_pace),
     "writer_nice": ({"writer_nice": 0}, {"writer_nice": 5}, gives_way),
+    "session_nice": ({}, {"session_nice": 4}, has_a_lower_session),
     "cpus": ({"cpus": "all"}, {"cpus": 0}, runs_on_the_first_cpu),
     "direct_io": ({"direct_io": "always"}, {"direct_io": "never"}, is_there_for_the_next_save),
     "commit_timeout_s": ({}, {"commit_timeout_s": 1.0}, gives_up_at_once),
