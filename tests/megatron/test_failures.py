@@ -51,14 +51,16 @@ def test_rank_0_speaks_for_the_job_and_training_continues_after_an_io_error(
     assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
 
 
+@pytest.mark.parametrize("slots", ["1", "2"])
 def test_a_save_that_finds_no_free_slot_is_skipped_by_all_ranks_alike_and_said(
-    tmp_path: Path,
+    tmp_path: Path, slots: str
 ) -> None:
     """Storage takes far longer for a save than an iteration does; the last save is made up for."""
     save = tmp_path / "save"
     every = ["--train-iters", "8", "--save", str(save), "--save-interval", "1"]
     # 1.4 MiB in all, and chunks are let through one by one.
     env = {"FLASHCKPT_BUSY": "skip", "FLASHCKPT_AGENT__WRITE_MIB_PER_S": "1"}
+    env["FLASHCKPT_SLOTS"] = slots
     result = succeeded(run_job(tmp_path, "skip", [*MODEL, *every], ranks=RANKS, env=env))
     assert sorted(result.losses()) == [*range(1, 9)]
     said = re.findall(r"iteration (\d) is not saved: previous saves are still", result.log)
