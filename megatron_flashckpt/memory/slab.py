@@ -104,6 +104,8 @@ class Slab:
             fd = create_memory(f"flashckpt-{name}")
             try:
                 os.ftruncate(fd, geometry.nbytes)
+                # Their pages first: one that comes before the memory is read counts twice, and
+                # not never.
                 _require_memory(geometry, name, held_nbytes, announced(fd))
                 slab = cls(fd, geometry)
             except OSError:
