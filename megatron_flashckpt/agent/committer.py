@@ -67,6 +67,7 @@ class Committer:
                 time.monotonic(),
                 inherited=inherited,
                 staged_as=header.save_id,
+                run=self._node.fence.newest,
                 fence=self._node.fence,
             ),
         )

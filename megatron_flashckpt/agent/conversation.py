@@ -391,6 +391,7 @@ class Conversations:
 
     def _adopt(self, number: int, request: p.Adopt) -> None:
         rank = self._node.ranks[number]
+        is_here = rank.slots is not None and rank.slots.holds(request.save_id)
         if rank.slots is not None:
             rank.slots.adopt(request.save_id, request.iteration)
         self._node.committed = min(self._node.committed, request.iteration)
@@ -401,6 +402,9 @@ class Conversations:
             staged = (
                 save.iteration < request.iteration and save.metas.keys() >= self._node.ranks.keys()
             )
+            # But this node may have hung while another one had its ranks. Then the agents that
+            # would commit the save have given it up, or are gone.
+            staged &= is_here or not save.is_from_before(self._node.fence.newest)
             if save.staged_as != request.save_id and not staged:
                 save.outlived = save.save_id not in awaited
         if self._node.peers is not None:

@@ -59,7 +59,7 @@ class Leftovers:
 class Sweeper:
     """Finds leftovers at the right moments, and removes them in the background.
 
-    It remembers which checkpoints have none, so that each directory is listed once.
+    It remembers which checkpoints have none, so that each directory is listed once while it exists.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -102,7 +102,10 @@ class Sweeper:
     def _find(self, is_pending: Callable[[int], bool], until: int | None) -> Leftovers:
         found = Leftovers()
         try:
-            for name in self._storage.list(""):
+            listed = self._storage.list("")
+            # A directory that was removed may be made again, by an agent that comes back late.
+            self._clean.intersection_update(map(names.parse_iteration_dir, listed))
+            for name in listed:
                 iteration = names.parse_iteration_dir(name)
                 former = parse_temporary_name(name)
                 of_a_start = former == names.CLAIM or is_probe(name)

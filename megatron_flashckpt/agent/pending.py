@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.history import PastSave
 from megatron_flashckpt.layout import names
@@ -67,12 +68,19 @@ class PendingSave:
     staged_as: str = ""
     """The id that its slots have: another one if it failed before, and is written after all."""
 
+    run: RunKey | None = None
+    """The newest run that the agent knew when it was given the save; None: no run has claimed."""
+
     fence: Fence | None = None
     """Of the agent, which may have been overtaken by another run; None: there is no other."""
 
     @property
     def directory(self) -> str:
         return names.iteration_dir(self.iteration)
+
+    def is_from_before(self, run: RunKey | None) -> bool:
+        """Return whether a run that this agent had no part in lies between the save and `run`."""
+        return self.run is not None and run is not None and run.epoch > self.run.epoch + 1
 
     @property
     def order(self) -> tuple[bool, float]:

@@ -208,6 +208,10 @@ class RankSlots:
             if slot.header.state == SlotState.STAGING:
                 slot.set_header(EMPTY_HEADER)
 
+    def holds(self, save_id: str | None) -> bool:
+        """Return whether a slot holds `save_id`."""
+        return any(slot.header.save_id == save_id for slot in self.slab.slots)
+
     def adopt(self, save_id: str | None, iteration: int) -> None:
         """Empty all slots that hold another save of `iteration` or a later one."""
         for slot, info in zip(self.slab.slots, self.infos, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -144,6 +145,20 @@ def test_what_is_not_ours_stays_and_links_are_not_followed(root: Path, tmp_path:
         "iter_0000004",
         "iter_0000004/rank_00000-aaaaaaaaaaaa.safetensors",
     }
+
+
+def test_a_directory_that_is_made_again_is_looked_into_again(node: Node, root: Path) -> None:
+    """By an agent that hung while a later run had its ranks, and retention removed the iteration."""
+    assert node.trainer(root).save(10).error is None
+    sweeper = Sweeper(PosixStorage(root))
+    for committed in (10, 20):
+        sweeper.look(lambda _: False, committed)
+    shutil.rmtree(root / names.iteration_dir(10))
+    sweeper.look(lambda _: False, 30)
+    plant(root, 10, *half_a_save("aaaaaaaaaaaa"))
+    sweeper.look(lambda _: False, 40)
+    sweeper.sweep()
+    assert not (root / names.iteration_dir(10)).exists()
 
 
 def test_a_save_that_is_under_way_is_not_touched(root: Path) -> None:

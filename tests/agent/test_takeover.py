@@ -213,6 +213,43 @@ def test_a_node_whose_ranks_are_of_the_new_run_does_not_train_for_the_old(
     assert moved.outcome().error is None
 
 
+@pytest.mark.parametrize(
+    ("epoch", "from_memory"),
+    [(3, False), (3, True), (2, False)],
+    ids=["a run missed", "from memory", "no run missed"],
+)
+def test_a_node_that_missed_a_run_gives_up_what_nobody_commits_any_more(
+    node: Node, root: Path, storage: PosixStorage, epoch: int, from_memory: bool
+) -> None:
+    """Rank 1 was on another node meanwhile, and rank 0's agent has given the save up, or is gone.
+
+    A save that the agent of rank 0 may still commit is kept.
+    """
+    first, later = RunKey(1, "aaaaaaaa"), RunKey(epoch, "cccccccc")
+    claims.put(storage, claim_of(first))
+    hung = node.trainer(root, 1, 2)
+    hung.client.hold(first)
+    hung.stage(4, stale := new_save_id())
+    record = root / names.iteration_dir(4) / names.record_name(1, stale)
+    eventually("its record is there", record.exists)
+    resumed_from = new_save_id()
+    if from_memory:
+        assert hung.keep(5, resumed_from).error is None
+    hung.hang_up()
+    claims.put(storage, claim_of(later))
+    back = node.trainer(root, 1, 2)
+    back.client.hold(later)
+    back.take()
+    back.client.adopt(resumed_from, 6)
+    if epoch == 3 and not from_memory:
+        eventually("it is given up", lambda: not record.parent.exists())
+        back.hang_up(leave=True)
+        eventually("the agent leaves", lambda: not node.agents())
+    else:
+        assert back.client.poll(1.0).pending == 1
+        assert record.exists()
+
+
 def test_two_starts_at_once_leave_one_writer(node: Node, other_node: Node, root: Path) -> None:
     """Both may have claimed, but only one can save."""
     starts = [node.trainer(root), other_node.trainer(root)]
