@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tests.crash.story import AGENT, KILLED, NODE, TRAINERS, Cell, Crash
 
-_SAVING = (
+SAVING = (
     "save.granted",
     "save.staging",
     "stage.half",
@@ -20,7 +20,7 @@ _SAVING = (
     "stage.staged",
     "stage.rung",
 )
-_LOADING = (
+LOADING = (
     "load.taken",
     "load.planned",
     "load.half",
@@ -105,7 +105,7 @@ def _of_the_agent() -> Iterator[Cell]:
 def _of_trainers() -> Iterator[Cell]:
     for rank in ("rank0", "rank1"):
         for killed in KILLED:
-            for point in _SAVING:
+            for point in SAVING:
                 for count in (1, 3):
                     yield _cell(Crash(rank, point, count, killed))
             yield _cell(Crash(rank, "save.told", 2, killed))  # DURABLE
@@ -116,7 +116,7 @@ def _of_loads() -> Iterator[Cell]:
     """A load that is cut short itself: from memory, and from storage."""
     for before in (TRAINERS, NODE):
         for rank in ("rank0", "rank1"):
-            for point in _LOADING:
+            for point in LOADING:
                 if (before, point) == (NODE, "load.half"):
                     continue  # an exchange is of memory
                 for killed in KILLED:
@@ -136,7 +136,7 @@ def _random(seed: int) -> Cell:
             point, counts = draw.choice(list(_AGENT.items()))
             crash = Crash("agent", point, draw.choice(counts), killed)
         else:
-            point = draw.choice(_SAVING)
+            point = draw.choice(SAVING)
             crash = Crash(f"rank{draw.randrange(2)}", point, draw.randint(1, 4), killed)
         crashes.append(crash)
         agent_is_new = killed == NODE

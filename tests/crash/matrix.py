@@ -14,11 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests.crash.cells import all_cells
+from tests.crash.families import family_cells
+from tests.crash.family import FamilyCell
 from tests.crash.peers import LOST, PeerCell, peer_cells, tell_of_peers
 from tests.crash.rivals import HUNG, RivalCell, rival_cells, tell_of_rivals
 from tests.crash.story import KILLED, Cell, Found, tell
 
-AnyCell = Cell | PeerCell | RivalCell
+AnyCell = Cell | PeerCell | RivalCell | FamilyCell
 _RANDOM = "random"
 #: Of the table in a file, where no terminal says.
 _WIDTH = 100
@@ -59,6 +61,8 @@ class Matrix:
 
 
 def _place(cell: AnyCell) -> tuple[tuple[str, str], str]:
+    if isinstance(cell, FamilyCell):
+        return cell.place
     if isinstance(cell, PeerCell):
         return (f"agent, {cell.scheme}", cell.point), f"{cell.lost} lost"
     if isinstance(cell, RivalCell):
@@ -79,7 +83,8 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
     out = Console(soft_wrap=True, highlight=False)
     if not out.is_terminal:
         out.width = _WIDTH
-    every: list[AnyCell] = [*rival_cells(), *peer_cells(), *all_cells(seeds)]
+    families = family_cells()
+    every: list[AnyCell] = [*families, *rival_cells(), *peer_cells(), *all_cells(seeds)]
     cells = [cell for cell in every if only in str(cell)]
     if list:
         for cell in cells:
@@ -89,6 +94,7 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
     matrix = Matrix(*(f"{killed} killed" for killed in KILLED), _RANDOM)
     of_peers = Matrix(*(f"{lost} lost" for lost in LOST))
     of_rivals = Matrix(HUNG)
+    of_families = Matrix(*dict.fromkeys(cell.place[1] for cell in families))
     home = Path(tempfile.mkdtemp(prefix="flashckpt-crash-"))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=out, disable=not out.is_terminal)
@@ -101,6 +107,7 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
             for future in concurrent.futures.as_completed(running):
                 cell = running[future]
                 its = {PeerCell: of_peers, RivalCell: of_rivals}.get(type(cell), matrix)
+                its = of_families if isinstance(cell, FamilyCell) else its
                 its.note(cell, future.exception() or future.result())
                 if future.exception():
                     said = str(future.exception()).partition("\n")[0]
@@ -111,7 +118,7 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
         finally:
             pool.shutdown(cancel_futures=True)
     shutil.rmtree(home)
-    matrices = (matrix, of_peers, of_rivals)
+    matrices = (matrix, of_peers, of_rivals, of_families)
     passed, ended = map(sum, zip(*(its.counts() for its in matrices), strict=True))
     restored = matrix.restored + of_peers.restored
     for its in matrices:
@@ -128,6 +135,9 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
 def _tell(cell: AnyCell, home: Path, keep: Path | None) -> list[Found]:
     home.mkdir()
     try:
+        if isinstance(cell, FamilyCell):
+            cell.tell(home)
+            return []
         if isinstance(cell, RivalCell):
             tell_of_rivals(cell, home)
             return []

@@ -66,9 +66,9 @@ class Rank:
         with open(self._report, "a") as file:
             print(json.dumps({"at": time.time(), **event}), file=file)
 
-    def content(self, piece: Piece, iteration: int) -> torch.Tensor:
+    def content(self, piece: Piece, iteration: int, seed: int) -> torch.Tensor:
         """Return what the elements of a piece are at an iteration: alike on all ranks."""
-        key = f"{self.life.seed}/{iteration}/{piece.kind}/{piece.key}"
+        key = f"{seed}/{iteration}/{piece.kind}/{piece.key}"
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(key.encode()) >> 1)
         whole = torch.rand(piece.global_shape, generator=generator)
         box = tuple(
@@ -77,9 +77,9 @@ class Rank:
         )
         return whole[box].reshape(-1)[piece.start : piece.end]
 
-    def random_state(self, iteration: int) -> torch.Tensor:
-        seed = 1000 * self.life.seed + 10 * iteration + self.rank
-        return torch.Generator().manual_seed(seed).get_state()
+    def random_state(self, iteration: int, seed: int) -> torch.Tensor:
+        drawn = 1000 * seed + 10 * iteration + self.rank
+        return torch.Generator().manual_seed(drawn).get_state()
 
     def pieces(self) -> list[Any]:
         """Return all that this rank holds, the optimizer's moments included."""
@@ -92,21 +92,22 @@ class Rank:
         """Let everything be what it is at `iteration`, once the optimizer may step."""
         session.checkpointer(self.life.save).link.stager.wait()
         for local in self.pieces():
-            local.tensor.copy_(self.content(local.piece, iteration))
-        torch.set_rng_state(self.random_state(iteration))
+            local.tensor.copy_(self.content(local.piece, iteration, self.life.seed))
+        torch.set_rng_state(self.random_state(iteration, self.life.seed))
 
     def wrong(self, iteration: int, operations: int) -> list[str]:
         """Return what is not as it was at `iteration`."""
+        seed = self.life.seed if self.life.loads is None else self.life.loads
         found = [
             f"{local.piece.kind}/{local.piece.key}"
             for local in self.pieces()
             if not torch.equal(
-                local.tensor, self.content(local.piece, iteration).to(local.tensor.dtype)
+                local.tensor, self.content(local.piece, iteration, seed).to(local.tensor.dtype)
             )
         ]
         if operations != 7 * iteration:
             found.append("common state")
-        if not torch.equal(torch.get_rng_state(), self.random_state(iteration)):
+        if not torch.equal(torch.get_rng_state(), self.random_state(iteration, seed)):
             found.append("random state")
         return found
 

@@ -25,7 +25,7 @@ from tests.crash.truth import check_storage, check_tidy, committed
 
 HUNG = "hung, overtaken, woken"
 #: By point: at which counts it lies in the save of iteration 2. See `cells`.
-_COUNTS = {
+COUNTS = {
     "persist.created": (2,),
     "persist.chunk": (2,),
     "persist.chunks": (2,),
@@ -49,7 +49,7 @@ _COUNTS = {
     "commit.done": (2,),
     "save.marked": (2,),
 }
-_FAILING = {"save.failed": (1,), "forget.file": (1,)}
+FAILING = {"save.failed": (1,), "forget.file": (1,)}
 #: Retention of the first job, which would remove iteration 1, and of the second.
 _FIRST, _SECOND = Retention(latest=1), Retention(latest=2)
 
@@ -79,7 +79,7 @@ def rival_cells() -> list[RivalCell]:
     """Return all cells of two jobs."""
     return [
         RivalCell(point, count, fails)
-        for points, fails in ((_COUNTS, False), (_FAILING, True))
+        for points, fails in ((COUNTS, False), (FAILING, True))
         for point, counts in points.items()
         for count in counts
     ]

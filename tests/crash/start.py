@@ -9,8 +9,10 @@ import dataclasses
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
+from tests.crash.helpers import fork_at
 from tests.forked.nursery import settle_in
 
 
@@ -30,15 +32,21 @@ class Life:
     broken: int = -1
     """Which of the saves rank 1 has no part in, for its doorbell is broken."""
     retain_interval: int | None = None
+    loads: int | None = None
+    """Seed of the contents that are loaded, if another life has saved them."""
+    forks: str = ""
+    """POINT:COUNT at which each rank forks helpers; see `helpers.fork_at`."""
 
 
-def start(environment: dict[str, str], log: str, *arguments: Any) -> None:
+def start(environment: dict[str, str], log: str, life: Life, *arguments: Any) -> None:
     """Set the environment, then import what reads it. Returns when the rank has ended."""
     settle_in(environment, log)
+    if life.forks:
+        fork_at(life.forks, Path(life.save).parent)
     from tests.crash.rank import main
 
     try:
-        main(*arguments)
+        main(life, *arguments)
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()

@@ -78,29 +78,29 @@ def tell(cell: Cell, home: Path) -> list[Found]:
                 retain_interval=cell.retain_interval,
             )
             job.start(life, crash.fault, linger=True)
-            expected = _crash(job, crash, expected)
+            expected = crash_job(job, crash, expected)
             restored.append(expected)
         life = dataclasses.replace(life, saves=2, step=cell.step, broken=-1, hurried=False)
         job.start(life, None, linger=False)
         job.join()
-        _check_load(job, expected)
-        _check_end(job, expected.iteration + 2 * cell.step)
+        check_load(job, expected)
+        check_end(job, expected.iteration + 2 * cell.step)
         return restored
     finally:
         job.close()
 
 
-def _crash(job: Job, crash: Crash, expected: Found) -> Found:
+def crash_job(job: Job, crash: Crash, expected: Found) -> Found:
     """Kill what the crash kills, at its point; return what the next life must find."""
     there = job.stopped(crash.who)
     with job.agent_at_rest():
         check_storage(job.save)
-    _check_load(job, expected, all_ranks=False)
+    check_load(job, expected, all_ranks=False)
     if crash.killed == AGENT:
         job.kill_agents()
         wake(there)
         job.everyone("ended")
-        _check_load(job, expected)
+        check_load(job, expected)
     told = [
         max((e["told"] for e in rank if e["error"] is None), default=0)
         for rank in job.reports("told")
@@ -111,14 +111,14 @@ def _crash(job: Job, crash: Crash, expected: Found) -> Found:
         job.kill_trainers()
         job.kill_agents()
         check_storage(job.save)
-        found = _stored(job)
+        found = stored_in(job)
         least = max(*told, before if expected.source == "storage" else 0)
     else:
         job.kill_trainers()
         with job.agent_at_rest():
             check_storage(job.save)
             memory = in_memory(job.agents, RANKS)
-            found = _stored(job)
+            found = stored_in(job)
         if memory is not None and memory >= found.iteration:
             found = Found(memory, "memory")
         least = max(*told, min(staged), before)
@@ -129,12 +129,12 @@ def _crash(job: Job, crash: Crash, expected: Found) -> Found:
     return found
 
 
-def _stored(job: Job) -> Found:
+def stored_in(job: Job) -> Found:
     found = committed(job.save)
     return Found(found[-1], "storage") if found else Found()
 
 
-def _check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
+def check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
     """Refuse another checkpoint than the newest, from elsewhere, or not bit for bit.
 
     Without `all_ranks`, some may not have come so far.
@@ -153,7 +153,7 @@ def _check_load(job: Job, expected: Found, *, all_ranks: bool = True) -> None:
         raise CellError(f"restored {said}, expected {meant}")
 
 
-def _check_end(job: Job, newest: int) -> None:
+def check_end(job: Job, newest: int) -> None:
     """Refuse a last life in which something was not saved, and whatever is left behind."""
     for events in job.reports("told"):
         errors = [event["error"] for event in events if event["error"] is not None]

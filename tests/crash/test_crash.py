@@ -2,7 +2,7 @@
 
 A cell is a job of two real Megatron ranks and their agent, stopped at a named point, killed in
 whole or in part, and started again; or one of several nodes that hold copies for each other; or two
-jobs in one save directory.
+jobs in one save directory; or it is of a family that tells a story of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,20 @@ import pytest
 
 from megatron_flashckpt.faults import POINTS
 from tests.crash.cells import all_cells, sample
+from tests.crash.families import FAMILIES, family_cells, family_sample
+from tests.crash.family import FamilyCell
 from tests.crash.job import RANKS, CellError, Job
 from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, tell_of_peers
 from tests.crash.rivals import RivalCell, rival_cells, rival_sample, tell_of_rivals
 from tests.crash.start import Life
 from tests.crash.story import KILLED, Cell, tell
 from tests.crash.truth import check_storage, check_tidy
+
+#: Modules whose steps ranks come to.
+OF_RANKS = (
+    *("checkpointer", "memory.stager", "outstanding", "in_memory", "loading", "resume"),
+    "restore.exchange",
+)
 
 
 @pytest.mark.parametrize("cell", sample(), ids=str)
@@ -40,6 +48,28 @@ def test_an_overtaken_job_changes_nothing_however_late_its_agent_wakes(
     cell: RivalCell, tmp_path: Path
 ) -> None:
     tell_of_rivals(cell, tmp_path)
+
+
+@pytest.mark.parametrize("cell", family_sample(), ids=str)
+def test_one_life_is_committed_and_none_is_lost_or_mixed(cell: FamilyCell, tmp_path: Path) -> None:
+    cell.tell(tmp_path)
+
+
+def test_the_long_version_has_each_family_at_every_step_of_its_process() -> None:
+    cells = family_cells()
+    assert len(set(cells)) == len(cells)
+    assert {type(cell) for cell in family_sample()} == {type(made()[0]) for made in FAMILIES}
+    assert set(family_sample()) <= set(cells)
+    of_peers = {point for point in POINTS if point.split(".")[0] in ("send", "hold", "recover")}
+    of_ranks = {point for point in POINTS if POINTS[point][0] in OF_RANKS}
+    steps: dict[str, set[str]] = {}
+    for cell in cells:
+        steps.setdefault(type(cell).__name__, set()).add(cell.place[0][1])
+    of_agents = POINTS.keys() - of_peers - of_ranks
+    assert steps["SecondJob"] == steps["Forks"] == of_ranks
+    assert steps["SecondStart"] == steps["LostSocket"] == of_agents
+    # What a requeue resumes from was committed, so the save before it must not fail.
+    assert steps["Requeue"] == of_agents - {"agent.attached", "save.failed", "forget.file"}
 
 
 def test_the_long_version_wakes_agents_at_every_step_that_others_see() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -19,7 +20,7 @@ from megatron_flashckpt.memory.slot import COMPLETE
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify
-from tests.crash.job import CellError
+from tests.crash.job import CellError, eventually
 
 _OF_A_CHECKPOINT = re.compile(
     r"manifest\.json|common-[0-9a-f]+\.msgpack|rank_\d{5,}-[0-9a-f]+\.safetensors"
@@ -90,6 +91,22 @@ def check_tidy(save: Path, newest: int) -> None:
         left += [directory.name] if not expected else []
     if left:
         raise CellError(f"left behind: {sorted(left)}")
+
+
+def await_tidy(save: Path, newest: int) -> None:
+    """Wait until later commits have cleaned up what agents of former lives may still write."""
+
+    def is_tidy() -> bool:
+        with contextlib.suppress(CellError, FileNotFoundError):  # of a directory that goes
+            check_tidy(save, newest)
+            return True
+        return False
+
+    try:
+        eventually("nothing else is left", is_tidy)
+    except CellError:
+        check_tidy(save, newest)  # names what is left
+        raise
 
 
 def check_left(runtime_dir: Path) -> None:

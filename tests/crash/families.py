@@ -1,0 +1,38 @@
+"""The families of cells that the matrix runs beside those of one job, of peers and of rivals."""
+
+from __future__ import annotations
+
+from tests.crash.family import FamilyCell
+from tests.crash.forks import Forks, forks
+from tests.crash.requeues import Requeue, requeues
+from tests.crash.second_jobs import SecondJob, second_jobs
+from tests.crash.second_starts import SecondStart, second_starts
+from tests.crash.sockets import ALL_GONE, SOCKET_GONE, LostSocket, lost_sockets
+
+#: One line per family.
+FAMILIES = (
+    second_starts,
+    second_jobs,
+    requeues,
+    forks,
+    lost_sockets,
+)
+
+
+def family_cells() -> list[FamilyCell]:
+    """Return all cells of all families."""
+    return [cell for cells in FAMILIES for cell in cells()]
+
+
+def family_sample() -> list[FamilyCell]:
+    """Return cells that stand for all of them in the test suite."""
+    return [
+        SecondStart("persist.chunk", 2),
+        SecondStart("commit.manifest", 2),
+        SecondJob(0, "stage.half", 3, "storage"),
+        Requeue(0, "commit.manifest", 2, "moved"),
+        Requeue(1, "put.renamed", 2, "kept"),
+        Forks(0, "stage.half", 2),
+        LostSocket("persist.chunk", 2, SOCKET_GONE, at_once=True),
+        LostSocket("agent.enqueued", 2, ALL_GONE, at_once=False),
+    ]

@@ -1,0 +1,92 @@
+"""Cells of forks: real Megatron ranks fork helpers in the middle of a save or a load.
+
+At the step each rank forks a helper that lives on, and one that leaves by `sys.exit`. Then one rank
+is stopped there, and both are killed. The next life resumes, forks at the same step, and ends in
+order. Its agent has to leave while the helpers live, and these may hold no memory of ours and no
+connection to an agent.
+
+Left out are steps of agents, which fork nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from tests.agent.test_forks import slabs_of, sockets_of
+from tests.agent.trainer import is_alive
+from tests.crash.cells import LOADING, SAVING
+from tests.crash.family import FamilyCell
+from tests.crash.helpers import end_helpers, helpers_in
+from tests.crash.job import RANKS, CellError, Job
+from tests.crash.start import Life
+from tests.crash.story import TRAINERS, Crash, Found, check_end, check_load, crash_job
+from tests.crash.truth import check_storage
+
+HAPPENS = "forks helpers, is killed"
+_SAVES = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Forks(FamilyCell):
+    """Ranks fork at `point`, and are killed when `rank` has come there."""
+
+    rank: int
+    point: str
+    count: int
+
+    @property
+    def place(self) -> tuple[tuple[str, str], str]:
+        return (f"rank{self.rank}, forking", self.point), HAPPENS
+
+    def __str__(self) -> str:
+        return f"forks: rank{self.rank}:{self.point}:{self.count}, {HAPPENS}"
+
+    def tell(self, home: Path) -> None:
+        job = Job(home)
+        try:
+            _happen(self, job)
+        finally:
+            end_helpers(home)
+            job.close()
+
+
+def forks() -> list[FamilyCell]:
+    """Return all cells of forks; ranks take turns."""
+    steps = [*((point, 2) for point in SAVING), ("save.told", 2), *((p, 1) for p in LOADING)]
+    return [Forks(number % RANKS, *step) for number, step in enumerate(steps)]
+
+
+def _happen(cell: Forks, job: Job) -> None:
+    life = Life(save=str(job.save), seed=1, saves=_SAVES)
+    forking = dataclasses.replace(life, forks=f"{cell.point}:{cell.count}")
+    expected = Found()
+    if cell.point.startswith("load."):
+        told = Crash("rank0", "save.told", 2, TRAINERS)
+        job.start(life, told.fault, linger=True)
+        expected = crash_job(job, told, expected)
+    crash = Crash(f"rank{cell.rank}", cell.point, cell.count, TRAINERS)
+    job.start(forking, crash.fault, linger=True)
+    expected = crash_job(job, crash, expected)
+    _check_helpers(job)
+    job.start(dataclasses.replace(forking, saves=2), None, linger=False)
+    job.join()  # the agent leaves, though helpers live
+    check_load(job, expected)
+    check_end(job, expected.iteration + 2)
+    check_storage(job.save)
+    _check_helpers(job)
+
+
+def _check_helpers(job: Job) -> None:
+    """Refuse helpers that have died, or hold what is ours."""
+    helpers = helpers_in(job.home)
+    if not helpers or not all(map(is_alive, helpers)):
+        raise CellError(f"helpers {helpers} do not all live")
+    for pid in helpers:
+        if slabs_of(pid):
+            raise CellError(f"helper {pid} keeps a slab")
+        # Ranks talk to each other by TCP; what else they have is the connection to the agent.
+        lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+        local = {f"socket:[{line.split()[6]}]" for line in lines}
+        if local.intersection(sockets_of(pid)):
+            raise CellError(f"helper {pid} keeps the connection to the agent")

@@ -1,0 +1,82 @@
+"""Helper processes that a rank forks at a step, as scripts and data loaders do.
+
+Imports nothing of megatron_flashckpt, which a rank does when it has its environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+#: A helper that nobody ends leaves by itself.
+_LONGEST_S = 300.0
+
+
+def fork_at(step: str, home: Path) -> None:
+    """Have this rank fork two helpers when it is at POINT:COUNT.
+
+    One lives on, whatever becomes of the rank; its pid is appended to `helpers` in `home`. The
+    other one leaves by `sys.exit`, which runs what the rank has registered at `atexit`; the rank
+    waits for it. Called before any module of the package has bound `faults.reach`.
+    """
+    from megatron_flashckpt import faults
+
+    point, count = step.split(":")
+    reach, left = faults.reach, int(count)
+
+    def fork_and_reach(name: str) -> None:
+        nonlocal left
+        if name == point:
+            left -= 1
+            if left == 0:
+                _fork_both(home)
+        reach(name)
+
+    faults.reach = fork_and_reach
+
+
+def _fork_both(home: Path) -> None:
+    if os.fork() == 0:
+        _live_on(home)
+    leaving = os.fork()
+    if leaving == 0:
+        try:
+            sys.exit(0)
+        except SystemExit:
+            atexit._run_exitfuncs()
+        finally:
+            os._exit(0)
+    mark = home / f"leaving-{leaving}"
+    mark.touch()
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(leaving, 0)
+    mark.unlink()
+
+
+def _live_on(home: Path) -> None:
+    with open(home / "helpers", "a") as file:
+        file.write(f"{os.getpid()}\n")
+    deadline = time.monotonic() + _LONGEST_S
+    while home.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    os._exit(0)
+
+
+def helpers_in(home: Path) -> list[int]:
+    """Return the helpers that live on."""
+    try:
+        return [int(line) for line in (home / "helpers").read_text().split()]
+    except FileNotFoundError:
+        return []
+
+
+def end_helpers(home: Path) -> None:
+    leaving = [int(path.name.partition("-")[2]) for path in home.glob("leaving-*")]
+    for pid in helpers_in(home) + leaving:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

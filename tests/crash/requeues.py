@@ -1,0 +1,258 @@
+"""Cells of requeues: a job is killed and starts on other nodes; its former node comes back.
+
+A job of two ranks has two of three nodes; agents are the real ones. Iteration 1 is committed.
+In the save of iteration 2 the agent of a node is stopped at its step, and both trainers die. The
+job starts again on the other node and a third one, with ranks dealt as `dealt` says, goes on from
+the newest committed checkpoint, and commits three more. Then the stopped agent goes on; the job is
+killed and starts once more, on the node that is back. Each life has bytes of its own.
+
+Left out are steps at which the agent of rank 1 only repeats what that of rank 0 does, and those of
+agents that hold copies: there a node that is lost and replaced is what `peers` is about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+
+from megatron_flashckpt.agent.offers import common_saves
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.layout.names import TRACKER
+from megatron_flashckpt.memory.slot import SlotState
+from tests.agent.conftest import Node
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import PATIENCE_S, FakeTrainer, is_alive, new_save_id
+from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
+from tests.crash.job import CellError, eventually, state_of, wake
+from tests.crash.peers import agent_fault
+from tests.crash.rivals import COUNTS
+from tests.crash.truth import await_tidy, check_left, check_storage, committed
+
+HAPPENS = "requeued, then back"
+RANKS = 2
+#: Steps of the agent that has rank 1 only, in its second save.
+_OF_RANK_1 = {
+    "agent.granted": (2,),
+    "agent.enqueued": (2,),
+    "persist.created": (2,),
+    "persist.chunk": (2,),
+    "persist.durable": (2,),
+    "put.written": (2,),
+    "put.renamed": (2,),
+    "persist.record": (2,),
+}
+_OF_RANK_0 = {"agent.granted": (2,), "agent.enqueued": (2,), **COUNTS}
+#: Longest wait of a start for the end of the run before it.
+_AWAIT_S = 20.0
+_FIRST, _LATER = Retention(latest=1), Retention(latest=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Requeue(FamilyCell):
+    """The agent of `rank` is at `point` for the `count`th time when the job is killed."""
+
+    rank: int
+    point: str
+    count: int
+    dealt: str
+    """`kept`: the node that stays keeps its rank; `moved`: it gets the other one."""
+
+    @property
+    def place(self) -> tuple[tuple[str, str], str]:
+        return (f"agent of rank {self.rank}, requeued", self.point), HAPPENS
+
+    def __str__(self) -> str:
+        return f"requeue: rank {self.rank}, agent:{self.point}:{self.count}, ranks {self.dealt}"
+
+    def tell(self, home: Path) -> None:
+        nodes = [Node(home / name) for name in ("a", "b", "c")]
+        try:
+            _Story(self, home, nodes).happen()
+        finally:
+            for node in nodes:
+                node.close()
+
+
+def requeues() -> list[FamilyCell]:
+    """Return all cells of requeues. The two ways to deal ranks take turns."""
+    steps = [
+        (rank, point, count)
+        for rank, points in enumerate((_OF_RANK_0, _OF_RANK_1))
+        for point, counts in points.items()
+        for count in counts
+    ]
+    return [Requeue(*step, ("kept", "moved")[number % 2]) for number, step in enumerate(steps)]
+
+
+class _Story:
+    """One cell, step by step."""
+
+    def __init__(self, cell: Requeue, home: Path, nodes: list[Node]) -> None:
+        self._cell, self._nodes = cell, nodes
+        self._root, self._reached = home / "save", home / "reached"
+        self._life = 0
+        #: Of this life, by rank.
+        self._ranks: list[FakeTrainer] = []
+
+    def happen(self) -> None:
+        cell = self._cell
+        lost, stays, new = self._nodes
+        places = [lost, stays] if cell.rank == 0 else [stays, lost]
+        self._start(places, stopping=lost)
+        self._save(1)
+        (agent,) = lost.agents()
+        self._train_until_stopped(agent)
+        self._kill()
+
+        where = {lost: new, stays: stays}
+        places = [where[node] for node in places]
+        if cell.dealt == "moved":
+            places.reverse()
+        self._start(places)
+        found = self._restore()
+        if found < 1:
+            raise CellError(f"the second life has restored {found}")
+        newest = found + 3
+        for iteration in range(found + 1, newest + 1):
+            self._save(iteration)
+        wake(agent)
+        if cell.rank == 0:  # an agent without rank 0 waits to be told of the run that has claimed
+            self._await_overtaken(lost)
+        if (tracked := (self._root / TRACKER).read_text()) != str(newest):
+            raise CellError(f"the tracker says {tracked}, not {newest}")
+        check_storage(self._root)
+        self._save(newest + 1)
+        self._kill()
+
+        # The node is back: it has the rank that it had, whose replacement's node is gone.
+        places[cell.rank] = lost
+        self._start(places)
+        again = self._restore()
+        if again != newest + 1:
+            raise CellError(f"the third life has restored {again}, not {newest + 1}")
+        for iteration in (newest + 2, newest + 3):
+            self._save(iteration)
+        self._check_end(found, newest)
+
+    def _check_end(self, found: int, newest: int) -> None:
+        check_storage(self._root)
+        # What the node that is back still writes of iteration 2 goes after the last commit.
+        await_tidy(self._root, newest + 3)
+        for iteration, lives in lives_in(self._root, self._ranks).items():
+            expected = 1 if iteration <= found else 2 if iteration <= newest + 1 else 3
+            if lives != {expected}:
+                raise CellError(f"iteration {iteration} is of {lives}, not {expected}")
+        for trainer in self._ranks:
+            agent = trainer.client.agent_pid
+            trainer.hang_up(leave=True)
+            eventually(f"agent {agent} leaves", lambda agent=agent: not is_alive(agent))  # type: ignore[misc]
+        for node in self._nodes:
+            if not node.agents():
+                check_left(node.runtime_dir)
+
+    # ------------------------------------------------------------------ a life
+
+    def _start(self, places: list[Node], stopping: Node | None = None) -> None:
+        """Start a rank on each of `places`; rank 0 claims the directory."""
+        self._life += 1
+        fault = f"agent:{self._cell.point}:{self._cell.count}:STOP:{self._reached}"
+        self._ranks = []
+        for rank, node in enumerate(places):
+            with agent_fault(fault if node is stopping else None):
+                self._ranks.append(
+                    node.trainer(
+                        self._root,
+                        rank,
+                        RANKS,
+                        config=node.config(answer_timeout_s=600.0),
+                        retention=_FIRST if self._life == 1 else _LATER,
+                    )
+                )
+        if self._life == 2:
+            # The stopped agent says nothing, which a start believes after 12 s only.
+            key = self._ranks[0].claim("take_over", 0.0)
+        else:
+            key = self._ranks[0].claim("refuse", _AWAIT_S)
+        self._ranks[1].client.hold(key)
+
+    def _stage(self, trainer: FakeTrainer, iteration: int, save_id: str) -> None:
+        slot = trainer.begin(iteration, save_id, PATIENCE_S)
+        if slot is None:
+            raise CellError(f"rank {trainer.rank}: no slot for iteration {iteration}")
+        trainer.fill(slot, bytes_of(self._life, trainer, iteration))
+        slot.set_state(SlotState.STAGED)
+        trainer.client.staged(slot.index)
+
+    def _save(self, iteration: int) -> None:
+        save_id = new_save_id()
+        for trainer in self._ranks:
+            self._stage(trainer, iteration, save_id)
+        for trainer in self._ranks:
+            if error := trainer.outcome(60.0).error:
+                raise CellError(f"rank {trainer.rank}: iteration {iteration}: {error}")
+
+    def _train_until_stopped(self, agent: int) -> None:
+        """Begin the save of iteration 2, and return when the agent has come to its step."""
+        save_id = new_save_id()
+
+        def stage(trainer: FakeTrainer) -> None:
+            with contextlib.suppress(AgentError):  # it is killed
+                self._stage(trainer, 2, save_id)
+
+        self._staging = [
+            threading.Thread(target=stage, args=(trainer,), daemon=True) for trainer in self._ranks
+        ]
+        for thread in self._staging:
+            thread.start()
+        eventually(f"the agent comes to {self._cell.point}", lambda: state_of(agent) == "T")
+        self._staging[1 - self._cell.rank].join()
+
+    def _kill(self) -> None:
+        """End the trainers of this life as SIGKILL does, whatever they are doing."""
+        for trainer in self._ranks:
+            trainer.client._sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._staging:
+            thread.join()
+        for trainer in self._ranks:
+            trainer.hang_up()
+
+    def _restore(self) -> int:
+        """Restore what `loading` would; return its iteration.
+
+        Raises:
+            CellError: what a rank has restored is not the state of the life that saved it.
+        """
+        offers = [
+            [msgspec.structs.asdict(offer) for offer in trainer.take()] for trainer in self._ranks
+        ]
+        newest = committed(self._root)[-1]
+        held = [theirs for theirs in common_saves(offers) if theirs[0]["iteration"] >= newest]
+        if held:
+            iteration, save_id = held[0][0]["iteration"], held[0][0]["save_id"]
+            states = [t.bytes_in(held[0][t.rank]["slot"]) for t in self._ranks]
+        else:
+            checkpoint = stored(self._root, newest)
+            iteration, save_id = newest, checkpoint.manifest.save_id
+            states = [read_rank(checkpoint, trainer) for trainer in self._ranks]
+        lives = {
+            life_of(state, trainer, iteration)
+            for state, trainer in zip(states, self._ranks, strict=True)
+        }
+        if lives != {self._life - 1}:
+            raise CellError(f"life {self._life} has restored the state of {lives}")
+        for trainer in self._ranks:
+            trainer.client.adopt(save_id, iteration)
+        return int(iteration)
+
+    def _await_overtaken(self, node: Node) -> None:
+        """Wait until the agent that was stopped knows that it writes nothing any more."""
+        log = node.directory(self._root) / LOG
+        overtaken = "ERROR megatron_flashckpt.agent.fence"
+        eventually("the agent is overtaken", lambda: overtaken in log.read_text())

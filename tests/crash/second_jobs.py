@@ -1,0 +1,124 @@
+"""Cells of second starts of a job of real Megatron ranks, while its first start is at a step.
+
+The first start is stopped in a save (or in the load of a restart). The second one resumes, and is
+stopped itself when its first save is staged on one rank and the agent does not know. Then the first
+start goes on to its end: whatever it still copies, the save of the second one is committed as it
+was staged, and a third start restores it bit for bit. The two starts have contents of their own.
+
+`second_starts` has the steps of the agent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from tests.agent.trainer import is_alive
+from tests.crash.cells import LOADING, SAVING
+from tests.crash.family import FamilyCell
+from tests.crash.job import RANKS, CellError, Job, eventually, wake
+from tests.crash.second_starts import HAPPENS
+from tests.crash.start import Life
+from tests.crash.story import (
+    TRAINERS,
+    Crash,
+    Found,
+    check_end,
+    check_load,
+    crash_job,
+    stored_in,
+)
+from tests.crash.truth import check_storage, in_memory
+
+_SAVES = 4
+_REFUSED = r"process \d+ of the same rank on this node has taken this one's place"
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondJob(FamilyCell):
+    """`rank` of the first start is at `point` for the `count`th time when the second one comes."""
+
+    rank: int
+    point: str
+    count: int
+    source: str
+    """Where the third start finds the save of the second one."""
+
+    @property
+    def place(self) -> tuple[tuple[str, str], str]:
+        return (f"rank{self.rank}, two starts", self.point), HAPPENS
+
+    def __str__(self) -> str:
+        return f"second start: rank{self.rank}:{self.point}:{self.count}, then {self.source}"
+
+    def tell(self, home: Path) -> None:
+        (home / "second").mkdir()
+        first, second = Job(home), Job(home / "second")
+        second.save, second.runtime_dir = first.save, first.runtime_dir
+        try:
+            _happen(self, first, second)
+        finally:
+            second.kill_trainers()
+            first.close()
+
+
+def second_jobs() -> list[FamilyCell]:
+    """Return all cells. Ranks take turns, and so do the sources of the third start."""
+    steps = [*((point, 3) for point in SAVING), ("save.told", 2), *((p, 1) for p in LOADING)]
+    return [
+        SecondJob(number % RANKS, *step, ("memory", "storage")[number // RANKS % 2])
+        for number, step in enumerate(steps)
+    ]
+
+
+def _happen(cell: SecondJob, first: Job, second: Job) -> None:
+    life = Life(save=str(first.save), seed=1, saves=_SAVES)
+    before = Found()
+    if cell.point.startswith("load."):
+        told = Crash("rank0", "save.told", 2, TRAINERS)
+        first.start(life, told.fault, linger=True)
+        before = crash_job(first, told, before)
+    who = f"rank{cell.rank}"
+    first.start(life, f"{who}:{cell.point}:{cell.count}", linger=True)
+    stopped = first.stopped(who)
+    with first.agent_at_rest():
+        check_storage(first.save)
+        memory = in_memory(first.agents, RANKS)
+        expected = stored_in(first)
+    if memory is not None and memory >= expected.iteration:
+        expected = Found(memory, "memory")
+
+    later = Life(save=str(first.save), seed=2, loads=1, saves=1)
+    second.start(later, f"rank{1 - cell.rank}:stage.staged:1", linger=True)
+    held = second.stopped(f"rank{1 - cell.rank}")
+    check_load(second, expected)
+    wake(stopped)
+    _check_refusal(first)
+    wake(held)
+    second.everyone("ended")
+    newest = expected.iteration + 1
+    for rank, events in enumerate(second.reports("told")):
+        if [(event["told"], event["error"]) for event in events] != [(newest, None)]:
+            raise CellError(f"rank {rank} of the second start is told {events}")
+    first.kill_trainers()
+    second.kill_trainers()
+    if cell.source == "storage":
+        first.kill_agents()
+    check_storage(first.save)
+
+    second.start(Life(save=str(first.save), seed=3, loads=2, saves=2), None, linger=False)
+    second.join()
+    check_load(second, Found(newest, cell.source))
+    check_end(second, newest + 2)
+
+
+def _check_refusal(first: Job) -> None:
+    """Wait until the first start has come to its end and knows why it saves nothing any more."""
+
+    def is_over() -> bool:
+        return all(first.reports("ended")) or not any(map(is_alive, first.trainers))
+
+    eventually("the first start comes to its end", is_over)
+    if not re.search(_REFUSED, first.log()):
+        raise CellError(f"the first start is not told: {first.log()[-3000:]}")

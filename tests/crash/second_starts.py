@@ -1,0 +1,272 @@
+"""Cells of second starts: a rank is started again while its first process is in mid-save.
+
+At each step of the agent, its ranks have no Megatron: the first process lives in the matrix's own,
+the later ones are forked. Iteration 1 is committed, 2 is staged, and of 3 half the bytes are copied
+when the agent is stopped at its step. The second process connects, the agent goes on, and the
+second process stages its own iteration 3. Then the first one copies the rest of its own.
+
+Steps of trainers are those of `second_jobs`, where ranks are Megatron's. Left out are the steps of
+agents that hold copies for each other: which process of a rank is served is decided before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_flashckpt.agent.rendezvous import SOCKET
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.layout.names import MANIFEST, iteration_dir
+from megatron_flashckpt.memory.slot import Slot, SlotState
+from tests.agent.conftest import Node
+from tests.agent.test_persist import read_rank, stored
+from tests.agent.trainer import PATIENCE_S, FakeTrainer, config_of, new_save_id
+from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
+from tests.crash.job import CellError, eventually, state_of, wake
+from tests.crash.later import Later
+from tests.crash.peers import agent_fault
+from tests.crash.rivals import COUNTS, FAILING
+from tests.crash.truth import check_left, check_storage, check_tidy, committed
+
+HAPPENS = "started a second time"
+#: Where the agent has not committed, or not even begun to.
+_BEFORE = {"agent.attached": (1,), "agent.granted": (2, 3), "agent.enqueued": (2,)}
+#: Of the first process; see `rivals.COUNTS`.
+_RETENTION = Retention(latest=1)
+
+
+class Restored(NamedTuple):
+    """What a process has found as it started."""
+
+    iteration: int
+    source: str
+    life: int
+    """The one whose state it is; 0: none."""
+
+
+class Life:
+    """A process of the only rank of a job, in one of its lives."""
+
+    def __init__(
+        self, root: Path, runtime_dir: Path, number: int, retention: Retention = _RETENTION
+    ) -> None:
+        self.number = number
+        self._root = root
+        self._half: tuple[Slot, int] | None = None
+        config = config_of(runtime_dir, answer_timeout_s=600.0)
+        self.trainer = FakeTrainer(root, config, retention=retention)
+
+    def start(self) -> Restored:
+        """Claim the directory and restore what is newest, as `loading` does."""
+        trainer = self.trainer
+        trainer.claim(wait_s=PATIENCE_S)
+        offers = trainer.take()
+        newest = max(offers, key=lambda offer: offer.iteration, default=None)
+        done = max(committed(self._root), default=0)
+        restored, save_id = Restored(0, "nothing", 0), None
+        if newest is not None and newest.iteration >= done:
+            iteration, save_id = newest.iteration, newest.save_id
+            data = trainer.bytes_in(newest.slot)
+            restored = Restored(iteration, "memory", life_of(data, trainer, iteration))
+        elif done:
+            checkpoint = stored(self._root, done)
+            save_id = checkpoint.manifest.save_id
+            data = read_rank(checkpoint, trainer)
+            restored = Restored(done, "storage", life_of(data, trainer, done))
+        if trainer.slab is not None and trainer.slab.read_only:
+            trainer.slab.close()  # as `NodeLink` does: it saves into memory of its own
+            trainer.slab = None
+        trainer.client.adopt(save_id, restored.iteration)
+        return restored
+
+    def begin(self, iteration: int) -> None:
+        """Copy the first half of a checkpoint."""
+        slot = self.trainer.begin(iteration, new_save_id(), PATIENCE_S)
+        if slot is None:
+            raise CellError(f"no slot for iteration {iteration}")
+        self._half = slot, iteration
+        half = self.trainer.layout.nbytes // 2
+        self._copy(slice(0, half))
+
+    def copy_rest(self) -> Slot | None:
+        """Copy the other half of what `begin` has begun; return its slot."""
+        if self._half is None:
+            return None
+        self._copy(slice(self.trainer.layout.nbytes // 2, self.trainer.layout.nbytes))
+        return self._half[0]
+
+    def _copy(self, part: slice) -> None:
+        """Write where the slot was when it was granted, as a copy thread does."""
+        assert self._half is not None
+        assert self.trainer.slab is not None
+        slot, iteration = self._half
+        data = bytes_of(self.number, self.trainer, iteration)[part]
+        start = slot.data_offset + part.start
+        self.trainer.slab.memory[start : start + len(data)] = data
+
+    def stage(self, iteration: int) -> Slot:
+        """Copy a checkpoint; the agent is not told."""
+        self.begin(iteration)
+        slot = self.copy_rest()
+        assert slot is not None
+        slot.set_state(SlotState.STAGED)
+        return slot
+
+    def ring(self, slot: Slot | None = None) -> None:
+        """Tell the agent of a slot, or of the one that was begun last."""
+        assert self._half is not None
+        self.trainer.client.staged((slot or self._half[0]).index)
+
+    def outcome(self, iteration: int) -> None:
+        """Wait until a save is durable."""
+        outcome = self.trainer.outcome(60.0)
+        if outcome.error is not None or outcome.iteration != iteration:
+            raise CellError(f"iteration {iteration}: {outcome}")
+
+    def save(self, iteration: int) -> None:
+        self.ring(self.stage(iteration))
+        self.outcome(iteration)
+
+    def stage_aside(self, iteration: int) -> None:
+        """Copy a checkpoint for a later `ring`."""
+        self.stage(iteration)
+
+    def leave(self) -> None:
+        self.trainer.hang_up(leave=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondStart(FamilyCell):
+    """The agent is at `point` for the `count`th time when the second process comes."""
+
+    point: str
+    count: int
+    fails: bool = False
+    """The manifest of iteration 2 cannot be put."""
+
+    @property
+    def place(self) -> tuple[tuple[str, str], str]:
+        return ("agent, two lives of a rank", self.point), HAPPENS
+
+    def __str__(self) -> str:
+        return f"second start: agent:{self.point}:{self.count}, {HAPPENS}"
+
+    @property
+    def least(self) -> int:
+        """The iteration that the first process has staged for certain."""
+        return {"agent.attached": 0, "agent.granted": self.count - 1}.get(self.point, 2)
+
+    def tell(self, home: Path) -> None:
+        root, node = home / "save", Node(home / "run")
+        later: list[Later] = []
+        try:
+            with agent_fault(f"agent:{self.point}:{self.count}:STOP:{home / 'reached'}"):
+                first = Life(root, node.runtime_dir, 1)
+            _Story(self, home, root, node, first, later).happen()
+        finally:
+            for process in later:
+                process.kill()
+            first.trainer.hang_up()
+            node.close()
+
+
+def second_starts() -> list[FamilyCell]:
+    """Return all cells of second starts at the agent's steps."""
+    return [
+        SecondStart(point, count, fails)
+        for points, fails in ((_BEFORE, False), (COUNTS, False), (FAILING, True))
+        for point, counts in points.items()
+        for count in counts
+    ]
+
+
+class _Story:
+    """One cell, step by step."""
+
+    def __init__(
+        self, cell: SecondStart, home: Path, root: Path, node: Node, first: Life, later: list[Later]
+    ) -> None:
+        self._cell, self._home, self._root, self._node = cell, home, root, node
+        self._first, self._later = first, later
+
+    def happen(self) -> None:
+        first = self._first
+        (agent,) = self._node.agents()
+        first.trainer.claim()
+        training = threading.Thread(target=self._train, daemon=True)
+        training.start()
+        eventually(f"the agent comes to {self._cell.point}", lambda: state_of(agent) == "T")
+        if self._cell.fails:
+            (self._root / iteration_dir(2) / MANIFEST).rmdir()
+        second = self._start(2, connections=2)
+        wake(agent)
+        found = second.answer()
+        if found.iteration < self._cell.least or found.life not in (0, 1):
+            raise CellError(f"the second process has restored {found}")
+        # What the first one still copies lies in none of the slots that the second one is given.
+        second.do("stage_aside", found.iteration + 1)
+        training.join()
+        first.copy_rest()
+        second.do("ring")
+        second.do("outcome", found.iteration + 1)
+        self._check_refusal(second.pid)
+        second.do("save", found.iteration + 2)
+        check_storage(self._root)
+        second.kill()
+
+        newest = found.iteration + 2
+        third = self._start(3)
+        restored = third.answer()
+        if restored != Restored(newest, "memory", 2):
+            raise CellError(f"the third process has restored {restored}")
+        third.do("save", newest + 1)
+        third.do("leave")
+        eventually(f"agent {agent} leaves", lambda: not self._node.agents())
+        check_storage(self._root)
+        check_tidy(self._root, newest + 1)
+        check_left(self._node.runtime_dir)
+        for iteration, lives in lives_in(self._root, [first.trainer]).items():
+            expected = 1 if iteration <= found.iteration else 2 if iteration <= newest else 3
+            if lives != {expected}:
+                raise CellError(f"iteration {iteration} is of {lives}, not {expected}")
+
+    def _train(self) -> None:
+        """What the first process does until the agent hangs up on it."""
+        first = self._first
+        with contextlib.suppress(AgentError, CellError):  # CellError: a save that has to fail
+            first.save(1)
+            if self._cell.fails:
+                (self._root / iteration_dir(2) / MANIFEST).mkdir(parents=True)
+            slot = first.stage(2)
+            first.begin(3)
+            first.ring(slot)
+            first.outcome(2)
+
+    def _start(self, number: int, connections: int = 0) -> Later:
+        """Start a later process, and wait until the agent has so many connections, or to accept."""
+        process = Later(self._home, self._root, self._node.runtime_dir, number)
+        self._later.append(process)
+        process.ask("start")
+        path = str(self._node.directory(self._root) / SOCKET)
+
+        def connected() -> bool:
+            lines = Path("/proc/net/unix").read_text().splitlines()
+            # One more is the socket that listens.
+            return sum(line.endswith(path) for line in lines) > connections
+
+        if connections:
+            eventually("the second process connects", connected)
+        return process
+
+    def _check_refusal(self, served: int) -> None:
+        try:
+            self._first.trainer.find_agent()
+        except AgentError as error:
+            if f"process {served} of the same rank" in str(error) and "end it" in str(error):
+                return
+            raise CellError(f"the first process is told: {error}") from error
+        raise CellError("the first process is served")
