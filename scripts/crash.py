@@ -10,6 +10,9 @@ checkpoint may look like a whole one, the next saves must work, and nothing may 
 Other cells ("copy: agent:...", "xor: agent:...") are of two or three nodes that hold copies or
 parity for each other, with real agents and trainers without Megatron: an agent is stopped while it
 sends, holds or gets back a checkpoint, and nodes are lost.
+
+The others ("two jobs: ...", "second start: ...", "requeue: ...", "forks: ...", "lost socket: ...")
+are described where they are defined, in `tests/crash`.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_what_is_not_ours_stays_and_links_are_not_followed(root: Path, tmp_path:
 
 
 def test_a_directory_that_is_made_again_is_looked_into_again(node: Node, root: Path) -> None:
-    """By an agent that hung while a later run had its ranks, and retention removed the iteration."""
+    """By an agent that hung, while a later run had its ranks and removed that iteration."""
     assert node.trainer(root).save(10).error is None
     sweeper = Sweeper(PosixStorage(root))
     for committed in (10, 20):

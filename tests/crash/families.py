@@ -28,7 +28,6 @@ def family_sample() -> list[FamilyCell]:
     """Return cells that stand for all of them in the test suite."""
     return [
         SecondStart("persist.chunk", 2),
-        SecondStart("commit.manifest", 2),
         SecondJob(0, "stage.half", 3, "storage"),
         Requeue(0, "commit.manifest", 2, "moved"),
         Requeue(1, "put.renamed", 2, "kept"),

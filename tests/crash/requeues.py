@@ -48,10 +48,13 @@ _OF_RANK_1 = {
     "put.renamed": (2,),
     "persist.record": (2,),
 }
-_OF_RANK_0 = {"agent.granted": (2,), "agent.enqueued": (2,), **COUNTS}
+#: Two records are tidied up in each save.
+_OF_RANK_0 = {"agent.granted": (2,), "agent.enqueued": (2,), **COUNTS, "leftover.file": (3, 4)}
 #: Longest wait of a start for the end of the run before it.
 _AWAIT_S = 20.0
-_FIRST, _LATER = Retention(latest=1), Retention(latest=2)
+_FIRST = Retention(latest=1)
+#: Of later lives: the checkpoint of the iteration at which the first one was stopped stays or goes.
+_LATER = {"kept": Retention(latest=2), "moved": Retention(latest=10)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +175,7 @@ class _Story:
                         rank,
                         RANKS,
                         config=node.config(answer_timeout_s=600.0),
-                        retention=_FIRST if self._life == 1 else _LATER,
+                        retention=_FIRST if self._life == 1 else _LATER[self._cell.dealt],
                     )
                 )
         if self._life == 2:
