@@ -127,9 +127,8 @@ class _Story:
             self._save(iteration)
         wake(agent)
         if cell.rank == 0:  # an agent without rank 0 waits to be told of the run that has claimed
-            self._await_overtaken(lost)
-        if (tracked := (self._root / TRACKER).read_text()) != str(newest):
-            raise CellError(f"the tracker says {tracked}, not {newest}")
+            self._await_overtaken(lost, newest)
+        self._check_tracker(newest)
         check_storage(self._root)
         self._save(newest + 1)
         self._kill()
@@ -254,8 +253,16 @@ class _Story:
             trainer.client.adopt(save_id, iteration)
         return int(iteration)
 
-    def _await_overtaken(self, node: Node) -> None:
+    def _check_tracker(self, newest: int) -> None:
+        if (tracked := (self._root / TRACKER).read_text()) != str(newest):
+            raise CellError(f"the tracker says {tracked}, not {newest}")
+
+    def _await_overtaken(self, node: Node, newest: int) -> None:
         """Wait until the agent that was stopped knows that it writes nothing any more."""
         log = node.directory(self._root) / LOG
-        overtaken = "ERROR megatron_flashckpt.agent.fence"
-        eventually("the agent is overtaken", lambda: overtaken in log.read_text())
+
+        def knows() -> bool:
+            self._check_tracker(newest)
+            return "ERROR megatron_flashckpt.agent.fence" in log.read_text()
+
+        eventually("the agent is overtaken", knows)

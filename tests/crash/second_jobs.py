@@ -1,9 +1,9 @@
 """Cells of second starts of a job of real Megatron ranks, while its first start is at a step.
 
 The first start is stopped in a save (or in the load of a restart). The second one resumes, and is
-stopped itself when its first save is staged on one rank and the agent does not know. Then the first
-start goes on to its end: whatever it still copies, the save of the second one is committed as it
-was staged, and a third start restores it bit for bit. The two starts have contents of their own.
+stopped itself when the same rank has staged its first save, which the agent does not know yet.
+Then the first start goes on to its end. Whatever it still copies, the save of the second start is
+committed as it was staged, and a third start restores it bit for bit. Each has its own contents.
 
 `second_starts` has the steps of the agent.
 """
@@ -90,8 +90,8 @@ def _happen(cell: SecondJob, first: Job, second: Job) -> None:
         expected = Found(memory, "memory")
 
     later = Life(save=str(first.save), seed=2, loads=1, saves=1)
-    second.start(later, f"rank{1 - cell.rank}:stage.staged:1", linger=True)
-    held = second.stopped(f"rank{1 - cell.rank}")
+    second.start(later, f"{who}:stage.staged:1", linger=True)
+    held = second.stopped(who)
     check_load(second, expected)
     wake(stopped)
     _check_refusal(first)
