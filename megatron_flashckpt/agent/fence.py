@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import Claim, RunKey
 from megatron_flashckpt.errors import OvertakenError
-from megatron_flashckpt.storage.base import Durable, Kind, Storage, Writer
+from megatron_flashckpt.storage.base import Durable, Kind, Stamp, Storage, Writer
 from megatron_flashckpt.storage.reading import KeptFiles, Seen
 
 logger = logging.getLogger(__name__)
@@ -230,6 +230,9 @@ class FencedStorage:
 
     def size(self, name: str) -> int:
         return self._storage.size(name)
+
+    def stamp(self, name: str) -> Stamp:
+        return self._storage.stamp(name)
 
     def list(self, directory: str) -> list[str]:
         return self._storage.list(directory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.storage.reading import KeptFiles, Seen
@@ -44,6 +44,14 @@ def probe_name(rank: int) -> str:
 def is_probe(name: str) -> bool:
     """Return whether a file is one that `probe_name` named."""
     return (parse_temporary_name(name) or "").startswith(_PROBE)
+
+
+class Stamp(NamedTuple):
+    """What tells a file from one that has replaced it, or from itself before it was changed."""
+
+    nbytes: int
+    mtime_ns: int
+    inode: int
 
 
 class Writer(Protocol):
@@ -111,6 +119,9 @@ class Storage(Protocol):
 
     def size(self, name: str) -> int:
         """Return the bytes of `name`."""
+
+    def stamp(self, name: str) -> Stamp:
+        """Return the stamp of the file `name` as it is now; a link is not followed."""
 
     def list(self, directory: str) -> list[str]:
         """Return the names directly in `directory`; empty if it does not exist."""
