@@ -12,6 +12,7 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -260,7 +261,7 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
             "'retention' has no rule, so every checkpoint is kept; set one in the file that "
             "FLASHCKPT_CONFIG names, or e.g. FLASHCKPT_RETENTION__LATEST=3"
         )
-    which = {
+    which: dict[str, Any] = {
         "retain_interval": None,
         "tracked": inspection.tracked_iteration(storage),
         "previous": None,

@@ -129,12 +129,6 @@ REVIEWED: dict[Call, Reason] = {
         "agent.commit",
         (
             "_publish",
-            "Leftovers(beside(storage, save.directory, save.save_id)).remove(storage)",
-            "of `_is_of_an_attempt` or another save's id; see `Leftovers.remove`",
-            "agent/test_commit.py::test_files_that_are_not_ours_stay_in_the_iteration_directory",
-        ),
-        (
-            "_publish",
             "storage.put(names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save))",
             "Megatron's tracker, whose only contents are the iteration; a link is replaced, not followed",
             "agent/test_commit.py::test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_delete_it",
@@ -147,12 +141,12 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "commit",
-            "storage.put(f'{save.directory}/{names.MANIFEST}', manifest.encode_manifest(merged))",
+            "storage.put(f'{save.directory}/{names.MANIFEST}', encoded)",
             "the manifest of an iteration directory is ours, whole or damaged; its successor names the same iteration",
             "agent/test_commit.py::test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one",
         ),
         (
-            "forget",
+            "forget.delete",
             "save.storage.delete(f'{save.directory}/{name}')",
             ID,
             "agent/test_commit.py::test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration",
@@ -222,7 +216,7 @@ REVIEWED: dict[Call, Reason] = {
     **review(
         "agent.leftovers",
         (
-            "Leftovers.remove",
+            "_delete",
             "storage.delete(name)",
             "names of ours by pattern, of saves that nobody has under way, that never were committed; regular files",
             "agent/test_leftovers.py::test_what_is_not_ours_stays_and_links_are_not_followed",
@@ -238,6 +232,30 @@ REVIEWED: dict[Call, Reason] = {
             "self._found.get().remove(self._storage)",
             "see `Leftovers.remove`; a checkpoint without its manifest is none of them",
             "agent/test_leftovers.py::test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save",
+        ),
+    ),
+    **review(
+        "agent.markers",
+        (
+            "put_marker",
+            "storage.put(f'{directory}/{names.marker_name(facts.save_id)}', encode_marker(marker_of(facts, manifest)), durable='nothing')",
+            ID,
+            "agent/test_markers.py::test_the_former_saves_marker_goes_before_its_manifest",
+        ),
+        (
+            "remove_markers",
+            "storage.delete(f'{directory}/{name}')",
+            "a name of ours by pattern; a checkpoint is whole without its marker",
+            "agent/test_markers.py::test_the_former_saves_marker_goes_before_its_manifest",
+        ),
+    ),
+    **review(
+        "agent.tidying",
+        (
+            "tidy",
+            "_superfluous_files(save, pending).remove(storage)",
+            "of `_is_of_an_attempt` or another save's id, which is not under way; see `Leftovers.remove`",
+            "agent/test_tidying.py::test_a_save_of_the_same_iteration_that_is_under_way_is_spared",
         ),
     ),
     **review(
@@ -258,13 +276,13 @@ REVIEWED: dict[Call, Reason] = {
     **review(
         "agent.retention",
         (
-            "_remove",
-            "storage.move(f'{directory}/{names.MANIFEST}', names.removal_name(iteration, save_id))",
+            "_hide",
+            "storage.move(manifest, names.removal_name(iteration, save_id))",
             "a manifest that was decoded, of that very iteration, in a directory that is no link",
             "agent/test_retention.py::test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons",
         ),
         (
-            "_clear",
+            "_clear.delete",
             "storage.delete(path)",
             "regular files that carry the id of the save to be removed; others are named in the log",
             "agent/test_retention.py::test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons",

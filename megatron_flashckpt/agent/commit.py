@@ -13,14 +13,21 @@ that the save has failed: it may be reading their records at that moment.
 from __future__ import annotations
 
 import logging
+import random
 import time
 
 import xxhash
 
-from megatron_flashckpt.agent.leftovers import Leftovers, beside
+from megatron_flashckpt.agent.markers import (
+    manifest_head,
+    put_marker,
+    read_marker,
+    remove_markers,
+)
 from megatron_flashckpt.agent.pending import PendingSave, gave_up
+from megatron_flashckpt.agent.presence import look
 from megatron_flashckpt.agent.record_files import check_shards, read_records, why_gone
-from megatron_flashckpt.agent.retention import retire
+from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -32,15 +39,15 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest, names
-from megatron_flashckpt.storage.base import Storage, read_whole
+from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-#: How often a node that waits for two files looks at all that there are.
-_LIST_EVERY_S = 30.0
-#: How often the node of rank 0, while it waits, looks whether another run has taken over.
-_FENCED_S = 1.0
+#: How often the node of rank 0, and the others, look whether another run has taken over.
+_FENCED_S = (1.0, 30.0)
+#: How long a waiting node expects the marker of a manifest that it sees; then it reads that.
+_UNMARKED_S = 5.0
 #: How long the committing agent retries storage that reports errors which may pass.
 _TROUBLE_S = 20.0
 #: Pauses before a note of a failure is put again.
@@ -69,8 +76,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         if save.past is not None:
             return True, save.past.error
         if save.fence is not None:
-            save.fence.check(save.storage, _FENCED_S if 0 in save.metas else _LIST_EVERY_S)
-        present = _look(save)
+            save.fence.check(save.storage, _FENCED_S[0 not in save.metas])
+        present = look(save)
         failure = _failure_elsewhere(save, present)
         if failure is not None:
             save.called_off = names.failure_name(0, save.save_id) in present
@@ -79,10 +86,15 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, failure
         if save.persisted < set(save.metas):
             return _expired(save, timeout_s)
-        if _is_committed(save, present):
+        if not _awaits_marker(save, present) and _is_committed(save, present):
             if 0 in save.metas:
                 # By an agent that is gone: it may not have come to what follows the manifest.
-                _publish(save)
+                head = manifest_head(save.storage, save.iteration)
+                # Asked after the head: what another agent puts meanwhile is told from it.
+                if not _is_committed(save, present):
+                    return _expired(save, timeout_s)
+                with save.manifests.changing:
+                    _publish(save, head)
             return True, None
         if 0 in save.metas:
             world_size = save.metas[0].world_size
@@ -148,7 +160,9 @@ def _is_worth_a_retry(save: PendingSave) -> bool:
 
 
 def commit(save: PendingSave) -> None:
-    """Merge the records and put the manifest, then move the tracker, then tidy up.
+    """Merge the records and put the manifest, then move the tracker.
+
+    What is to be removed then is `tidying.tidy`'s.
 
     Raises:
         CorruptCheckpointError: the records contradict each other, or a shard is not there.
@@ -170,50 +184,50 @@ def commit(save: PendingSave) -> None:
         manifest.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
     with phase("check shards"):
         check_shards(storage, save.iteration, records)
-    with phase("manifest"):
-        # Its name becomes durable with that of the manifest, and the tracker names neither before.
-        common = f"{save.directory}/{names.common_name(save.save_id)}"
-        storage.put(common, meta.common, durable="contents")
-        reach("commit.common")
-        storage.put(
-            f"{save.directory}/{names.MANIFEST}",
-            manifest.encode_manifest(merged),
-            guard=lambda: _check_wanted(save),
+    encoded = manifest.encode_manifest(merged)
+    with save.manifests.changing:
+        with phase("manifest"):
+            # Its name becomes durable with that of the manifest; the tracker names neither before.
+            common = f"{save.directory}/{names.common_name(save.save_id)}"
+            storage.put(common, meta.common, durable="contents")
+            reach("commit.common")
+            remove_markers(storage, save.directory)
+            storage.put(
+                f"{save.directory}/{names.MANIFEST}",
+                encoded,
+                guard=lambda: _check_wanted(save),
+            )
+        save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
+        reach("commit.manifest")
+        _publish(save, encoded)
+
+
+def _publish(save: PendingSave, encoded: bytes) -> None:
+    """Tell other nodes of a save whose manifest is there, and move the tracker to it.
+
+    Args:
+        encoded: its manifest, or the beginning of it.
+    """
+    storage = save.storage
+    if len(save.metas) < save.metas[0].world_size:
+        facts = manifest.CommitFacts(
+            iteration=save.iteration,
+            save_id=save.save_id,
+            cost=save.cost,
+            differing=save.differing,
+            compared=save.compared,
         )
-    save.cost, save.differing, save.compared = merged.cost, merged.differing, merged.compared
-    reach("commit.manifest")
-    _publish(save)
-
-
-def _publish(save: PendingSave) -> None:
-    """Move the tracker to a save whose manifest is there, then tidy up."""
-    storage, meta = save.storage, save.metas[0]
+        put_marker(storage, facts, encoded)
     # One that is committed after a later save is no newest checkpoint for a moment: what Megatron
     # would remove by now is itself.
-    previous: int | None = save.iteration
+    save.previous = save.iteration
     if save.superseded_by is None and not _is_overtaken(save):
-        previous = tracked_iteration(storage)
+        save.previous = tracked_iteration(storage)
         with phase("tracker"):
             storage.put(
                 names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save)
             )
         reach("commit.tracker")
-    try:
-        with phase("tidy up"):
-            Leftovers(beside(storage, save.directory, save.save_id)).remove(storage)
-        reach("commit.tidy")
-        with phase("retention"):
-            retire(
-                storage,
-                meta.retention,
-                retain_interval=meta.retain_interval,
-                tracked=tracked_iteration(storage),
-                previous=previous,
-            )
-        reach("commit.done")
-    except (FlashCkptError, OSError) as error:
-        # The checkpoint is committed; untidiness must not make it look failed.
-        logger.warning("committed iteration %d, but: %s", save.iteration, error)
 
 
 def _check_commits(save: PendingSave) -> None:
@@ -244,7 +258,7 @@ def _is_overtaken(save: PendingSave) -> bool:
     tracked = tracked_iteration(save.storage) if save.later else None
     if tracked is None:
         return False
-    found = _committed(save.storage, tracked)
+    found = _committed(save, tracked)
     return found is not None and found.save_id in save.later
 
 
@@ -290,12 +304,15 @@ def forget(save: PendingSave) -> None:
     mine = [names.common_name(save.save_id)] if 0 in save.metas else []
     for rank in sorted(save.metas):
         mine += [names.record_name(rank, save.save_id), names.shard_name(rank, save.save_id)]
-    for name in mine:
+
+    def delete(name: str) -> None:
         try:
             save.storage.delete(f"{save.directory}/{name}")
             reach("forget.file")
         except OSError as error:
             logger.warning("left behind after a failed save: %s", error)
+
+    for_all(delete, mine)
     try:
         save.storage.delete_directory(save.directory)  # unless it holds something
     except OSError as error:
@@ -329,47 +346,47 @@ def is_persisted(save: PendingSave, rank: int) -> bool:
 
 
 def _is_committed(save: PendingSave, present: set[str]) -> bool:
-    found = _committed(save.storage, save.iteration) if names.MANIFEST in present else None
+    if names.MANIFEST not in present:
+        return False
+    found = None
+    if 0 not in save.metas:
+        found = read_marker(save.storage, save.iteration, save.save_id)
+    found = found or _committed(save, save.iteration)
     if found is None or found.save_id != save.save_id:
         return False
     save.cost, save.differing, save.compared = found.cost, found.differing, found.compared
     return True
 
 
-def _committed(storage: Storage, iteration: int) -> manifest.CommitFacts | None:
+def _awaits_marker(save: PendingSave, present: set[str]) -> bool:
+    """Return whether the marker of `save` may follow the manifest that is there within a moment.
+
+    It does not if the agent that commits was killed in between, or is of an older release.
+    """
+    if 0 in save.metas or names.MANIFEST not in present:
+        return False
+    if names.marker_name(save.save_id) in present:
+        return False
+    now = time.monotonic()
+    if save.unmarked_since is None:
+        # Nodes that read manifests of megabytes do not all begin at once.
+        save.unmarked_since = now + random.uniform(0, _UNMARKED_S)
+    return now < save.unmarked_since + _UNMARKED_S
+
+
+def _committed(save: PendingSave, iteration: int) -> manifest.CommitFacts | None:
     """Return what the manifest of `iteration` says of its checkpoint; None if it is none.
 
-    One that is damaged, or a newer release's, is none: a save will replace it. The table of
-    contents is not decoded: every node asks after every save, and a large job's is long.
+    One that is damaged, or a newer release's, is none: a save will replace it.
     """
-    name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
     try:
-        encoded = read_whole(storage, name, manifest.MAX_MANIFEST_NBYTES)
-        return manifest.decode_facts(encoded, f"{storage.place}/{name}")
+        return save.manifests.facts(save.storage, names.iteration_dir(iteration))
     except (FormatVersionError, FileNotFoundError):
         return None
     except FlashCkptError as error:
         if is_damage(error):
             return None
         raise
-
-
-def _look(save: PendingSave) -> set[str]:
-    """Return the files that there are in the directory of `save`, as far as this node needs them.
-
-    The node of rank 0 waits for the records of all ranks, and lists the directory. The others ask
-    for the manifest, and for the note that node leaves in rank 0's name, whoever has failed: if two
-    thousand nodes listed thirty thousand files every second, metadata servers would do nothing
-    else. Now and then they list them all the same: the node of rank 0 may know nothing of the save.
-    """
-    now = time.monotonic()
-    is_due = now - save.listed_at > _LIST_EVERY_S or save.gone_since is not None
-    save.listed_all = 0 in save.metas or is_due
-    if save.listed_all:
-        save.listed_at = now
-        return set(save.storage.list(save.directory))
-    awaited = (names.MANIFEST, names.failure_name(0, save.save_id))
-    return save.storage.present(save.directory, awaited)
 
 
 def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
@@ -382,7 +399,9 @@ def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
 
 
 def _tell_others(save: PendingSave) -> None:
-    leave_note(save.storage, save.iteration, save.save_id, min(save.metas), save.error or "")
+    """Leave a note where the others look for it; see `presence.look`."""
+    rank = 0 if 0 in save.metas else min(save.failed or save.metas)
+    leave_note(save.storage, save.iteration, save.save_id, rank, save.error or "")
 
 
 def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> None:

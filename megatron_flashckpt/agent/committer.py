@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import random
 import threading
 import time
 
@@ -10,15 +12,17 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit import forget, outcome_of
 from megatron_flashckpt.agent.history import PastSave, append
 from megatron_flashckpt.agent.leftovers import Sweeper
+from megatron_flashckpt.agent.manifests import KnownManifests
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave, awaited_by, gave_up
+from megatron_flashckpt.agent.tidying import Tidier, tidy
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
-#: Longest wait of an agent that leaves for the removal of what earlier crashes left.
+#: Longest wait of an agent that leaves for the removal of what its commits, and crashes, have left.
 _TIDY_S = 10.0
 #: Seconds beyond the commit timeout after which a save is given up without a word from storage.
 _HUNG_S = 3.0
@@ -33,7 +37,9 @@ class Committer:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.pending: dict[str, PendingSave] = {}
-        self.sweeper = Sweeper(node.storage)
+        self._manifests = KnownManifests()
+        self._sweeper = Sweeper(node.storage, self._manifests)
+        self._tidier = Tidier()
         self._closing = False
         #: Saves that were concluded while storage did not answer; their files are still there.
         self._given_up: list[PendingSave] = []
@@ -45,6 +51,7 @@ class Committer:
     def start(self) -> None:
         """Begin to commit."""
         self._thread.start()
+        self._tidier.start()
 
     def close(self) -> None:
         """Commit nothing more; return when what is under way has ended, unless storage keeps it."""
@@ -53,6 +60,12 @@ class Committer:
             self._node.changed.notify_all()
         if not self.pending and not self._node.is_stuck():
             self._thread.join(_TIDY_S)
+            self._tidier.close(_TIDY_S)
+
+    def look_for_leftovers(self) -> None:
+        """Have what crashes have left removed: a job resumes, and none of its ranks is saving."""
+        self._sweeper.look_soon(self.is_pending)
+        self._tidier.add(self._sweeper.sweep)
 
     def join(
         self, number: int, header: SlotHeader, meta: SlotMeta, save_id: str, *, inherited: bool
@@ -69,6 +82,7 @@ class Committer:
                 staged_as=header.save_id,
                 run=self._node.fence.newest,
                 fence=self._node.fence,
+                manifests=self._manifests,
             ),
         )
         save.metas[number] = meta
@@ -103,18 +117,18 @@ class Committer:
                     return
                 saves = list(self.pending.values())
                 given_up, self._given_up = self._given_up, []
-                if not saves and not given_up and self.sweeper.idle:
+                if not saves and not given_up:
                     self._node.changed.wait(_TICK_S)
                     pause = shortest
                     continue
             for save in given_up:
                 forget(save)
             concluded = [self._try_conclude(save) for save in saves]
-            self.sweeper.sweep()
             with self._node.changed:
                 if any(concluded):
                     pause = shortest
-                elif not self._node.changed.wait(pause):
+                # Thousands of nodes that wait for one manifest do not ask all at once.
+                elif not self._node.changed.wait(pause * random.uniform(0.75, 1)):
                     pause = min(2 * pause, longest)
                 else:
                     pause = shortest
@@ -140,10 +154,23 @@ class Committer:
         if error is not None and overlooked:
             # Written while the others' files were being removed.
             forget(save)
-        if error is None and 0 in save.metas:
-            self.sweeper.look(self.is_pending, save.iteration)
-        self._node.traces.write(save.save_id)
+        if error is None and 0 in save.metas and save.past is None:
+            self._tidier.add(functools.partial(self._tidy, save))
+        else:
+            self._node.traces.write(save.save_id)
         return True
+
+    def _tidy(self, save: PendingSave) -> None:
+        """Remove what a commit leaves to be removed; nobody waits for it."""
+        with self._node.traces.recording(save.iteration, save.save_id, None):
+            tidy(save, self._pending_ids)
+        self._sweeper.look(self.is_pending, save.iteration, save.previous)
+        self._sweeper.sweep()
+        self._node.traces.write(save.save_id)
+
+    def _pending_ids(self) -> set[str]:
+        with self._node.changed:
+            return set(self.pending)
 
     def _enter_into_history(self, save: PendingSave, error: str | None) -> None:
         """Let people know later how the save went."""
@@ -157,7 +184,8 @@ class Committer:
                 world_size=save.metas[0].world_size,
                 cost=save.cost,
             )
-            append(save.storage, past, self._node.options.history)
+            with self._manifests.changing:
+                append(save.storage, past, self._node.options.history)
 
     def _conclude(self, save: PendingSave, error: str | None) -> None:
         """Mark the slots and tell the outcome, once. The lock is held."""

@@ -203,7 +203,7 @@ class Conversations:
             return (p.Done(),)
         if isinstance(request, p.Adopt) and number == 0:
             # Before any rank goes on: none of them has a save under way.
-            self._committer.sweeper.look_soon(self._committer.is_pending)
+            self._committer.look_for_leftovers()
         with self._node.changed:
             rank = self._served(number, process)
             match request:

@@ -17,9 +17,11 @@ import queue
 import threading
 from collections.abc import Callable
 
+from megatron_flashckpt.agent.manifests import KnownManifests
+from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import manifest, names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.storage.base import Storage, is_probe, parse_temporary_name
 
 logger = logging.getLogger(__name__)
@@ -39,21 +41,21 @@ class Leftovers:
     """Directories of half a save, with the files in them."""
 
     def remove(self, storage: Storage) -> int:
-        """Delete the files, and the directories unless they hold something else; return how many.
-
-        Called by the thread that commits.
-        """
+        """Delete the files, and directories that hold nothing else; return the number of files."""
         files = list(self.files)
         for directory, within in self.halves.items():
             # A save that was given up, because storage did not answer, may have been committed.
             if names.MANIFEST not in storage.list(directory):
                 files += within
-        for name in files:
-            storage.delete(name)
-            reach("leftover.file")
+        for_all(lambda name: _delete(storage, name), files)
         for directory in self.halves:
             storage.delete_directory(directory)
         return len(files)
+
+
+def _delete(storage: Storage, name: str) -> None:
+    storage.delete(name)
+    reach("leftover.file")
 
 
 class Sweeper:
@@ -62,16 +64,12 @@ class Sweeper:
     It remembers which checkpoints have none, so that each directory is listed once while it exists.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, manifests: KnownManifests | None = None) -> None:
         self._storage = storage
+        self._manifests = manifests or KnownManifests()
         self._clean: set[int] = set()
         self._committed: int | None = None
         self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to remove."""
-        return self._found.empty()
 
     def look_soon(self, is_pending: Callable[[int], bool]) -> None:
         """Note what is left of all dead saves, if storage answers within a moment.
@@ -87,20 +85,52 @@ class Sweeper:
         except queue.Empty:
             logger.warning("storage is slow: what crashes left is removed after the next commit")
 
-    def look(self, is_pending: Callable[[int], bool], committed: int) -> None:
+    def look(
+        self, is_pending: Callable[[int], bool], committed: int, former: int | None = None
+    ) -> None:
         """Note, once `committed` is, what is left of dead saves up to the one committed before.
 
         Not of later ones: agents of other nodes may not have read yet why those failed.
 
         Args:
             is_pending: whether a save of an iteration is under way here.
+            former: the checkpoint that the tracker named before. If another agent committed it,
+                that one may have been killed before it had tidied up.
         """
         until, self._committed = self._committed, committed
         if until is not None:
             self._found.put(self._find(is_pending, until))
+        elif former is not None:
+            self._found.put(self._find(is_pending, former, only=former))
 
-    def _find(self, is_pending: Callable[[int], bool], until: int | None) -> Leftovers:
+    def _find(
+        self, is_pending: Callable[[int], bool], until: int | None, only: int | None = None
+    ) -> Leftovers:
         found = Leftovers()
+        # With the lock no temporary file that is listed is one that this agent is putting.
+        with self._manifests.changing:
+            if only is None:
+                self._find_now(is_pending, until, found)
+            else:
+                self._find_beside(is_pending, only, found)
+        return found
+
+    def _find_beside(
+        self, is_pending: Callable[[int], bool], iteration: int, found: Leftovers
+    ) -> None:
+        """Note what is left beside one checkpoint; nothing if it has no manifest."""
+        directory = names.iteration_dir(iteration)
+        try:
+            if self._storage.kind(directory) != "directory" or is_pending(iteration):
+                return
+            if self._storage.present(directory, [names.MANIFEST]):
+                self._look_into(directory, iteration, found)
+        except (FlashCkptError, OSError) as error:
+            logger.warning("cannot look for what earlier crashes left: %s", error)
+
+    def _find_now(
+        self, is_pending: Callable[[int], bool], until: int | None, found: Leftovers
+    ) -> None:
         try:
             listed = self._storage.list("")
             # A directory that was removed may be made again, by an agent that comes back late.
@@ -121,7 +151,6 @@ class Sweeper:
                     self._look_into(name, iteration, found)
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot look for what earlier crashes left: %s", error)
-        return found
 
     def _look_into(self, directory: str, iteration: int, found: Leftovers) -> None:
         listed = self._storage.list(directory)
@@ -148,8 +177,7 @@ class Sweeper:
         # Whether all is as it should be shows without reading the manifest.
         saves = {names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
-            name = f"{directory}/{names.MANIFEST}"
-            facts = manifest.decode_facts(self._storage.read(name), f"{self._storage.place}/{name}")
+            facts = self._manifests.facts(self._storage, directory)
             found.files.extend(beside(self._storage, directory, facts.save_id))
 
     def sweep(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.history import PastSave
+from megatron_flashckpt.agent.manifests import KnownManifests
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.cost import RankCost, SaveCost
 from megatron_flashckpt.memory.slot import SlotMeta
@@ -44,8 +44,14 @@ class PendingSave:
     """When the agent began to conclude it for that reason; `time.monotonic`."""
     missing: list[str] = dataclasses.field(default_factory=list)
     """Commit records that were not there when last looked for, on the node that commits."""
-    listed_at: float = -math.inf
-    """When its directory was listed last; `time.monotonic`."""
+    listed: set[str] = dataclasses.field(default_factory=set)
+    """What the node that commits has seen in its directory."""
+    list_at: float = 0.0
+    """When its directory is to be listed next; `time.monotonic`."""
+    list_every_s: float = 0.0
+    """See `presence`; 0: it was not listed yet."""
+    unmarked_since: float | None = None
+    """When a manifest without this save's marker was seen first; `time.monotonic`."""
     troubled_since: float | None = None
     """When storage began to report errors which may pass; `time.monotonic`."""
     listed_all: bool = False
@@ -73,6 +79,10 @@ class PendingSave:
 
     fence: Fence | None = None
     """Of the agent, which may have been overtaken by another run; None: there is no other."""
+    manifests: KnownManifests = dataclasses.field(default_factory=KnownManifests)
+    """Of the agent."""
+    previous: int | None = None
+    """What the tracker named before this save, once it has moved."""
 
     @property
     def directory(self) -> str:

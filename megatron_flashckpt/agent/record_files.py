@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import msgspec
 
 from megatron_flashckpt.agent.history import told_of
 from megatron_flashckpt.agent.pending import PendingSave
+from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.records import KNOWN_ITEMS, CommitRecord, decode_record
@@ -18,21 +17,11 @@ from megatron_flashckpt.storage.base import Storage, read_whole
 
 #: More than such files have: what claims more is not read.
 _MAX_RECORD_NBYTES = 2**28
-_READERS = 16
-#: Storage that takes longer for a record, on the average, is asked for several at a time. Where it
-#: answers at once that made it slower, since every call hands the interpreter lock around: on a
-#: local disk one thread read 16,384 records in 0.8 s, sixteen of them in 3.2 s.
-_AT_ONCE_S = 3e-4
-#: What the first ones may take beyond that.
-_START_S = 0.01
 #: Shards that an error names.
 _SHOWN = 8
 
 #: Seconds for which a record must not be seen to count as removed.
 _GONE_S = 2.0
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 def read_records(
@@ -51,7 +40,7 @@ def read_records(
             return record
         return msgspec.structs.replace(record, template=KNOWN_ITEMS)
 
-    return _for_all(read, range(world_size))
+    return for_all(read, range(world_size))
 
 
 def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecord]) -> None:
@@ -74,7 +63,7 @@ def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecor
             return f"{record.file} has {nbytes} bytes instead of {record.nbytes}"
         return None
 
-    faults = [text for text in _for_all(fault, records) if text is not None]
+    faults = [text for text in for_all(fault, records) if text is not None]
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CorruptCheckpointError(
@@ -110,20 +99,6 @@ def why_gone(save: PendingSave, present: set[str]) -> str | None:
         "before the save was committed; find out what else removes files there; the next save "
         "makes them anew"
     )
-
-
-def _for_all(function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """Return what `function` returns for all items, in order; on slow storage with many threads."""
-    results: list[_Result] = []
-    started = time.monotonic()
-    while len(results) < len(items):
-        if time.monotonic() - started > _START_S + _AT_ONCE_S * len(results):
-            break
-        results.append(function(items[len(results)]))
-    if len(results) < len(items):
-        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
-            results += pool.map(function, items[len(results) :])
-    return results
 
 
 def _read(storage: Storage, iteration: int, save_id: str, rank: int) -> CommitRecord:

@@ -14,16 +14,22 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+from megatron_flashckpt.agent.manifests import KnownManifests
+from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.errors import FlashCkptError, for_listing
 from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import manifest, names
+from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.manifest import CommitFacts
-from megatron_flashckpt.storage.base import Storage, read_whole
+from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
 _SHOWN = 8
+#: How NFS calls a deleted file that a process on the same node has open.
+_OPEN_ELSEWHERE = ".nfs"
+#: Directories of which the log has said that they hold nothing but such files.
+_told_open: set[str] = set()
 #: The time of the day when this process started, and that of a clock which nobody sets.
 _STARTED = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
 
@@ -106,18 +112,44 @@ def retire(
     tracked: int | None,
     previous: int | None,
 ) -> None:
-    """Finish removals that were cut short, then remove what no rule keeps.
+    """Remove what no rule keeps, and finish removals that were cut short.
 
-    Called after a commit by the agent that committed, from one thread. What cannot be removed stays
-    and is said in the log.
+    What cannot be removed stays and is said in the log.
     """
+    hide(storage, rules, retain_interval=retain_interval, tracked=tracked, previous=previous)
+    finish(storage)
+
+
+def hide(
+    storage: Storage,
+    rules: Retention,
+    *,
+    retain_interval: int | None,
+    tracked: int | None,
+    previous: int | None,
+    manifests: KnownManifests | None = None,
+) -> None:
+    """Take away the manifests of what no rule keeps, so that nobody can load it any more.
+
+    Called by the agent that commits while no tracker can move.
+    """
+    for commit in superfluous(
+        storage,
+        rules,
+        retain_interval=retain_interval,
+        tracked=tracked,
+        previous=previous,
+        manifests=manifests,
+    ):
+        reach("retain.chosen")
+        _attempt(storage, commit.iteration, commit.save_id, _hide)
+
+
+def finish(storage: Storage) -> None:
+    """Delete the files of all checkpoints whose manifests were taken away."""
     for name in storage.list(""):
         if (removed := names.parse_removal_name(name)) and storage.kind(name) == "file":
-            _attempt(storage, "finish removing", *removed, _clear)
-    for commit in superfluous(
-        storage, rules, retain_interval=retain_interval, tracked=tracked, previous=previous
-    ):
-        _attempt(storage, "remove", commit.iteration, commit.save_id, _remove)
+            _attempt(storage, *removed, _clear)
 
 
 def superfluous(
@@ -127,6 +159,7 @@ def superfluous(
     retain_interval: int | None,
     tracked: int | None,
     previous: int | None,
+    manifests: KnownManifests | None = None,
 ) -> list[CommitFacts]:
     """Return the checkpoints that no rule keeps; none if there are no rules, or no tracker."""
     if tracked is None or (rules == Retention() and retain_interval is None):
@@ -136,7 +169,7 @@ def superfluous(
         directories = [] if previous is None else [names.iteration_dir(previous)]
     else:
         directories = storage.list("")
-    commits, unreadable = survey(storage, directories)
+    commits, unreadable = survey(storage, directories, manifests)
     for iteration, error in unreadable.items():
         logger.warning(
             "retention leaves iteration %d alone: %s", iteration, for_listing(str(error))
@@ -164,7 +197,7 @@ def committed(storage: Storage, directories: Iterable[str]) -> list[CommitFacts]
 
 
 def survey(
-    storage: Storage, directories: Iterable[str]
+    storage: Storage, directories: Iterable[str], manifests: KnownManifests | None = None
 ) -> tuple[list[CommitFacts], dict[int, FlashCkptError | OSError]]:
     """Return the checkpoints of ours in `directories`, and by iteration why one cannot be read.
 
@@ -172,16 +205,15 @@ def survey(
     somebody else's. A damaged manifest is no checkpoint: it takes nobody's place, and its directory
     stays for its owner to look at.
     """
+    manifests = manifests or KnownManifests()
     found = []
     unreadable: dict[int, FlashCkptError | OSError] = {}
     for directory in directories:
         iteration = names.parse_iteration_dir(directory)
         if iteration is None or storage.kind(directory) != "directory":
             continue
-        name = f"{directory}/{names.MANIFEST}"
         try:
-            encoded = read_whole(storage, name, manifest.MAX_MANIFEST_NBYTES)
-            facts = manifest.decode_facts(encoded, f"{storage.place}/{name}")
+            facts = manifests.facts(storage, directory)
         except FileNotFoundError:
             continue
         except (FlashCkptError, OSError) as error:
@@ -194,7 +226,6 @@ def survey(
 
 def _attempt(
     storage: Storage,
-    action: str,
     iteration: int,
     save_id: str,
     step: Callable[[Storage, int, str], None],
@@ -203,38 +234,50 @@ def _attempt(
     try:
         step(storage, iteration, save_id)
     except (FlashCkptError, OSError) as error:
-        logger.warning("cannot %s the checkpoint of iteration %d: %s", action, iteration, error)
+        logger.warning("cannot remove the checkpoint of iteration %d: %s", iteration, error)
 
 
-def _remove(storage: Storage, iteration: int, save_id: str) -> None:
-    directory = names.iteration_dir(iteration)
-    reach("retain.chosen")
+def _hide(storage: Storage, iteration: int, save_id: str) -> None:
+    manifest = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
     # In one step it cannot be loaded any more, and whoever commits next knows what is left to do.
-    storage.move(f"{directory}/{names.MANIFEST}", names.removal_name(iteration, save_id))
+    storage.move(manifest, names.removal_name(iteration, save_id))
     reach("retain.hidden")
-    _clear(storage, iteration, save_id)
 
 
 def _clear(storage: Storage, iteration: int, save_id: str) -> None:
     """Delete the files of a checkpoint whose manifest was moved away, then that manifest."""
     directory = names.iteration_dir(iteration)
     left = []
+
+    def delete(path: str) -> None:
+        if storage.kind(path) == "file":
+            storage.delete(path)
+            reach("retain.file")
+
     if storage.kind(directory) == "directory":
-        for name in storage.list(directory):
-            path = f"{directory}/{name}"
-            # Only this save's: another one of the same iteration may be on its way there.
-            if names.save_id_of(name) == save_id and storage.kind(path) == "file":
-                storage.delete(path)
-                reach("retain.file")
+        # Only this save's: another one of the same iteration may be on its way there.
+        mine = [name for name in storage.list(directory) if names.save_id_of(name) == save_id]
+        for_all(delete, [f"{directory}/{name}" for name in mine])
         left = storage.list(directory)
         if not left:
             storage.delete_directory(directory)
+    place = f"{storage.place}/{directory}"
+    if left and all(name.startswith(_OPEN_ELSEWHERE) for name in left):
+        if place not in _told_open:
+            _told_open.add(place)
+            logger.info(
+                "%s: a process on some node still reads from it (%s); it is removed after a later "
+                "commit",
+                place,
+                ", ".join(left[:_SHOWN]),
+            )
+        return
     foreign = [name for name in left if name != names.MANIFEST and not names.save_id_of(name)]
+    foreign = [name for name in foreign if not name.startswith(_OPEN_ELSEWHERE)]
     if foreign:
         logger.warning(
-            "%s/%s: stays without a checkpoint, because it holds what is not ours: %s",
-            storage.place,
-            directory,
+            "%s: stays without a checkpoint, because it holds what is not ours: %s",
+            place,
             ", ".join(foreign[:_SHOWN]),
         )
     reach("retain.deleted")

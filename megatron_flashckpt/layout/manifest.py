@@ -186,6 +186,10 @@ def merge(
     )
 
 
+#: Bytes of a manifest that tell it from all others: those before its first comma.
+HEAD_NBYTES = len('{"digest":"0123456789abcdef"')
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of `manifest.json`."""
     return seal(msgspec.json.encode(manifest))

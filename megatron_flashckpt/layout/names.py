@@ -17,6 +17,7 @@ _SHARD = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
 _OF_A_SAVE = re.compile(
     r"rank_\d{5,}-(?P<shard>[0-9a-f]{8,32})\.(safetensors|commit|failed)"
     r"|common-(?P<common>[0-9a-f]{8,32})\.msgpack"
+    r"|committed-(?P<marker>[0-9a-f]{8,32})\.msgpack"
 )
 _REMOVAL = re.compile(r"\.iter_(\d{7,})-([0-9a-f]{8,32})\.removed")
 
@@ -70,6 +71,17 @@ def save_id_of_common(name: str) -> str | None:
     return match and match["common"]
 
 
+def marker_name(save_id: str) -> str:
+    """Return the name of the marker that tells other nodes of a committed save; see `marker`."""
+    return f"committed-{save_id}.msgpack"
+
+
+def save_id_of_marker(name: str) -> str | None:
+    """Return the id that `marker_name` made `name` of, or None if it did not make it."""
+    match = _OF_A_SAVE.fullmatch(name)
+    return match and match["marker"]
+
+
 def record_name(rank: int, save_id: str) -> str:
     """Return the name of a rank's commit record: its presence means that the shard is durable."""
     return f"rank_{rank:05d}-{save_id}.commit"
@@ -86,7 +98,14 @@ def save_id_of(name: str) -> str | None:
     None for the manifest, whose name says nothing, and for what is not ours.
     """
     match = _OF_A_SAVE.fullmatch(name)
-    return match and (match["shard"] or match["common"])
+    return match and (match["shard"] or match["common"] or match["marker"])
+
+
+def save_id_in(path: str) -> str | None:
+    """Return the id of the save that a file belongs to, also one that is not complete yet."""
+    _, _, name = path.rpartition("/")
+    match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", name)
+    return save_id_of(match[1] if match else name)
 
 
 def removal_name(iteration: int, save_id: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 import xxhash
 
 from megatron_flashckpt.agent.commit import commit, outcome_of
+from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.layout.manifest import merge
@@ -247,12 +248,15 @@ def test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
     assert stored(root, 5).manifest.save_id == second
     assert_intact(root, 5, trainers)
-    assert {path.name for path in directory.iterdir()} == {
+    whole = {
         names.MANIFEST,
         names.common_name(second),
         names.shard_name(0, second),
         names.shard_name(1, second),
     }
+    eventually(
+        "the end of the first attempt", lambda: {path.name for path in directory.iterdir()} == whole
+    )
 
 
 def test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration(
@@ -308,8 +312,8 @@ def test_files_that_are_not_ours_stay_in_the_iteration_directory(node: Node, roo
     for name in ours:
         (directory / name).write_text("of an attempt that failed")
     assert node.trainer(root).save(5).error is None
+    eventually("our end", lambda: not any((directory / name).exists() for name in ours))
     assert [(directory / name).read_text() for name in foreign] == foreign
-    assert [name for name in ours if (directory / name).exists()] == []
 
 
 # ---------------------------------------------------------------------- tracker and retention
@@ -359,7 +363,7 @@ def test_the_previous_checkpoint_goes_unless_it_is_a_multiple_of_the_retain_inte
     trainer = node.trainer(root, retain_interval=interval)
     for iteration in (10, 20, 25, 30, 40, 45):
         assert trainer.save(iteration).error is None
-    assert iterations_in(root) == kept
+    eventually("the others' end", lambda: iterations_in(root) == kept)
     for iteration in kept:
         expected = content(0, iteration, trainer.layout.nbytes)
         assert read_rank(stored(root, iteration), trainer) == expected
@@ -376,7 +380,7 @@ def test_what_is_committed_after_a_later_save_goes_like_the_one_before(
         let_go()
         assert trainer.outcome().error is None
     assert (root / names.TRACKER).read_text() == "30"
-    assert iterations_in(root) == kept
+    eventually("the others' end", lambda: iterations_in(root) == kept)
 
 
 def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root: Path) -> None:
@@ -386,10 +390,11 @@ def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root:
     trainer = node.trainer(root, retain_interval=100)
     for iteration in (5, 5, 6):
         assert trainer.save(iteration).error is None
-    assert {path.name for path in root.iterdir()} == {
+    expected = {
         *("iter_0000003", "iter_0000004", "iter_0000006"),
         *("release", "tensorboard", names.TRACKER, names.HISTORY),
     }
+    eventually("the end of 5", lambda: {path.name for path in root.iterdir()} == expected)
 
 
 def test_a_symlinked_iteration_directory_is_neither_followed_nor_removed(
@@ -442,6 +447,7 @@ def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying
     storage = _Failing(root, "nothing")
     save = persisted(storage, "a" * 12)
     commit(save)
+    tidy(save)
     record = names.record_name(0, "a" * 12)
     assert storage.steps == [
         record,

@@ -111,6 +111,7 @@ def test_an_io_error_anywhere_fails_the_save_on_every_rank_and_leaves_nothing_of
     with agent_here(node, root):
         trainers = [node.trainer(root, rank, 2) for rank in range(2)]
         assert save_all(trainers, 1) == [None, None]
+        eventually("tidiness", lambda: not list(root.rglob("*.commit")))
         before = files_of_ours(root)
         faults.fail(call)
         for error in save_all(trainers, 2):

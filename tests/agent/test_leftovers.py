@@ -115,6 +115,7 @@ def test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save(
     trainer = node.trainer(root)
     assert [trainer.save(iteration).error for iteration in (10, 20)] == [None, None]
     manifest = root / names.iteration_dir(20) / names.MANIFEST
+    eventually("tidiness", lambda: not list(manifest.parent.glob("*.commit")))
     manifest.rename(manifest.with_suffix(".off"))
     before = listing(root / names.iteration_dir(20))
     plant(root, 20, *half_a_save("cccccccccccc"))

@@ -18,7 +18,7 @@ from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.trainer import FakeTrainer, content, new_save_id
+from tests.agent.trainer import FakeTrainer, content, eventually, new_save_id
 
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
@@ -49,6 +49,7 @@ def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracke
         assert (outcome.iteration, outcome.save_id, outcome.error) == (7, save_id, None)
         assert outcome.seconds > 0
         assert trainer.client.poll().pending == 0
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
     shards = {names.shard_name(rank, save_id) for rank in range(world_size)}
     assert {p.name for p in (root / "iter_0000007").iterdir()} == shards | {
         "manifest.json",

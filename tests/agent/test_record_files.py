@@ -90,7 +90,7 @@ def test_storage_that_answers_at_once_is_read_by_one_thread(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever this machine is busy with, it counts as at once.
-    monkeypatch.setattr("megatron_flashckpt.agent.record_files._AT_ONCE_S", 60.0)
+    monkeypatch.setattr("megatron_flashckpt.agent.several._AT_ONCE_S", 60.0)
     near = _Distant(records, 0.0)
     read_records(near, 1, SAVE_ID, RANKS)
     assert near.readers == {threading.get_ident()}

@@ -25,7 +25,7 @@ from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import FakeTrainer, content, held_back, new_save_id
+from tests.agent.trainer import FakeTrainer, content, eventually, held_back, new_save_id
 
 LOSS = "lm loss validation"
 HOUR = 3600.0
@@ -159,11 +159,16 @@ def save_all(trainer: FakeTrainer, losses: dict[int, float | None]) -> None:
 
 
 def assert_these_are_left_whole(root: Path, trainer: FakeTrainer, iterations: list[int]) -> None:
-    assert iterations_in(root) == iterations
+    eventually(
+        "the end of the others",
+        lambda: (
+            iterations_in(root) == iterations
+            and not [path for path in root.iterdir() if path.name.endswith(".removed")]
+        ),
+    )
     for iteration in iterations:
         expected = content(trainer.rank, iteration, trainer.layout.nbytes)
         assert read_rank(stored(root, iteration), trainer) == expected
-    assert not [path for path in root.iterdir() if path.name.endswith(".removed")]
 
 
 def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -> None:
@@ -173,6 +178,7 @@ def test_rules_hold_over_restarts_of_trainer_and_agent(node: Node, root: Path) -
     for iteration, loss in losses.items():
         trainer = node.trainer(root, retention=rules)
         save_all(trainer, {iteration: loss})
+        eventually("no more than it keeps", lambda: len(iterations_in(root)) <= 3)
         trainer.hang_up()
         for pid in node.agents():
             os.kill(pid, signal.SIGKILL)
@@ -202,9 +208,10 @@ def test_a_metric_that_no_checkpoint_has_removes_nothing_and_is_said_in_the_log(
 ) -> None:
     trainer = node.trainer(root, retention=Retention(best=Best(metric="los")))
     save_all(trainer, {10: 1.0, 20: 2.0})
+    log = node.directory(root) / "agent.log"
+    said = "no checkpoint has the metric 'los'"
+    eventually("both are looked at", lambda: log.read_text().count(said) == 2)
     assert_these_are_left_whole(root, trainer, [10, 20])
-    log = (node.directory(root) / "agent.log").read_text()
-    assert "no checkpoint has the metric 'los'" in log
 
 
 def test_rules_that_are_new_apply_to_what_is_there(node: Node, root: Path) -> None:
@@ -266,6 +273,9 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     shard.rename(tmp_path / "moved")
     shard.symlink_to(tmp_path / "moved")
     save_all(trainer, {40: None})
+    log = node.directory(root) / "agent.log"
+    ends = [f"the checkpoint of iteration {gone} (" for gone in (5, 20, 30)]
+    eventually("all removals", lambda: all(end in log.read_text() for end in ends))
     assert {name: (root / name).read_bytes() for name in others} == others
     assert sorted(elsewhere.iterdir()) == before
     assert (root / names.iteration_dir(10)).is_symlink()
@@ -275,9 +285,8 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     assert not (root / names.iteration_dir(30)).exists()
     assert read_rank(stored(root, 99), trainer) == content(0, 99, trainer.layout.nbytes)
     assert_intact(root, 40, [trainer])
-    log = (node.directory(root) / "agent.log").read_text()
-    assert f"{root}/iter_0000020: stays without a checkpoint" in log
-    assert "notes.txt" in log
+    assert f"{root}/iter_0000020: stays without a checkpoint" in log.read_text()
+    assert "notes.txt" in log.read_text()
 
 
 def test_what_cannot_be_removed_is_no_failure_of_the_save(node: Node, root: Path) -> None:
@@ -286,6 +295,8 @@ def test_what_cannot_be_removed_is_no_failure_of_the_save(node: Node, root: Path
     manifest = stored(root, 1).manifest
     (root / names.removal_name(1, manifest.save_id)).mkdir()  # in the way of the first step
     save_all(trainer, {2: None})
+    log = node.directory(root) / "agent.log"
+    eventually("the attempt", lambda: "cannot remove the checkpoint of" in log.read_text())
     assert read_rank(stored(root, 1), trainer) == content(0, 1, trainer.layout.nbytes)
     assert_intact(root, 2, [trainer])
 

@@ -56,6 +56,7 @@ def test_if_storage_is_not_back_the_agent_leaves_all_the_same(node: Node, root: 
     trainers = start(node, node, root, 1)
     agent = trainers[0].client.agent_pid
     assert save_all(trainers, 1) == [None, None]
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
     obstacle = fail(trainers, root, 2)
     before = files_of_ours(root)
     for trainer in trainers:

@@ -68,6 +68,7 @@ def test_a_refused_start_names_the_writer_and_changes_nothing(
     first = node.trainer(root)
     run = first.claim().run_id
     assert first.save(1).error is None
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
     later = other_node.trainer(root)
 
     def listing() -> set[Path]:

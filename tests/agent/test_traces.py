@@ -58,8 +58,8 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
     traced_save(trainers, 7)
     (path,) = eventually("its trace", lambda: written(root))
     assert path.name.startswith("iter_0000007-")
-    both = [("rank 0", "outcome told"), ("rank 1", "outcome told")]
-    found = eventually("both are told", lambda: (it := phases(path)).keys() >= set(both) and it)
+    last = [("rank 0", "outcome told"), ("rank 1", "outcome told"), ("agent", "retention")]
+    found = eventually("both are told", lambda: (it := phases(path)).keys() >= set(last) and it)
     for rank in ("rank 0", "rank 1"):
         for name in ("plan", WAIT, "persist", "digest", "write", "fdatasync", "commit record"):
             assert len(found[rank, name]) == 1, (rank, name)

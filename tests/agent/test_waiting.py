@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+import types
 from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.agent import presence
 from megatron_flashckpt.agent.commit import leave_note, outcome_of
 from megatron_flashckpt.layout import names
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -26,11 +30,15 @@ class _Counting(PosixStorage):
         return super().list(directory)
 
 
-def test_nodes_that_do_not_commit_ask_for_two_names_and_seldom_list_them_all(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # However long this takes, it is not time yet to list again.
-    monkeypatch.setattr("megatron_flashckpt.agent.commit._LIST_EVERY_S", 1e6)
+@pytest.fixture
+def never_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a test takes, it is not time yet for waiting nodes to list."""
+    monkeypatch.setattr(presence, "_FIRST_S_PER_RANK", 1e6)
+    monkeypatch.setattr(presence, "_FIRST_S", 1e6)
+
+
+@pytest.mark.usefixtures("never_lists")
+def test_nodes_that_do_not_commit_ask_for_three_names_and_seldom_list_them_all(root: Path) -> None:
     first, second = _Counting(root), _Counting(root)
     committing = persisted(first, SAVE_ID, 0, 2)
     waiting = persisted(second, SAVE_ID, 1, 2)
@@ -38,11 +46,77 @@ def test_nodes_that_do_not_commit_ask_for_two_names_and_seldom_list_them_all(
     for _ in range(POLLS):
         assert outcome_of(waiting, 60.0) == OPEN
         assert outcome_of(committing, 60.0) == OPEN
-    assert (first.listed, second.listed) == (POLLS, 1)
+    assert (first.listed, second.listed) == (POLLS, 0)
     (root / "later").rename(root / names.iteration_dir(5) / names.record_name(1, SAVE_ID))
     assert outcome_of(committing, 60.0) == (True, None)
     assert outcome_of(waiting, 60.0) == (True, None)
-    assert second.listed == 1
+    assert second.listed == 0
+
+
+def test_the_first_listing_waits_with_the_size_of_the_job_and_later_ones_ever_longer(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(presence, "time", types.SimpleNamespace(monotonic=lambda: now))
+    for world_size, longest_s in ((2, 0.02), (64, 0.64), (16_384, 5.0)):
+        storage = _Counting(root)
+        waiting = persisted(storage, SAVE_ID, 1, world_size)
+        listed_after: list[float] = []
+        began = now
+        while now < began + 600.0:
+            before = storage.listed
+            presence.look(waiting)
+            if storage.listed > before:
+                listed_after.append(now - began)
+            now += longest_s / 10 if now < began + longest_s else 0.25
+        assert longest_s / 2 <= listed_after[0] <= longest_s * 1.2
+        pauses = [b - a for a, b in itertools.pairwise(listed_after)]
+        for pause, mean in zip(pauses, (5, 10, 20, 40, 80, 90, 90), strict=False):
+            assert 0.75 * mean <= pause <= 1.25 * mean + 0.5
+        assert 8 <= len(listed_after) <= 12, "20 when it was every 30 s"
+
+
+def test_nodes_do_not_list_at_one_moment(root: Path) -> None:
+    saves = [persisted(PosixStorage(root), SAVE_ID, rank, 1000) for rank in range(1, 9)]
+    for save in saves:
+        presence.look(save)
+    assert len({save.list_at for save in saves}) == len(saves)
+
+
+def test_the_node_that_commits_asks_for_the_last_records_by_name(root: Path) -> None:
+    """A listing may be old: NFS compares times of directories, which may have ticks of 4 ms."""
+    storage = _Counting(root)
+    saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
+    assert outcome_of(saves[0], 60.0) == OPEN
+    listed = storage.listed
+    old = storage.list(names.iteration_dir(5))
+    storage.list = lambda directory: old  # type: ignore[method-assign]
+    for _ in range(POLLS):
+        assert outcome_of(saves[0], 60.0) == OPEN
+    assert storage.listed == listed + 1, "by this test"
+    for rank in (62, 63):
+        saves.append(persisted(storage, SAVE_ID, rank, 64))
+    assert outcome_of(saves[0], 60.0) == (True, None)
+
+
+def test_a_note_of_one_of_the_last_ranks_is_asked_for_by_name(root: Path) -> None:
+    storage = _Counting(root)
+    saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
+    assert outcome_of(saves[0], 60.0) == OPEN
+    listed = storage.listed
+    leave_note(PosixStorage(root), 5, SAVE_ID, 63, "no space")
+    assert outcome_of(saves[0], 60.0) == (True, "no space")
+    assert storage.listed == listed
+
+
+def test_a_node_leaves_its_note_in_the_name_of_a_rank_that_failed(root: Path) -> None:
+    """That of a rank whose record is there would be seen in a listing only."""
+    save = persisted(PosixStorage(root), SAVE_ID, 1, 64)
+    save.metas[2] = save.metas[1]
+    save.error, save.failed = "no space", {2}
+    assert outcome_of(save, 60.0) == (True, "no space")
+    note = root / names.iteration_dir(5) / names.failure_name(2, SAVE_ID)
+    assert note.read_text() == "no space"
 
 
 @pytest.mark.parametrize("failed", [0, 1, 2])
@@ -54,12 +128,13 @@ def test_the_node_that_commits_hands_on_why_a_save_failed(root: Path, failed: in
     assert [outcome_of(save, 60.0) for save in saves[1:]] == [(True, "no space")] * 2
 
 
+@pytest.mark.usefixtures("never_lists")
 def test_a_failure_is_found_though_the_node_that_commits_knows_nothing_of_the_save(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path,
 ) -> None:
     waiting = persisted(PosixStorage(root), SAVE_ID, 1, 3)
     assert outcome_of(waiting, 60.0) == OPEN
     leave_note(PosixStorage(root), 5, SAVE_ID, 2, "no space")
-    assert outcome_of(waiting, 60.0) == OPEN, "it has listed just now"
-    monkeypatch.setattr("megatron_flashckpt.agent.commit._LIST_EVERY_S", 0.0)
+    assert outcome_of(waiting, 60.0) == OPEN, "it does not list yet"
+    waiting.list_at = time.monotonic()
     assert outcome_of(waiting, 60.0) == (True, "no space")

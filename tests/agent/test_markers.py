@@ -1,0 +1,256 @@
+"""Nodes that wait for a commit read its marker, and believe no marker against a manifest."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.agent import commit as commit_module
+from megatron_flashckpt.agent.commit import commit, forget, outcome_of
+from megatron_flashckpt.agent.pending import PendingSave
+from megatron_flashckpt.agent.retention import retire
+from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.layout import manifest, names
+from megatron_flashckpt.storage.base import Durable
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.verification import verify
+from tests.agent.conftest import Node
+from tests.agent.persisting import persisted
+from tests.agent.test_faulty_storage import agent_here
+from tests.agent.test_persist import stored
+from tests.agent.trainer import new_save_id
+
+A, B = "a" * 12, "b" * 12
+DIRECTORY = names.iteration_dir(5)
+OPEN = (False, None)
+DONE = (True, None)
+
+
+class Counting(PosixStorage):
+    """Real storage that counts listings, reads and bytes."""
+
+    def __init__(self, root: Path, *_: object) -> None:
+        super().__init__(root)
+        self.listed = self.read_nbytes = 0
+        self.steps: list[str] = []
+        self._lock = threading.Lock()
+
+    def list(self, directory: str) -> list[str]:
+        with self._lock:
+            self.listed += 1
+        return super().list(directory)
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        found = super().read(name, offset, nbytes)
+        with self._lock:
+            self.read_nbytes += len(found)
+        return found
+
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        self.steps.append(f"put {name.rpartition('/')[2]}")
+        super().put(name, data, durable, guard)
+
+    def delete(self, name: str) -> None:
+        self.steps.append(f"delete {name.rpartition('/')[2]}")
+        super().delete(name)
+
+
+def pair(root: Path, save_id: str) -> list[PendingSave]:
+    """Return a save of two nodes with a rank each, as the nodes know it."""
+    return [persisted(Counting(root), save_id, rank, 2) for rank in range(2)]
+
+
+def marker(root: Path, save_id: str) -> Path:
+    return root / DIRECTORY / names.marker_name(save_id)
+
+
+@pytest.fixture(autouse=True)
+def no_listing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a test takes, it is not time yet for waiting nodes to list."""
+    monkeypatch.setattr("megatron_flashckpt.agent.presence._FIRST_S_PER_RANK", 1e6)
+    monkeypatch.setattr("megatron_flashckpt.agent.presence._FIRST_S", 1e6)
+
+
+def test_of_64_nodes_63_read_a_marker_and_none_of_them_lists(root: Path) -> None:
+    """Before: 64 listings by waiting nodes, and the whole manifest read by each."""
+    nodes = 64
+    storages = [Counting(root) for _ in range(nodes)]
+    last = nodes - 1
+    saves = [persisted(storages[rank], A, rank, nodes) for rank in range(last)]
+    rounds = 0
+    while not all(outcome_of(save, 60.0) == OPEN for save in saves) or rounds < 20:
+        rounds += 1
+    saves.append(persisted(storages[last], A, last, nodes))
+    assert outcome_of(saves[0], 60.0) == DONE
+    for storage in storages:
+        storage.read_nbytes = 0
+    assert [outcome_of(save, 60.0) for save in saves[1:]] == [DONE] * last
+    nbytes = (root / DIRECTORY / names.MANIFEST).stat().st_size
+    assert nbytes > 10_000
+    assert all(0 < storage.read_nbytes < 300 for storage in storages[1:])
+    assert [storage.listed for storage in storages[1:]] == [0] * last
+    # 20 looks for one record that is missing, in a directory that nobody else changes.
+    assert storages[0].listed < 5
+
+
+def test_what_a_marker_says_is_what_the_manifest_says(root: Path) -> None:
+    saves = pair(root, A)
+    assert [outcome_of(save, 60.0) for save in saves] == [DONE, DONE]
+    here, there = ((it.cost, it.differing, it.compared) for it in saves)
+    assert here == there
+    whole = manifest.decode_facts((root / DIRECTORY / names.MANIFEST).read_bytes(), "it")
+    assert here == (whole.cost, whole.differing, whole.compared)
+
+
+def test_a_job_of_one_node_puts_no_marker(root: Path) -> None:
+    assert outcome_of(persisted(PosixStorage(root), A), 60.0) == DONE
+    assert not marker(root, A).exists()
+
+
+def test_a_checkpoint_with_its_marker_is_whole_and_goes_with_it(root: Path) -> None:
+    saves = pair(root, A)
+    commit(saves[0])
+    assert marker(root, A).exists()
+    assert verify(stored(root, 5)) == []
+    tidy(saves[0])
+    assert marker(root, A).exists(), "nodes may look for it later"
+    retire(PosixStorage(root), Retention(latest=1), retain_interval=None, tracked=5, previous=None)
+    assert marker(root, A).exists()
+    (root / names.iteration_dir(6)).mkdir()
+    renamed = (root / DIRECTORY / names.MANIFEST).read_bytes()
+    decoded = manifest.decode_manifest(renamed, "it")
+    newer = manifest.encode_manifest(msgspec.structs.replace(decoded, iteration=6))
+    (root / names.iteration_dir(6) / names.MANIFEST).write_bytes(newer)
+    retire(PosixStorage(root), Retention(latest=1), retain_interval=None, tracked=6, previous=None)
+    assert not (root / DIRECTORY).exists()
+
+
+# ---------------------------------------------------------------------- the manifest decides
+
+
+def test_a_marker_without_a_manifest_is_no_commit(root: Path) -> None:
+    saves = pair(root, A)
+    commit(saves[0])
+    (root / DIRECTORY / names.MANIFEST).rename(root / "elsewhere")
+    assert outcome_of(saves[1], 60.0) == OPEN
+
+
+@pytest.mark.parametrize("kept", ["the marker of the former save", "no marker"])
+def test_a_manifest_of_another_save_is_no_commit_whatever_the_marker_says(
+    root: Path, monkeypatch: pytest.MonkeyPatch, kept: str
+) -> None:
+    monkeypatch.setattr(commit_module, "_UNMARKED_S", 0.0)
+    former, later = pair(root, A), pair(root, B)
+    commit(former[0])
+    stale = marker(root, A).read_bytes()
+    commit(later[0])
+    if kept != "no marker":
+        marker(root, A).write_bytes(stale)
+    assert outcome_of(former[1], 60.0) == OPEN
+    assert outcome_of(later[1], 60.0) == DONE
+
+
+def test_the_former_saves_marker_goes_before_its_manifest(root: Path) -> None:
+    commit(pair(root, A)[0])
+    later = pair(root, B)
+    storage = later[0].storage
+    assert isinstance(storage, Counting)
+    storage.steps.clear()
+    commit(later[0])
+    assert storage.steps == [
+        f"put {names.common_name(B)}",
+        f"delete {names.marker_name(A)}",
+        f"put {names.MANIFEST}",
+        f"put {names.marker_name(B)}",
+        f"put {names.TRACKER}",
+    ]
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+def test_where_no_marker_can_be_read_the_manifest_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes | None
+) -> None:
+    """None: the agent that committed was killed in between, or is of an older release."""
+    saves = pair(root, A)
+    commit(saves[0])
+    if damage is None:
+        marker(root, A).unlink()
+        storage = saves[1].storage
+        assert isinstance(storage, Counting)
+        storage.read_nbytes = 0
+        assert outcome_of(saves[1], 60.0) == OPEN, "it may come in a moment"
+        assert storage.read_nbytes == 0
+        saves[1].unmarked_since = None
+        monkeypatch.setattr(commit_module, "_UNMARKED_S", 0.0)
+    else:
+        marker(root, A).write_bytes(damage)
+    assert outcome_of(saves[1], 60.0) == DONE
+
+
+def test_a_node_that_has_given_up_keeps_its_files_of_a_save_without_a_marker(root: Path) -> None:
+    saves = pair(root, A)
+    commit(saves[0])
+    tidy(saves[0])
+    marker(root, A).unlink()
+    saves[1].called_off = True  # it may remove them, for all that it knows
+    forget(saves[1])
+    assert verify(stored(root, 5)) == []
+
+
+def test_a_successor_of_an_agent_killed_after_the_manifest_puts_the_marker(root: Path) -> None:
+    saves = pair(root, A)
+    commit(saves[0])
+    marker(root, A).unlink()
+    (root / names.TRACKER).unlink()
+    successor = PendingSave(
+        PosixStorage(root), 5, A, saves[0].staged_at, {0: saves[0].metas[0]}, {0}
+    )
+    assert outcome_of(successor, 60.0) == DONE
+    assert (root / names.TRACKER).read_text() == "5"
+    assert outcome_of(saves[1], 60.0) == DONE
+    assert marker(root, A).exists()
+
+
+# ---------------------------------------------------------------------- with real agents
+
+
+def test_an_agent_that_waits_reads_no_manifest(
+    node: Node, other_node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's agent is a process; the other one runs here, on storage that notes what it reads."""
+    read: list[tuple[str, int]] = []
+
+    class Noting(PosixStorage):
+        def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+            found = super().read(name, offset, nbytes)
+            read.append((name, len(found)))
+            return found
+
+        def present(self, directory: str, names: Iterable[str]) -> set[str]:
+            return super().present(directory, names)
+
+    monkeypatch.setattr("megatron_flashckpt.agent.node.PosixStorage", Noting)
+    first = node.trainer(root, 0, 2)
+    with agent_here(other_node, root):
+        second = other_node.trainer(root, 1, 2)
+        save_id = new_save_id()
+        for trainer in (first, second):
+            trainer.stage(1, save_id)
+        assert [trainer.outcome().error for trainer in (first, second)] == [None, None]
+    of_manifest = [nbytes for name, nbytes in read if name.endswith(names.MANIFEST)]
+    assert of_manifest == [manifest.HEAD_NBYTES]
+    nbytes = os.path.getsize(root / names.iteration_dir(1) / names.marker_name(save_id))
+    assert (f"{names.iteration_dir(1)}/{names.marker_name(save_id)}", nbytes) in read
+    assert nbytes < 300

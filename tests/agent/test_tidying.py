@@ -1,0 +1,271 @@
+"""What a commit leaves to be removed goes after its outcome was told, and costs nobody anything."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import committer as committer_module
+from megatron_flashckpt.agent import retention as retention_module
+from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.agent.manifests import KnownManifests
+from megatron_flashckpt.agent.retention import finish, retire, survey
+from megatron_flashckpt.agent.several import for_all
+from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.layout import manifest, names
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.verification import verify
+from tests.agent.conftest import Node
+from tests.agent.persisting import persisted
+from tests.agent.test_commit import iterations_in
+from tests.agent.test_failures import assert_intact
+from tests.agent.test_faulty_storage import agent_here
+from tests.agent.test_persist import stored
+from tests.agent.trainer import PATIENCE_S, eventually
+
+A, B = "a" * 12, "b" * 12
+DIRECTORY = names.iteration_dir(5)
+
+
+class Gate(PosixStorage):
+    """Real storage whose deletes wait until the gate is opened."""
+
+    opened = threading.Event()
+
+    def delete(self, name: str) -> None:
+        if name.endswith((".commit", ".safetensors")):
+            self.opened.wait(PATIENCE_S)
+        super().delete(name)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    monkeypatch.setattr("megatron_flashckpt.agent.node.PosixStorage", Gate)
+    Gate.opened.clear()
+    yield Gate.opened
+    Gate.opened.set()
+
+
+def test_the_outcome_is_told_and_slots_are_free_before_anything_is_deleted(
+    node: Node, root: Path, gate: threading.Event
+) -> None:
+    with agent_here(node, root):
+        trainer = node.trainer(root, retention=Retention(latest=1))
+        for iteration in (1, 2, 3, 4):  # two slots
+            assert trainer.save(iteration).error is None
+        assert iterations_in(root) == [1, 2, 3, 4]
+        assert len(list(root.rglob("*.commit"))) == 4
+        gate.set()
+        eventually("tidiness", lambda: iterations_in(root) == [4])
+        eventually("the end of records", lambda: not list(root.rglob("*.commit")))
+        assert_intact(root, 4, [trainer])
+
+
+def test_an_agent_that_ends_tidies_up_before(node: Node, root: Path, gate: threading.Event) -> None:
+    with agent_here(node, root):
+        trainer = node.trainer(root, retention=Retention(latest=1))
+        for iteration in (1, 2):
+            assert trainer.save(iteration).error is None
+        trainer.hang_up(leave=True)
+        threading.Timer(0.3, gate.set).start()
+    assert iterations_in(root) == [2]
+    assert not list(root.rglob("*.commit"))
+
+
+def test_an_agent_that_ends_does_not_wait_for_storage_that_hangs(
+    node: Node, root: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(committer_module, "_TIDY_S", 0.2)
+    with agent_here(node, root):  # which asserts the agent's end
+        trainer = node.trainer(root)
+        assert trainer.save(1).error is None
+        trainer.hang_up(leave=True)
+    assert not gate.is_set()
+    assert len(list(root.rglob("*.commit"))) == 1, "the next agent's to remove"
+
+
+def test_what_a_killed_agent_had_not_tidied_goes_after_the_next_commit(
+    node: Node, root: Path
+) -> None:
+    assert node.trainer(root).save(1).error is None
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    for pid in node.agents():
+        os.kill(pid, 9)
+    save_id = stored(root, 1).manifest.save_id
+    record = root / names.iteration_dir(1) / names.record_name(0, save_id)
+    record.touch()
+    assert node.trainer(root).save(2).error is None
+    eventually("its end", lambda: not record.exists())
+    assert verify(stored(root, 1)) == []
+
+
+# ---------------------------------------------------------------------- nothing else is hit
+
+
+def test_a_save_of_the_same_iteration_that_is_under_way_is_spared(root: Path) -> None:
+    storage = PosixStorage(root)
+    former, later = persisted(storage, A), persisted(storage, B)
+    commit(former)
+    tidy(former, lambda: {B})
+    commit(later)
+    assert verify(stored(root, 5)) == []
+    assert stored(root, 5).manifest.save_id == B
+
+
+def test_tidying_late_removes_nothing_of_a_later_commit_of_the_same_iteration(root: Path) -> None:
+    storage = PosixStorage(root)
+    former, later = persisted(storage, A), persisted(storage, B)
+    commit(former)
+    commit(later)
+    tidy(former)
+    assert stored(root, 5).manifest.save_id == B
+    assert verify(stored(root, 5)) == []
+    tidy(later)
+    assert set(os.listdir(root / DIRECTORY)) == {
+        names.MANIFEST,
+        names.common_name(B),
+        names.shard_name(0, B),
+    }
+
+
+def test_nothing_is_chosen_and_nothing_looked_for_while_a_commit_puts_its_files(
+    root: Path,
+) -> None:
+    """A tracker that is about to name a checkpoint, or a temporary file, must not be removed."""
+    storage = PosixStorage(root)
+    save = persisted(storage, A)
+    commit(save)
+    record = root / DIRECTORY / names.record_name(0, A)
+    with save.manifests.changing:
+        tidying = threading.Thread(target=tidy, args=(save,))
+        tidying.start()
+        tidying.join(0.2)
+        assert record.exists()
+    tidying.join(PATIENCE_S)
+    assert not record.exists()
+
+
+def test_files_that_nfs_keeps_for_a_reader_are_left_and_named_once(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    storage = PosixStorage(root)
+    commit(persisted(storage, A))
+    (root / DIRECTORY / names.MANIFEST).rename(root / names.removal_name(5, A))
+    (root / names.TRACKER).unlink()
+    open_elsewhere = root / DIRECTORY / ".nfs000000000012ab3400000001"
+    open_elsewhere.touch()
+    for _ in range(3):
+        finish(storage)
+    assert os.listdir(root / DIRECTORY) == [open_elsewhere.name]
+    assert caplog.text.count(open_elsewhere.name) == 1
+    assert "not ours" not in caplog.text
+    open_elsewhere.unlink()
+    finish(storage)
+    assert not (root / DIRECTORY).exists()
+    assert not (root / names.removal_name(5, A)).exists()
+    retention_module._told_open.clear()
+
+
+# ---------------------------------------------------------------------- what it costs
+
+
+class Distant(PosixStorage):
+    """Takes 5 ms per delete, and notes how many are under way at a time; counts whole reads."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.most = self._now = self.read_manifests = 0
+        self._lock = threading.Lock()
+
+    def delete(self, name: str) -> None:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        time.sleep(0.005)
+        super().delete(name)
+        with self._lock:
+            self._now -= 1
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        self.read_manifests += name.endswith(names.MANIFEST) and nbytes is None
+        return super().read(name, offset, nbytes)
+
+
+def test_files_of_a_checkpoint_are_deleted_several_at_a_time_on_slow_storage(root: Path) -> None:
+    commit(persisted(PosixStorage(root), A))
+    (root / DIRECTORY / names.MANIFEST).rename(root / names.removal_name(5, A))
+    for rank in range(1, 64):
+        (root / DIRECTORY / names.shard_name(rank, A)).touch()
+    distant = Distant(root)
+    finish(distant)
+    assert distant.most > 4
+    assert not (root / DIRECTORY).exists()
+
+
+def test_one_error_among_many_calls_is_raised_when_all_have_ended() -> None:
+    done: list[int] = []
+
+    def call(number: int) -> int:
+        time.sleep(0.005)
+        if number == 20:
+            raise OSError("it")
+        done.append(number)
+        return number
+
+    with pytest.raises(OSError, match="it"):
+        for_all(call, range(64))
+    assert not [it for it in threading.enumerate() if it.name.startswith("storage")]
+
+
+def test_retention_reads_a_manifest_once_and_again_when_it_was_replaced(root: Path) -> None:
+    storage = Distant(root)
+    commit(persisted(PosixStorage(root), A))
+    known = KnownManifests()
+    for _ in range(3):
+        (facts,), unreadable = survey(storage, [DIRECTORY], known)
+        assert (facts.save_id, unreadable) == (A, {})
+    assert storage.read_manifests == 1
+    commit(persisted(PosixStorage(root), B))
+    for _ in range(3):
+        ((facts,), _) = survey(storage, [DIRECTORY], known)
+        assert facts.save_id == B
+    assert storage.read_manifests == 2
+    (root / DIRECTORY / names.MANIFEST).write_bytes(b"{}")
+    found, unreadable = survey(storage, [DIRECTORY], known)
+    assert (found, list(unreadable)) == ([], [5])
+    (root / DIRECTORY / names.MANIFEST).unlink()
+    assert survey(storage, [DIRECTORY], known) == ([], {})
+
+
+def test_an_agent_reads_the_manifests_of_kept_checkpoints_once(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: all of them after every commit."""
+    decoded: list[str] = []
+    decode = manifest.decode_facts
+
+    def noting(encoded: bytes, place: str) -> manifest.CommitFacts:
+        decoded.append(place)
+        return decode(encoded, place)
+
+    monkeypatch.setattr(manifest, "decode_facts", noting)
+    with agent_here(node, root):
+        trainer = node.trainer(root, retention=Retention(latest=9))
+        for iteration in range(1, 7):
+            assert trainer.save(iteration).error is None
+        eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    assert len(decoded) == len(set(decoded)) == 6
+
+
+def test_a_removal_needs_no_known_manifests(root: Path) -> None:
+    """As `flashckpt prune` calls it."""
+    commit(persisted(PosixStorage(root), A))
+    retire(PosixStorage(root), Retention(latest=1), retain_interval=None, tracked=9, previous=None)
+    assert iterations_in(root) == [5]
