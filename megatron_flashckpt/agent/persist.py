@@ -28,6 +28,7 @@ from megatron_flashckpt.layout.shard_file import (
 )
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
 from megatron_flashckpt.storage.base import Storage, Writer
+from megatron_flashckpt.storage.direct_io import ALIGNMENT
 from megatron_flashckpt.tracing import phase
 
 
@@ -175,6 +176,7 @@ def write_shard(
         save_id=save_id,
         rank=meta.rank,
         world_size=meta.world_size,
+        alignment=ALIGNMENT,
     )
     data_offset = len(undigested)
     nbytes = data_offset + meta.template.nbytes

@@ -29,7 +29,8 @@ from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pi
 
 #: Bytes of the data section that one digest covers.
 CHUNK_NBYTES = 4 * 1024 * 1024
-#: The data section starts at a multiple of this (page size: O_DIRECT and mmap can use it).
+#: The data section starts at a multiple of this (page size: O_DIRECT and mmap can use it), or of
+#: the page of the machine that wrote it, where that is larger.
 ALIGNMENT = 4096
 #: Larger headers are refused; safetensors itself stops at 100 MB.
 MAX_HEADER_NBYTES = 100_000_000
@@ -78,10 +79,14 @@ def encode_header(
     save_id: str,
     rank: int,
     world_size: int,
+    alignment: int = ALIGNMENT,
 ) -> bytes:
     """Return the header with its length prefix and padding, and zeros for digests (`fill_in`).
 
     Its size does not depend on the digests, so the data can be written before they are known.
+
+    Args:
+        alignment: the size is a multiple of this, which is one of `ALIGNMENT`.
     """
     metadata = ShardMetadata(
         version=FORMAT_VERSION,
@@ -100,7 +105,7 @@ def encode_header(
     body = b'{"__metadata__":' + encoded
     # The template's entries are encoded once and shared; only their opening brace goes.
     body += b"}" if not template.items else b"," + template.header_entries[1:]
-    padding = -(_LENGTH.size + len(body)) % ALIGNMENT
+    padding = -(_LENGTH.size + len(body)) % alignment
     return _LENGTH.pack(len(body) + padding) + body + b" " * padding
 
 

@@ -11,6 +11,7 @@ trainer up to STAGED or KEPT, the agent from then on.
 from __future__ import annotations
 
 import enum
+import mmap
 import struct
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +26,8 @@ from megatron_flashckpt.layout.records import Coordinates
 
 _T = TypeVar("_T")
 
-PAGE = 4096
+#: What headers and data of slots are aligned to, so that data can be written past the page cache.
+PAGE = max(4096, mmap.PAGESIZE)
 
 _SLAB = struct.Struct("<8sIIQQ")
 _SLOT = struct.Struct("<8sIIq32sQQ")

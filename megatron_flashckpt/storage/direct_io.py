@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import logging
+import mmap
 import os
 import statistics
 import threading
@@ -25,8 +26,10 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
-#: What offset, address and size of a direct write must be multiples of. Devices want 512 or 4096.
-ALIGNMENT = 4096
+#: What offset, address and size of a direct write must be multiples of. Devices want 512 or 4096,
+#: Lustre the page of the machine, which is 64 KiB on some aarch64 hosts (Grace). Nor must a page of
+#: the cache hold bytes that are written directly as well.
+ALIGNMENT = max(4096, mmap.PAGESIZE)
 #: Smaller writes say nothing of bandwidth.
 _TRIAL_NBYTES = 1024 * 1024
 #: Chunks that are written either way before one of the ways is chosen.

@@ -1,0 +1,87 @@
+"""A machine with pages of 64 KiB, as some aarch64 hosts have: what is aligned to pages, is to its.
+
+No such machine is here. A process is told that its pages are so large before it imports the
+package; multiples of 64 KiB are multiples of the real page, so all calls are real.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.layout.shard_file import header_nbytes
+from megatron_flashckpt.verification import verify
+from tests.agent.test_persist import stored
+
+LARGE = 2**16
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = """
+import ctypes, json, mmap, os, sys, time
+mmap.PAGESIZE = int(sys.argv[1])
+from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.storage.direct_io import DirectIo
+from megatron_flashckpt.storage.posix import PosixStorage, PosixWriter
+from tests.agent import persisting, trainer
+
+writes = []
+
+def noting(self, offset, chunk, write_at=PosixWriter.write_at):
+    view = memoryview(chunk)
+    if not view.readonly:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        writes.append((offset, address, view.nbytes))
+    write_at(self, offset, chunk)
+
+PosixWriter.write_at = noting
+pieces_of = trainer.pieces_of
+persisting.pieces_of = lambda rank, size, key, numel: pieces_of(rank, size, key, 1_000_000)
+commit(persisting.persisted(PosixStorage(sys.argv[2], DirectIo("always")), "a" * 12))
+slab = Slab.create(2, 5000, 70_000, "0")
+other = Slab.attach(os.dup(slab.fd))
+other.slots[1].set_meta(b"m" * 5000)
+print(json.dumps({
+    "writes": writes,
+    "offsets": [slab.geometry.slot_offset(1), slab.geometry.nbytes],
+}))
+other.close()
+slab.close()
+"""
+
+
+def in_a_process_with_pages_of(nbytes: int, root: Path) -> dict[str, list[list[int]]]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(nbytes), str(root)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[list[int]]] = json.loads(done.stdout)
+    return found
+
+
+def test_where_pages_have_64_kib_data_is_aligned_to_them_and_loads_anywhere(root: Path) -> None:
+    found = in_a_process_with_pages_of(LARGE, root)
+    assert len(found["writes"]) == 2, "6 MB are two chunks"
+    for offset, address, _ in found["writes"]:
+        assert offset % LARGE == 0
+        assert address % LARGE == 0
+    first, _ = found["writes"]
+    assert first[2] % LARGE == 0
+    assert all(number % LARGE == 0 for number in found["offsets"])
+    shard = root / names.iteration_dir(5) / names.shard_name(0, "a" * 12)
+    assert header_nbytes(shard.read_bytes()[:8], "it") == LARGE
+    assert verify(stored(root, 5)) == [], "read by this process, with pages of 4 KiB"
+
+
+def test_where_pages_have_4_kib_files_are_as_they_were(root: Path) -> None:
+    found = in_a_process_with_pages_of(4096, root)
+    (offset, _, _), _ = found["writes"]
+    assert offset % 4096 == 0
+    assert offset < LARGE
+    assert found["offsets"][1] < 2 * 2**17 + 4096
