@@ -35,7 +35,10 @@ def look(save: PendingSave) -> set[str]:
         asked = {names.MANIFEST, failed, *save.missing}
         asked |= {name.removesuffix(".commit") + ".failed" for name in save.missing}
         is_cheaper = len(asked) * _ENTRIES_PER_NAME < len(save.listed)
-        if save.missing and is_cheaper and now < save.list_at:
+        save.listed_all = not (
+            save.missing and is_cheaper and now < save.list_at and save.gone_since is None
+        )
+        if not save.listed_all:
             save.listed |= save.storage.present(save.directory, asked)
             return save.listed
         save.listed = set(save.storage.list(save.directory))
@@ -45,7 +48,8 @@ def look(save: PendingSave) -> set[str]:
     if save.list_at == 0.0:
         world_size = next(iter(save.metas.values())).world_size
         save.list_at = now + random.uniform(0.5, 1) * min(_FIRST_S, _FIRST_S_PER_RANK * world_size)
-    if now >= save.list_at:
+    save.listed_all = now >= save.list_at or save.gone_since is not None
+    if save.listed_all:
         _list_later(save, now, _LIST_S)
         return set(save.storage.list(save.directory))
     awaited = (names.MANIFEST, names.marker_name(save.save_id), failed)
