@@ -6,7 +6,7 @@ error that is also a standard one inherits it, so that `except FileNotFoundError
 
 from __future__ import annotations
 
-import errno
+from megatron_flashckpt.error_classes import class_of
 
 #: The remedy for a damaged checkpoint, for whoever starts a training job.
 OLDER = "load an older iteration with --ckpt-step"
@@ -81,44 +81,15 @@ class SaveFailedError(FlashCkptError):
     """A checkpoint that was staged could not be made durable."""
 
 
-#: What reading a regular file of a healthy disk never gives: something else stands in the file's
-#: place (a link, a directory, a pipe, a socket), or the device has lost its bytes.
-_LOST = frozenset({errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ESPIPE, errno.ENXIO, errno.EIO})
-
-
 def is_damage(error: BaseException) -> bool:
     """Return whether a checkpoint is not (or no more) what was written, so that an older one helps.
 
-    It does not against what is wrong with the job: another model, no permission, an older release.
+    It does not against what is wrong with the job (another model, no permission, an older release),
+    nor while storage is away. Who reads retries first what may pass (`storage.patient`).
     """
     if isinstance(error, StorageError):
-        return error.errno in _LOST
+        return class_of(error).kind in ("damage", "gone")
     return isinstance(error, CorruptCheckpointError | NotCommittedError)
-
-
-#: What network file systems report while a server, or the way to it, is away for a moment: NFS
-#: (a handle that another host has replaced, a soft mount), Lustre (an eviction), FUSE.
-_MAY_PASS = frozenset(
-    {
-        errno.EAGAIN,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.EINTR,
-        errno.EIO,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENOLCK,
-        errno.ENOTCONN,
-        errno.ESHUTDOWN,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-    }
-)
-
-
-def may_pass(error: BaseException) -> bool:
-    """Return whether storage may do a moment later what it has just refused with `error`."""
-    return isinstance(error, OSError) and error.errno in _MAY_PASS
 
 
 def for_command(message: str) -> str:

@@ -24,6 +24,7 @@ HOME = Path(megatron_flashckpt.__file__).parent
 
 #: Lowest first. A unit is a module or a subpackage; it imports itself and what lies below it.
 LAYERS = (
+    {"error_classes"},
     {"errors", "metrics", "waits", "cpu_list", "agent_config"},
     {""},
     {"faults", "forks", "exit_status"},
@@ -52,6 +53,7 @@ LAYERS = (
 #: Never torch, neither themselves nor through what they import, not even inside a function.
 TORCH_FREE = (
     "",
+    "error_classes",
     "errors",
     "metrics",
     "waits",

@@ -28,6 +28,7 @@ from megatron_flashckpt.agent.pending import PendingSave, gave_up
 from megatron_flashckpt.agent.presence import look
 from megatron_flashckpt.agent.record_files import check_shards, read_records, why_gone
 from megatron_flashckpt.agent.several import for_all
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -35,7 +36,6 @@ from megatron_flashckpt.errors import (
     SaveFailedError,
     StorageError,
     is_damage,
-    may_pass,
 )
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout import manifest, names
@@ -272,7 +272,7 @@ def tracked_iteration(storage: Storage) -> int | None:
     except FileNotFoundError:
         return None
     except StorageError as error:
-        if is_damage(error):
+        if is_damage(error) and not may_pass(error):
             return None
         raise
     # Python refuses to make numbers of thousands of digits.
@@ -384,7 +384,8 @@ def _committed(save: PendingSave, iteration: int) -> manifest.CommitFacts | None
     except (FormatVersionError, FileNotFoundError):
         return None
     except FlashCkptError as error:
-        if is_damage(error):
+        # What may pass does not say that there is no checkpoint: its shards would be deleted.
+        if is_damage(error) and not may_pass(error):
             return None
         raise
 

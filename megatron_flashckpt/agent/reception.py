@@ -7,13 +7,14 @@ connections, no silent peer and no lack of descriptors or threads may end it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import resource
 import socket
 import threading
 import time
+
+from megatron_flashckpt.error_classes import is_scarce
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,6 @@ GREETING_NBYTES = 1024
 _FILES = 2**16
 #: Seconds between two lines of the log about connections that were turned away.
 _SAY_EVERY_S = 60.0
-_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def raise_limit() -> None:
@@ -113,7 +113,7 @@ class Reception:
         except TimeoutError:
             return None
         except OSError as error:
-            if error.errno in _FULL:
+            if is_scarce(error):
                 self._turn_away(str(error))
             else:
                 # That peer is gone again (ECONNABORTED), or the kernel has a reason of its own.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import mmap
 import os
@@ -23,6 +22,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
+
+from megatron_flashckpt.error_classes import is_unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ _TRIAL_NBYTES = 1024 * 1024
 _TRIALS = 6
 #: How much longer a direct write may take: it spares a copy, and the cache of the data loader.
 _MARGIN = 1.5
-#: What file systems say that cannot do it, on opening or with the first write.
-REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 DirectMode = Literal["auto", "always", "never"]
 
@@ -69,7 +68,7 @@ class FileSystem:
         try:
             return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno not in REFUSALS:
+            if not is_unsupported(error):
                 raise
             self.refused()
             return -1

@@ -11,47 +11,22 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_flashckpt.error_classes import class_of, is_unsupported
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.storage.base import Durable, Kind, Stamp, temporary_name
-from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, REFUSALS, DirectIo, is_aligned
+from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, DirectIo, is_aligned
 from megatron_flashckpt.storage.fallocate import fallocate
 from megatron_flashckpt.storage.reading import KeptFiles, Seen, read_parts
 
 logger = logging.getLogger(__name__)
 
-_REMEDY = {
-    errno.ENOSPC: "free space there or save elsewhere",
-    errno.EDQUOT: "raise the quota or save elsewhere",
-    errno.EROFS: "the file system is read-only: remount it or save elsewhere",
-    errno.EACCES: "give this user write permission there",
-    errno.EPERM: "give this user write permission there",
-    errno.EIO: "the device reports an I/O error: check it before the next save",
-    errno.ENOTDIR: "a file stands where a directory should be: move it away",
-    errno.EEXIST: "a file stands where a directory should be: move it away",
-    errno.EISDIR: "a directory stands where a file should be: move it away",
-    errno.ENXIO: "a socket or device stands where a file should be: move it away",
-    errno.ESPIPE: "a pipe or device stands where a file should be: move it away",
-    errno.ELOOP: "a symbolic link stands where a file should be: remove it",
-    errno.EFBIG: "raise the file size limit (ulimit -f) of whoever starts the job, or save where "
-    "files may be as large",
-    errno.EMFILE: "raise the limit on open files (ulimit -n) of whoever starts the job",
-    errno.ENFILE: "the machine has too many open files: end what holds them (lsof shows)",
-    errno.ENOMEM: "free memory on this node",
-    errno.ENAMETOOLONG: "save to a directory with a shorter path",
-    errno.ESTALE: "the server lost track of the directory: mount it again",
-    errno.ETIMEDOUT: "look at the file system's servers and at this node's mount",
-}
 #: The remedy where something that was just made is gone.
 _REMOVED = (
     "another process removed the directory meanwhile: find out which, and let nobody clean up a "
     "save directory while its job runs; the next save makes it anew"
 )
 
-
-#: What file systems answer that cannot synchronize directories (PostgreSQL ignores the first two).
-#: There, a new name becomes durable when the file system chooses.
-_NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP, errno.ENOSYS})
 
 #: How much of a file being written may be in the page cache before it is sent to storage.
 _CACHED_NBYTES = 64 * 1024 * 1024
@@ -75,9 +50,8 @@ def _explained(path: Path, action: str, *, makes: bool = False) -> Iterator[None
     except StorageError:  # what a guard has raised
         raise
     except OSError as error:
-        remedy = _REMEDY.get(error.errno or 0, "check the storage")
         raise StorageError(
-            error.errno, f"{path}: cannot {action} ({error.strerror}); {remedy}"
+            error.errno, f"{path}: cannot {action} ({error.strerror}); {class_of(error).remedy}"
         ) from error
 
 
@@ -119,7 +93,7 @@ class PosixWriter:
             fallocate(self._fd, nbytes)
         except OSError as error:
             # Not every network file system can reserve; the writes will tell.
-            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            if not is_unsupported(error):
                 raise
 
     def write_at(self, offset: int, chunk: bytes | memoryview) -> None:
@@ -138,7 +112,7 @@ class PosixWriter:
             try:
                 written = os.pwrite(self._direct_fd, view, offset)
             except OSError as error:
-                if error.errno not in REFUSALS:
+                if not is_unsupported(error):
                     raise
                 self._file_system.refused()
                 break
@@ -395,7 +369,9 @@ def _sync_directory(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in _NO_DIRECTORY_SYNC:
+        # Some file systems cannot do that (PostgreSQL ignores EINVAL and EBADF here): a new name
+        # becomes durable there when the file system chooses.
+        if error.errno != errno.EBADF and not is_unsupported(error):
             raise
         logger.debug("%s: directories cannot be synchronized here (%s)", path, error.strerror)
     finally:

@@ -181,3 +181,24 @@ def test_a_note_is_put_again_until_it_is_there(root: Path) -> None:
     storage.trouble(errno.ESTALE, count=2)
     leave_note(storage, 5, SAVE_ID, 0, "no space")
     assert (root / DIRECTORY / names.failure_name(0, SAVE_ID)).read_text() == "no space"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_manifest_that_cannot_be_read_for_a_moment_protects_its_shards(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The tracker could not be moved, so the save has failed; but it is a whole checkpoint."""
+    storage = _Troubled(root)
+    save = persisted(storage, SAVE_ID)
+    assert outcome_of(save, 60.0) == (True, None)
+    before = set(os.listdir(root / DIRECTORY))
+
+    def refuse(*args: object) -> bytes:
+        raise StorageError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "read", refuse)
+        forget(save)
+        with pytest.raises(StorageError):
+            commit_module.tracked_iteration(storage)
+    assert set(os.listdir(root / DIRECTORY)) == before

@@ -1,0 +1,116 @@
+"""One table says what each error number means; every message ends with the remedy."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+import megatron_flashckpt
+from megatron_flashckpt.error_classes import (
+    DEFAULT,
+    TABLE,
+    class_of,
+    is_unsupported,
+    may_pass,
+    will_last,
+)
+from megatron_flashckpt.errors import StorageError, is_damage
+from megatron_flashckpt.storage.posix import PosixStorage
+
+#: Modules that may name error numbers, and what for.
+OF_THEIR_OWN = {
+    "error_classes": "the table",
+    "convert/destination": "passes on the number of another library's error",
+    "memory/mapping": "what mmap and madvise answer",
+    "memory/slab": "limits on memory, not on storage",
+    "node_link": "no memory for a slab",
+    "node_memory": "limits on memory, not on storage",
+    "probe": "raises errors of its own",
+    "restore/collectives": "passes the number on to other ranks",
+    "storage/fallocate": "raises what the system call answers",
+    "storage/posix": "what rmdir, mkdir and fsync of a directory answer besides",
+    "storage/base": "only its docstring",
+}
+
+
+def error_of(number: int) -> StorageError:
+    return StorageError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize("call", ["open", "listdir"])
+def test_every_error_number_has_a_class_and_a_user_sees_its_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    storage = PosixStorage(tmp_path)
+    (tmp_path / "file").write_bytes(b"x")
+    for number in errno.errorcode:
+        found = class_of(number)
+        assert found == TABLE.get(number, DEFAULT)
+        assert found.remedy
+
+        def refuse(*args: object, number: int = number, **named: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, refuse)
+            if number in (errno.ENOENT, errno.EINTR):
+                continue  # a missing file is no error of storage; Python retries the other itself
+            with pytest.raises(StorageError) as caught:
+                storage.read("file") if call == "open" else storage.list("")
+        assert caught.value.errno == number
+        assert str(caught.value).endswith(found.remedy)
+        assert str(tmp_path) in str(caught.value)
+
+
+def test_what_may_pass_is_no_reason_to_lose_iterations_unless_it_lasts() -> None:
+    away = [number for number, of in TABLE.items() if of.kind == "transient"]
+    assert {errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EAGAIN} <= set(away)
+    assert all(may_pass(error_of(number)) and not is_damage(error_of(number)) for number in away)
+    for number in (errno.EIO, errno.ESTALE):
+        assert may_pass(error_of(number))
+        assert is_damage(error_of(number)), "after the retries"
+
+
+@pytest.mark.parametrize(
+    ("number", "lasts", "damages", "unsupported"),
+    [
+        (errno.ENOSPC, True, False, False),
+        (errno.EDQUOT, True, False, False),
+        (errno.EROFS, True, False, False),
+        (errno.EACCES, True, False, False),
+        (errno.EPERM, True, False, False),
+        (errno.EOPNOTSUPP, True, False, True),
+        (errno.EIO, False, True, False),
+        (errno.EISDIR, False, True, False),
+        (errno.EMFILE, False, False, False),
+        (errno.ETIMEDOUT, False, False, False),
+        (errno.EDOM, False, False, False),
+        (None, False, False, False),
+    ],
+    ids=lambda value: "" if isinstance(value, bool) else errno.errorcode.get(value, "none"),
+)
+def test_a_class_decides(number: int | None, lasts: bool, damages: bool, unsupported: bool) -> None:
+    error = StorageError(number, "said")
+    assert (will_last(error), is_damage(error), is_unsupported(error)) == (
+        lasts,
+        damages,
+        unsupported,
+    )
+
+
+def test_no_other_module_sorts_error_numbers() -> None:
+    home = Path(megatron_flashckpt.__file__).parent
+    name_numbers = {
+        str(path.relative_to(home).with_suffix(""))
+        for path in home.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and (
+            node.attr == "errno" or (isinstance(node.value, ast.Name) and node.value.id == "errno")
+        )
+    }
+    assert name_numbers <= OF_THEIR_OWN.keys()
