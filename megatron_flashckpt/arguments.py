@@ -16,6 +16,8 @@ from typing import Any
 
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.layout.names import common_name
+from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
     from megatron_flashckpt.megatron_lm import plain, side_state
     from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 
-    storage = PosixStorage(root)
+    storage = PatientStorage(PosixStorage(root))
     refused: FlashCkptError | None = None
     for iteration in _candidates(storage, step):
         try:
@@ -76,7 +78,7 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
     return None
 
 
-def _candidates(storage: PosixStorage, step: int | None) -> Iterator[int]:
+def _candidates(storage: Storage, step: int | None) -> Iterator[int]:
     """Yield the iterations to try: the one that is named, then older ones if they may be used."""
     from megatron_flashckpt import inspection
     from megatron_flashckpt.recovery import named_in

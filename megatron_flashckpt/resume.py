@@ -24,6 +24,7 @@ from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.recovery import Candidates, Named, named_in, with_save
 from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.session import session
+from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def _load_newest(
         What was loaded, and whether it is of another history than what is in memory.
     """
     step = getattr(margs, "ckpt_step", None)
-    storage = None if load_dir is None else PosixStorage(load_dir)
+    storage = None if load_dir is None else PatientStorage(PosixStorage(load_dir))
 
     def look() -> Named:
         if storage is None:

@@ -54,6 +54,11 @@ class KeptFiles:
             self._files.move_to_end(name)
             return self._files[name]
 
+    def drop(self, name: str) -> None:
+        """Have the next read open the file `name` again, by its name."""
+        with self._lock:
+            self._files.pop(name, None)
+
 
 def read_parts(fd: int, offset: int, parts: Sequence[memoryview], seen: Seen | None = None) -> int:
     """Fill `parts`, end to end, from byte `offset` of the file `fd`; return the bytes read.
@@ -74,10 +79,10 @@ def read_parts(fd: int, offset: int, parts: Sequence[memoryview], seen: Seen | N
                 for part in block:
                     seen(part)
             continue
-        while got < wanted and (more := os.preadv(fd, _cut(block, got), offset + filled + got)):
+        while got < wanted and (more := os.preadv(fd, cut(block, got), offset + filled + got)):
             got += more
         if seen is not None:
-            for part in _cut(block, 0, got):
+            for part in cut(block, 0, got):
                 seen(part)
         filled += got
         if got < wanted:
@@ -103,7 +108,7 @@ def _blocks(parts: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], int
         yield block, BLOCK_NBYTES - room
 
 
-def _cut(block: list[memoryview], low: int, high: int | None = None) -> list[memoryview]:
+def cut(block: Sequence[memoryview], low: int, high: int | None = None) -> list[memoryview]:
     """Return bytes `[low, high)` of a block."""
     found = []
     for part in block:

@@ -4,7 +4,8 @@ Run by `tests/megatron/jobs.py`. Starting Megatron costs most of a test's time, 
 many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`; `args`
 are set on Megatron's arguments before the call, `config` are settings of ours; a save with
 `then_load` copies slowly, and that directory is loaded as soon as it returns; before it, and before
-a case with `spoiled`, all weights change. What each call did on each rank is appended to
+a case with `spoiled`, all weights change; with `trouble` `{"on", "errno", "times", "name"}` the next
+reads of files of that name fail on rank `on`. What each call did on each rank is appended to
 `TRACE_DIR/rank_<r>.jsonl`.
 """
 
@@ -36,6 +37,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.stager import Stager
 from megatron_flashckpt.session import session
+from megatron_flashckpt.storage import patient
 
 RANK = int(os.environ["RANK"])
 
@@ -65,6 +67,24 @@ copy_late = Stager._copy_late
 def copy_slowly(self: Stager, job: Any) -> None:
     time.sleep(0.5)
     copy_late(self, job)
+
+
+read_file = os.preadv
+
+
+def read_with(trouble: dict[str, Any] | None) -> Any:
+    """Return `os.preadv`, or one that fails as a server in trouble makes it."""
+    if trouble is None or trouble["on"] != RANK:
+        return read_file
+    left = [trouble["times"]]
+
+    def refuse(fd: int, *rest: Any) -> int:
+        if left[0] and trouble["name"] in os.readlink(f"/proc/self/fd/{fd}"):
+            left[0] -= 1
+            raise OSError(trouble["errno"], os.strerror(trouble["errno"]))
+        return read_file(fd, *rest)
+
+    return refuse
 
 
 def weights_digest(model: list[torch.nn.Module]) -> str:
@@ -103,6 +123,7 @@ def main() -> None:
     )
     args.load = load
     original = copy.copy(vars(args))
+    patient.RETRIES_S = (0.01, 0.02, 0.03)
     for case in json.loads(Path(os.environ["CASES"]).read_text()):
         vars(args).clear()
         vars(args).update({**original, **case["args"]})
@@ -111,6 +132,7 @@ def main() -> None:
         session.config = msgspec.convert(settings, Config)
         Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
         AgentClient.staged = break_doorbell if case.get("no_doorbell_on") == RANK else ring
+        os.preadv = read_with(case.get("trouble"))
         Stager._copy_late = copy_slowly if "then_load" in case else copy_late
         if "then_load" in case or case.get("spoiled"):  # not what any other case has loaded
             for chunk in model:

@@ -6,6 +6,7 @@ One job saves iterations 2 and 4. Another takes all kinds of damage through Mega
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -149,6 +150,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], dict, str, str]] = {
         r"(?s)every checkpoint is damaged:\n  4 in storage: .*rank_00001.*\n  2 in .*rank_00000",
     ),
 }
+#: name -> (what rank 1 meets in reading its newest shard, the iteration that is loaded)
+TROUBLE: dict[str, tuple[dict, int]] = {
+    "an error that passes": ({"errno": errno.EIO, "times": 3}, 4),
+    "a stale handle": ({"errno": errno.ESTALE, "times": 1}, 4),
+    "an error that lasts": ({"errno": errno.EIO, "times": 1000}, 2),
+    "a file that is gone": ({"errno": errno.ESTALE, "times": 1000}, 2),
+}
+AWAY = "storage that is away"
 
 
 class Ran:
@@ -160,6 +169,12 @@ class Ran:
         cases = [self._case("older", None, {"args": {"ckpt_step": 2}})]
         cases += [self._case("newest", None, {})]
         cases += [self._case(name, damage, {}) for name, (damage, _) in DAMAGE.items()]
+        for name, (trouble, _) in {
+            **TROUBLE,
+            AWAY: ({"errno": errno.ETIMEDOUT, "times": 1000}, 0),
+        }.items():
+            where = {"on": 1, "name": f"{NEWEST}/rank_", **trouble}
+            cases.append(self._case(name, None, {}) | {"trouble": where})
         cases += [self._case(name, tell, more) for name, (tell, more, *_) in REFUSED.items()]
         (tmp_path / "cases.json").write_text(json.dumps(cases))
         self.result = succeeded(
@@ -249,6 +264,28 @@ def test_what_is_no_damage_or_was_asked_for_stops_on_all_ranks_alike(ran: Ran, n
         assert re.search(says, event["error"][1]), event["error"][1]
     assert ran.blocks(name) == []
     assert ran.after(name) == ran.before[name]
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_no_iteration_is_lost_to_an_error_that_passes(ran: Ran, name: str) -> None:
+    trouble, loaded = TROUBLE[name]
+    for event in ran.of(name):
+        assert (event["error"], event["result"]) == (None, loaded)
+    assert ran.states(name) == ran.states("newest" if loaded == 4 else "older")
+    assert len(ran.blocks(name)) == (loaded == 2)
+    place = re.escape(str(ran.tmp_path / name.replace(" ", "_")))
+    retries = re.findall(rf"{place}/.*; retry (\d) of 3 in", ran.result.log)
+    # Several threads read; each says so once per retry.
+    assert sorted(set(retries)) == [str(n + 1) for n in range(min(trouble["times"], 3))]
+
+
+def test_storage_that_is_away_stops_all_ranks_and_loses_no_iteration(ran: Ran) -> None:
+    for event in ran.of(AWAY):
+        assert event["error"] is not None
+        assert event["error"][0] == "StorageError"
+        assert "rank_0000" in event["error"][1]
+        assert "storage is away: look at" in event["error"][1]
+    assert ran.blocks(AWAY) == []
 
 
 def test_training_on_from_a_damaged_directory_is_training_on_from_the_older_one(ran: Ran) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.storage.reading import KeptFiles
 
@@ -53,7 +54,15 @@ class PosixBackend:
         }
 
 
-BACKENDS = {"posix": PosixBackend}
+class PatientBackend(PosixBackend):
+    """The same, as loads see it."""
+
+    def __init__(self, outer: Path) -> None:
+        super().__init__(outer)
+        self.storage = PatientStorage(self.storage)
+
+
+BACKENDS = {"posix": PosixBackend, "patient": PatientBackend}
 DATA = bytes(range(256)) * 40
 #: An absolute name, which tests complete so that a storage that obeys it does no harm.
 ABSOLUTE = "absolute"

@@ -1,0 +1,151 @@
+"""Storage whose reads wait out errors that pass: what loads read through.
+
+A server that is away for a moment must not send a job back to an older checkpoint. Each attempt
+opens the file by its name again: a handle that went stale (ESTALE) stays stale. The other ranks
+wait in a collective meanwhile, so all retries of one load together take a bounded time.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.storage.base import Durable, Kind, Storage, Writer
+from megatron_flashckpt.storage.reading import KeptFiles, Seen, cut
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: Seconds before each further attempt.
+RETRIES_S = (2.0, 8.0, 20.0)
+#: Each pause is longer or shorter by up to this share: not all ranks ask again at once.
+_JITTER = 0.1
+#: Seconds that one load waits in all. Megatron's collectives time out after 600 s by default.
+PATIENCE_S = 120.0
+#: Not the generator that is part of a checkpoint.
+_random = random.SystemRandom()
+
+
+class PatientStorage:
+    """See `storage.base.Storage`. One for each load; writes are not retried."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._lock = threading.Lock()
+        self._waited_s = 0.0
+        #: When the last pause of any thread ends; `time.monotonic`.
+        self._pauses_end = 0.0
+
+    @property
+    def place(self) -> str:
+        return self._storage.place
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        return self._patiently(lambda: self._storage.read(name, offset, nbytes))
+
+    def read_into(
+        self,
+        name: str,
+        offset: int,
+        parts: Sequence[memoryview],
+        seen: Seen | None = None,
+        kept: KeptFiles | None = None,
+    ) -> int:
+        done = 0
+
+        def note(block: memoryview) -> None:
+            nonlocal done
+            done += block.nbytes
+            if seen is not None:
+                seen(block)
+
+        def read() -> int:
+            # A digest has seen the first bytes already, and must not see them again.
+            before = done
+            rest = cut(parts, before) if before else parts
+            return before + self._storage.read_into(name, offset + before, rest, note, kept)
+
+        return self._patiently(read, lambda: kept.drop(name) if kept is not None else None)
+
+    def size(self, name: str) -> int:
+        return self._patiently(lambda: self._storage.size(name))
+
+    def list(self, directory: str) -> list[str]:
+        return self._patiently(lambda: self._storage.list(directory))
+
+    def present(self, directory: str, names: Iterable[str]) -> set[str]:
+        wanted = tuple(names)
+        return self._patiently(lambda: self._storage.present(directory, wanted))
+
+    def kind(self, name: str) -> Kind | None:
+        return self._patiently(lambda: self._storage.kind(name))
+
+    def _patiently(
+        self, attempt: Callable[[], _T], before: Callable[[], object] | None = None
+    ) -> _T:
+        """Return `attempt()`, tried again after errors that may pass.
+
+        Args:
+            before: called before every further attempt.
+        """
+        for number, pause_s in enumerate(RETRIES_S, 1):
+            try:
+                return attempt()
+            except StorageError as error:
+                if not may_pass(error) or not self._may_wait(pause_s):
+                    raise
+                logger.warning(
+                    "%s; retry %d of %d in %.1f s",
+                    error.strerror,
+                    number,
+                    len(RETRIES_S),
+                    pause_s,
+                )
+            time.sleep(pause_s * _random.uniform(1 - _JITTER, 1 + _JITTER))
+            if before is not None:
+                before()
+        return attempt()
+
+    def _may_wait(self, pause_s: float) -> bool:
+        """Return whether a pause fits into the patience; those of several threads count once."""
+        now = time.monotonic()
+        with self._lock:
+            longer_s = max(0.0, now + pause_s - max(now, self._pauses_end))
+            if self._waited_s + longer_s > PATIENCE_S:
+                return False
+            self._waited_s += longer_s
+            self._pauses_end = max(self._pauses_end, now + pause_s)
+            return True
+
+    # ------------------------------------------------------------------ writes, as they are
+
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        self._storage.put(name, data, durable, guard)
+
+    def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
+        return self._storage.rewrite(name, expected, data)
+
+    def create(self, name: str, nbytes: int) -> Writer:
+        return self._storage.create(name, nbytes)
+
+    def delete(self, name: str) -> None:
+        self._storage.delete(name)
+
+    def move(self, name: str, to: str) -> None:
+        self._storage.move(name, to)
+
+    def delete_directory(self, name: str) -> None:
+        self._storage.delete_directory(name)

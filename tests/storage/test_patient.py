@@ -1,0 +1,188 @@
+"""Reads of a load outlast errors that pass; what lasts has the class that the table gives it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from megatron_flashckpt.error_classes import TABLE
+from megatron_flashckpt.errors import StorageError, is_damage
+from megatron_flashckpt.storage import patient
+from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.reading import BLOCK_NBYTES, KeptFiles
+
+PASSING = sorted(number for number, of in TABLE.items() if of.may_pass)
+CONTENT = random.Random(1).randbytes(3 * BLOCK_NBYTES + 100)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patient, "RETRIES_S", (0.001, 0.001, 0.001))
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> PatientStorage:
+    (tmp_path / "file").write_bytes(CONTENT)
+    return PatientStorage(PosixStorage(tmp_path))
+
+
+class Refusing:
+    """A call that fails from call `first` on, `count` times."""
+
+    def __init__(self, call: Callable[..., Any], number: int, count: int, first: int = 1) -> None:
+        self._call, self._number = call, number
+        self._fails = range(first, first + count)
+        self._lock = threading.Lock()
+        self.calls = 0
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        with self._lock:
+            self.calls += 1
+            fails = self.calls in self._fails
+        if fails:
+            raise OSError(self._number, os.strerror(self._number))
+        return self._call(*args, **named)
+
+
+OPERATIONS: dict[str, tuple[str, Callable[[PatientStorage], object], object]] = {
+    "read": ("open", lambda it: it.read("file"), CONTENT),
+    "size": ("stat", lambda it: it.size("file"), len(CONTENT)),
+    "list": ("listdir", lambda it: it.list(""), ["file"]),
+    "present": ("open", lambda it: it.present("", (n for n in ["file", "no"])), {"file"}),
+    "kind": ("stat", lambda it: it.kind("file"), "file"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_read_outlasts_as_many_errors_as_there_are_retries(
+    storage: PatientStorage,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    operation: str,
+) -> None:
+    call, work, expected = OPERATIONS[operation]
+    refusing = Refusing(getattr(os, call), errno.EIO, 3)
+    monkeypatch.setattr(os, call, refusing)
+    with caplog.at_level(logging.WARNING):
+        assert work(storage) == expected
+    assert refusing.calls >= 4
+    assert [f"retry {n} of 3" in line for n, line in enumerate(caplog.messages, 1)] == [True] * 3
+    assert all(storage.place in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_error_that_lasts_is_raised_as_it_is(
+    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    call, work, _ = OPERATIONS[operation]
+    refusing = Refusing(getattr(os, call), errno.ETIMEDOUT, 100)
+    monkeypatch.setattr(os, call, refusing)
+    with pytest.raises(StorageError, match="storage is away") as caught:
+        work(storage)
+    assert refusing.calls == 4
+    assert not is_damage(caught.value), "no iteration is lost"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.ELOOP, errno.EUCLEAN])
+def test_what_does_not_pass_is_not_retried(
+    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    refusing = Refusing(os.listdir, number, 1)
+    monkeypatch.setattr(os, "listdir", refusing)
+    with pytest.raises(StorageError):
+        storage.list("")
+    assert refusing.calls == 1
+
+
+def test_a_missing_file_is_not_retried(
+    storage: PatientStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(FileNotFoundError):
+        storage.read("other")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "number", [n for n in PASSING if n != errno.EINTR], ids=errno.errorcode.get
+)
+@pytest.mark.parametrize("first", [1, 3], ids=["at once", "in mid-file"])
+def test_bytes_are_read_and_digested_once_whatever_fails_in_between(
+    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, number: int, first: int
+) -> None:
+    monkeypatch.setattr(os, "preadv", Refusing(os.preadv, number, 2, first))
+    data, other = bytearray(BLOCK_NBYTES + 7), bytearray(len(CONTENT))
+    digest, kept = xxhash.xxh3_64(), KeptFiles()
+    parts = [memoryview(data), memoryview(other)]
+    assert storage.read_into("file", 10, parts, digest.update, kept) == len(CONTENT) - 10
+    assert bytes(data + other)[: len(CONTENT) - 10] == CONTENT[10:]
+    assert digest.hexdigest() == xxhash.xxh3_64_hexdigest(CONTENT[10:])
+
+
+def test_a_file_that_another_host_replaced_is_opened_again_by_its_name(
+    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data, kept = bytearray(4), KeptFiles()
+    storage.read_into("file", 0, [memoryview(data)], kept=kept)
+    (tmp_path / "new").write_bytes(b"abcd")
+    os.replace(tmp_path / "new", tmp_path / "file")
+    monkeypatch.setattr(os, "preadv", Refusing(os.preadv, errno.ESTALE, 1))
+    assert storage.read_into("file", 0, [memoryview(data)], kept=kept) == 4
+    assert data == b"abcd"
+
+
+def test_all_retries_of_a_load_end_in_time_for_the_ranks_that_wait(
+    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of a thousand files could take half a minute otherwise."""
+    monkeypatch.setattr(patient, "RETRIES_S", (0.002, 0.002, 0.002))
+    monkeypatch.setattr(patient, "PATIENCE_S", 0.011)
+    refusing = Refusing(os.listdir, errno.EIO, 1000)
+    monkeypatch.setattr(os, "listdir", refusing)
+    calls = []
+    for _ in range(4):
+        refusing.calls = 0
+        with pytest.raises(StorageError):
+            storage.list("")
+        calls.append(refusing.calls)
+    assert calls == [4, 3, 1, 1]
+
+
+def test_pauses_of_several_threads_count_once(
+    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patient, "PATIENCE_S", 3.0)
+    asleep, slept = threading.Barrier(4), []
+
+    def sleep(seconds: float) -> None:
+        asleep.wait(60.0)
+        slept.append(seconds)
+
+    monkeypatch.setattr(patient, "RETRIES_S", (2.0,))
+    monkeypatch.setattr(patient.time, "sleep", sleep)
+    monkeypatch.setattr(os, "listdir", Refusing(os.listdir, errno.EIO, 4))
+    threads = [threading.Thread(target=storage.list, args=("",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert len(slept) == 4, "each has waited, though all together would wait 8 s"
+    assert all(1.8 <= seconds <= 2.2 for seconds in slept)
+
+
+def test_retries_draw_nothing_from_the_generator_that_a_checkpoint_holds(
+    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = random.getstate()
+    monkeypatch.setattr(os, "listdir", Refusing(os.listdir, errno.EIO, 2))
+    storage.list("")
+    assert random.getstate() == before
