@@ -4,8 +4,8 @@ Run by `tests/megatron/jobs.py`. Starting Megatron costs most of a test's time, 
 many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`; `args`
 are set on Megatron's arguments before the call, `config` are settings of ours; a save with
 `then_load` copies slowly, and that directory is loaded as soon as it returns; before it, and before
-a case with `spoiled`, all weights change; with `trouble` `{"on", "errno", "times", "name"}` the next
-reads of files of that name fail on rank `on`. What each call did on each rank is appended to
+a case with `spoiled`, all weights change; with `trouble` `{"on", "errno", "times", "name"}` the
+next reads of files of that name fail on rank `on`. What each call did on each rank is appended to
 `TRACE_DIR/rank_<r>.jsonl`.
 """
 

@@ -1,0 +1,131 @@
+"""Storage with faults for real processes: `faulty.c`, compiled once, in front of their file calls.
+
+Its rules are described there; `test_library.py` pins them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from megatron_flashckpt.agent import client
+
+SOURCE = Path(__file__).parent / "faulty.c"
+#: All calls that rules can name, but those that no agent uses.
+CALLS = ("open", "read", "write", "fsync", "close", "rename", "link", "unlink", "mkdir", "rmdir")
+CALLS += ("list", "stat", "fallocate", "truncate")
+FOREVER = -1
+
+
+class Hit(NamedTuple):
+    """A call that was refused."""
+
+    pid: int
+    call: str
+    number: int
+    path: str
+
+
+@functools.cache
+def library() -> Path:
+    """Return the compiled library, which goes when this process ends."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("there is no C compiler for the library in front of the file calls")
+    home = tempfile.TemporaryDirectory(prefix="flashckpt-faulty-")
+    _HOMES.append(home)
+    built = Path(home.name) / "faulty.so"
+    made = subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", str(built), str(SOURCE), "-ldl", "-lpthread"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    return built
+
+
+_HOMES: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def fail(
+    call: str,
+    number: int,
+    part: str = "*",
+    *,
+    skip: int = 0,
+    times: int = FOREVER,
+    done: bool = False,
+) -> str:
+    """Return the rule that refuses a call; with `done` it is carried out all the same."""
+    assert call in CALLS
+    return f"{'after' if done else 'fail'} {call} {number} {skip} {times} {part}"
+
+
+def late(milliseconds: int, part: str = "*") -> str:
+    """Return the rule that hides new names from other processes for so long."""
+    return f"late {milliseconds} {part}"
+
+
+def append_only(part: str = "*") -> str:
+    """Return the rule that refuses writes at any position but the end."""
+    return f"append {part}"
+
+
+def no_fallocate() -> str:
+    """Return the rule of a file system that cannot reserve space."""
+    return fail("fallocate", errno.EOPNOTSUPP)
+
+
+class FaultyStorage:
+    """What stands between some processes and the files below `root`."""
+
+    def __init__(self, root: Path, home: Path) -> None:
+        """Args: `home`: an existing directory for the rules, not below `root`."""
+        self._root = root
+        self._rules = home / "faults"
+        self.heal()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a process must be started with."""
+        return {"LD_PRELOAD": str(library()), "FAULTY_STORAGE": str(self._rules)}
+
+    def rule(self, *rules: str) -> None:
+        """Let `rules` count from now on, and no others; all counts start anew."""
+        draft = self._rules.with_suffix(".new")
+        draft.write_text("\n".join([f"root {self._root}", *rules, ""]))
+        draft.replace(self._rules)
+
+    def heal(self) -> None:
+        self.rule()
+
+    def hits(self) -> list[Hit]:
+        """Return all calls that were refused so far."""
+        try:
+            lines = self._rules.with_suffix(".hits").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        split = (line.split(" ", 3) for line in lines)
+        return [Hit(int(pid), call, int(number), path) for pid, call, number, path in split]
+
+    @contextlib.contextmanager
+    def under_agents(self) -> Iterator[None]:
+        """Have the agents that this process starts meanwhile see the faults."""
+        usual = client.agent_environment
+
+        def environment() -> dict[str, str]:
+            return {**usual(), **self.environment}
+
+        with mock.patch.object(client, "agent_environment", environment):
+            yield
