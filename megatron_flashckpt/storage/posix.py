@@ -17,7 +17,7 @@ from megatron_flashckpt.faults import reach
 from megatron_flashckpt.storage.base import Durable, Kind, Stamp, temporary_name
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, DirectIo, is_aligned
 from megatron_flashckpt.storage.fallocate import fallocate
-from megatron_flashckpt.storage.reading import KeptFiles, Seen, read_parts
+from megatron_flashckpt.storage.reading import KeptFiles, OpenFile, Seen, read_parts
 
 logger = logging.getLogger(__name__)
 
@@ -238,30 +238,20 @@ class PosixStorage:
                 fd = _open_nofollow(str(path), os.O_RDWR | os.O_CLOEXEC)
             except FileNotFoundError:
                 return False
-            with open(fd, "r+b", buffering=0) as file:
-                if file.read(len(expected) + 1) != expected:
-                    return False
-                os.pwrite(fd, data, 0)
-                return True
+            file = OpenFile(fd)
+            if _read_at(file.fd, 0, len(expected) + 1) != expected:
+                return False
+            os.pwrite(file.fd, data, 0)
+            return True
 
     def create(self, name: str, nbytes: int) -> PosixWriter:
         return PosixWriter(self._own(name), nbytes, self._direct_io)
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(name)
-        # Unbuffered: a buffer would be of st_blksize, 1 MiB on NFS and 4 MiB on Lustre.
-        with (
-            _explained(path, "read"),
-            open(path, "rb", buffering=0, opener=_open_nofollow) as file,
-        ):
-            file.seek(offset)
-            if nbytes is None:
-                return file.readall()
-            parts = []
-            while nbytes and (part := file.read(nbytes)):
-                parts.append(part)
-                nbytes -= len(part)
-            return b"".join(parts)
+        with _explained(path, "read"):
+            file = OpenFile(_open_nofollow(str(path), os.O_RDONLY | os.O_CLOEXEC))
+            return _read_at(file.fd, offset, nbytes)
 
     def read_into(
         self,
@@ -353,6 +343,19 @@ def _open_nofollow(path: str, flags: int) -> int:
         os.close(fd)
         raise OSError(errno.ESPIPE, "is not a file")
     return fd
+
+
+def _read_at(fd: int, offset: int, nbytes: int | None) -> bytes:
+    """Return `nbytes` of a file from `offset` (None: all); fewer only at its end."""
+    # Not by a file object: its `read` takes EAGAIN for the end of the file.
+    left = max(os.fstat(fd).st_size - offset, 0)
+    left = left if nbytes is None else min(left, nbytes)
+    chunks = []
+    # A directory has a size, too, and says at the first read what it is.
+    while (chunk := os.pread(fd, left, offset)) and left:
+        chunks.append(chunk)
+        left, offset = left - len(chunk), offset + len(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def _is_in(directory_fd: int, name: str) -> bool:

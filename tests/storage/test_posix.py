@@ -427,3 +427,21 @@ def test_an_error_of_storage_is_also_an_os_error_of_ours(storage, root):
         storage.read("d")
     assert isinstance(caught.value, FlashCkptError)
     assert isinstance(caught.value.__cause__, IsADirectoryError)
+
+
+@pytest.mark.parametrize("way", ["read", "rewrite"])
+def test_storage_that_is_busy_is_not_taken_for_the_end_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Python's file objects return None, or the bytes so far, if a read fails with EAGAIN."""
+    storage = PosixStorage(tmp_path)
+    storage.put("file", b"12345678")
+
+    def busy(*args: object) -> bytes:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "pread", busy)
+    with pytest.raises(StorageError, match="busy"):
+        storage.read("file") if way == "read" else storage.rewrite("file", b"12345678", b"abcdefgh")
+    monkeypatch.undo()
+    assert storage.read("file") == b"12345678"
