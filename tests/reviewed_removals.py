@@ -469,6 +469,24 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
+        "storage.patient",
+        *(
+            (
+                f"PatientStorage.{method}",
+                f"self._storage.{call}",
+                CALLER,
+                "storage/test_contract.py::test_delete_removes_that_file_only",
+            )
+            for method, call in (
+                ("put", "put(name, data, durable, guard)"),
+                ("create", "create(name, nbytes)"),
+                ("delete", "delete(name)"),
+                ("delete_directory", "delete_directory(name)"),
+                ("move", "move(name, to)"),
+            )
+        ),
+    ),
+    **review(
         "storage.posix",
         (
             "PosixStorage.delete",

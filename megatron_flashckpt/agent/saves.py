@@ -18,6 +18,7 @@ from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.names import next_attempt
@@ -26,6 +27,8 @@ from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
+#: Pauses before a shard is written again from its first byte, after errors which may pass.
+_WRITE_RETRIES_S = (0.5, 2.0, 8.0)
 #: Slots of a node that are digested at a time after a crash.
 _UNREAD_THREADS = 4
 
@@ -284,11 +287,28 @@ class Saves:
             if save.past is not None:
                 return info.digests or digest_slot(slot, header)
         meta, cost = save.metas[number], save.costs.get(number)
+        flow = self._node.flow
+
+        def persist() -> tuple[str, ...]:
+            return persist_slot(save.storage, slot, header, meta, cost, flow, lambda: info.digests)
+
         traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
-            return persist_slot(
-                save.storage, slot, header, meta, cost, self._node.flow, lambda: info.digests
-            )
+            for pause_s in _WRITE_RETRIES_S:
+                try:
+                    return persist()
+                except OSError as error:
+                    if not may_pass(error) or self._is_over(save):
+                        raise
+                    logger.warning("rank %d: writes again in %.1f s: %s", number, pause_s, error)
+                time.sleep(pause_s)
+            return persist()
+
+    def _is_over(self, save: PendingSave) -> bool:
+        """Return whether `save` has failed elsewhere or timed out: nobody needs its shards."""
+        with self._node.changed:
+            given_up = self._committer.pending.get(save.save_id) is not save
+            return given_up or save.error is not None
 
     def _report(
         self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float

@@ -108,6 +108,7 @@ def test_an_io_error_anywhere_fails_the_save_on_every_rank_and_leaves_nothing_of
 ) -> None:
     monkeypatch.setattr(commit, "_TROUBLE_S", 0.5)
     monkeypatch.setattr(commit, "_NOTE_RETRIES_S", ())
+    monkeypatch.setattr(saves, "_WRITE_RETRIES_S", (0.01, 0.01))
     with agent_here(node, root):
         trainers = [node.trainer(root, rank, 2) for rank in range(2)]
         assert save_all(trainers, 1) == [None, None]
@@ -201,6 +202,7 @@ def test_an_agent_that_is_told_to_end_digests_nothing_more(
     node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Digests of what dead trainers left serve a restart, and that memory is about to go."""
+    monkeypatch.setattr(saves, "_WRITE_RETRIES_S", ())
     digested = threading.Event()
     began: list[int] = []
 

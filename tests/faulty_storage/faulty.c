@@ -12,7 +12,8 @@
  * PART `*` is in every path. CALL is open, read, write, fsync, close, rename, link, unlink, mkdir,
  * rmdir, list, stat, fallocate, truncate or statfs. A close that fails closes all the same, as in
  * Linux. What was refused is appended to FAULTY_STORAGE.hits; the names that processes have made
- * stand in FAULTY_STORAGE.names, shared. A name that replaces another is visible at once.
+ * stand in FAULTY_STORAGE.names, shared. A name that replaces another is visible at once. So is a
+ * name to a process that was told of it (EEXIST), and a directory in which the process has made one.
  *
  * Counts are of one process and of one version of the rules. Own work is done by plain system
  * calls, so that nothing here calls itself.
@@ -252,7 +253,49 @@ static void made(const char *path) {
     }
 }
 
+static _Atomic uint64_t known[4096];
+
+/* Let this process see a name from now on. */
+static void learn(const char *path) {
+    uint64_t hash = hash_of(path);
+    for (int n = 0; n < 4096; n++) {
+        uint64_t free = 0;
+        _Atomic uint64_t *place = &known[(hash + (uint64_t)n) % 4096];
+        if (atomic_load(place) == hash || atomic_compare_exchange_strong(place, &free, hash))
+            return;
+    }
+}
+
+static int is_known(const char *path) {
+    uint64_t hash = hash_of(path);
+    for (int n = 0; n < 4096; n++) {
+        uint64_t there = atomic_load(&known[(hash + (uint64_t)n) % 4096]);
+        if (there == hash || there == 0)
+            return there == hash;
+    }
+    return 0;
+}
+
+/* Learn from what came of making a name. */
+static void learn_from(int result, const char *path) {
+    char parent[PATH_MAX];
+    int number = errno;
+    char *end;
+    if (result < 0 && number == EEXIST)
+        learn(path);
+    else if (result >= 0) {
+        snprintf(parent, sizeof parent, "%s", path);
+        if ((end = strrchr(parent, '/')) != NULL) {
+            *end = 0;
+            learn(parent);
+        }
+    }
+    errno = number;
+}
+
 static int is_hidden(const struct rules *rules, const char *path) {
+    if (is_known(path))
+        return 0;
     for (int n = 0; n < rules->count; n++) {
         const struct rule *rule = &rules->rule[n];
         if (rule->verb != LATE || !concerns(rule, path))
@@ -305,6 +348,8 @@ static int is_hidden(const struct rules *rules, const char *path) {
     int fd = doing; \
     if (fd >= 0 && is_new) \
         made(path); \
+    if (ours && ((flags) & O_CREAT)) \
+        learn_from(fd, path); \
     return fd
 
 #define MODE(flags) \
@@ -417,6 +462,8 @@ WRITE_AT(pwritev64v2, (int fd, const struct iovec *from, int n, off64_t at, int 
         int result = real given; \
         if (!result && is_new) \
             made(path); \
+        if (ours) \
+            learn_from(result, path); \
         DONE(call, result, -1); \
     }
 

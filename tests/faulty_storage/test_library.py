@@ -218,3 +218,17 @@ def test_a_name_that_replaces_another_is_seen_at_once(
     faulty.rule(late(3_600_000))
     tell(faulty, root, "open(at('new'), 'w').write('2')", "os.replace(at('new'), at('file'))")
     assert tell(faulty, root, "attempt('it', lambda: open(at('file')).read())") == {"it": "2"}
+
+
+def test_a_process_that_was_told_of_a_name_sees_it(faulty: FaultyStorage, tmp_path: Path) -> None:
+    root = tmp_path / "save"
+    faulty.rule(late(3_600_000))
+    tell(faulty, root, "os.mkdir(at('one'))", "os.mkdir(at('other'))", "os.mkdir(at('third'))")
+    told = tell(
+        faulty,
+        root,
+        "attempt('mkdir', lambda: os.mkdir(at('one')))",
+        "open(at('other/file'), 'w').close()",
+        *(f"attempt({n!r}, lambda: os.stat(at({n!r})) and 1)" for n in ("one", "other", "third")),
+    )
+    assert told == {"mkdir": "EEXIST", "one": 1, "other": 1, "third": "ENOENT"}

@@ -1,0 +1,195 @@
+"""Real agents on storage with faults: what passes breaks no save, what lasts breaks one save."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.error_classes import TABLE, class_of
+from megatron_flashckpt.layout import names
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact, files_of_ours, save_all
+from tests.faulty_storage.library import FaultyStorage, append_only, fail, late, no_fallocate
+
+#: Numbers that network file systems report while they are in trouble.
+PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN, errno.ESHUTDOWN)
+#: The calls of a save, in order, each with a part of the path of the file.
+STEPS = [
+    ("mkdir", "{iteration}"),
+    ("open", "safetensors"),
+    ("fallocate", "safetensors"),
+    ("write", "safetensors"),
+    ("fsync", "safetensors"),
+    ("close", "safetensors"),
+    ("fsync", "{iteration}"),
+    ("write", ".commit"),
+    ("close", ".commit"),
+    ("rename", ".commit"),
+    ("list", "{iteration}"),
+    ("stat", ".commit"),
+    ("open", ".commit"),
+    ("read", ".commit"),
+    ("stat", "safetensors"),
+    ("write", "common"),
+    ("fsync", "common"),
+    ("rename", "common"),
+    ("open", "manifest.json"),
+    ("write", "manifest.json"),
+    ("close", "manifest.json"),
+    ("rename", "manifest.json"),
+    ("read", names.TRACKER),
+    ("fsync", names.TRACKER),
+    ("rename", names.TRACKER),
+]
+
+
+@pytest.fixture
+def faulty(root: Path, tmp_path: Path, node: Node) -> Iterator[FaultyStorage]:
+    made = FaultyStorage(root, tmp_path)
+    with made.under_agents():
+        yield made
+        made.heal()
+
+
+def files_open(node: Node, root: Path) -> list[str]:
+    """Return the files below `root` that agents have open."""
+    fds = [fd for pid in node.agents() for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    opened = []
+    for fd in fds:
+        try:
+            opened.append(os.readlink(fd))
+        except FileNotFoundError:  # closed meanwhile
+            continue
+    return sorted(path for path in opened if path.startswith(f"{root}/"))
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["refused", "done but reported"])
+def test_an_error_that_passes_at_any_call_breaks_no_save(
+    node: Node, root: Path, faulty: FaultyStorage, done: bool
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    steps = STEPS if not done else [step for step in STEPS if step[0] in ("rename", "mkdir")]
+    for iteration, (call, part) in enumerate(steps, 1):
+        number = PASSING[iteration % len(PASSING)]
+        part = part.format(iteration=names.iteration_dir(iteration))
+        faulty.rule(fail(call, number, part, times=1, done=done))
+        said = f"{errno.errorcode[number]} at {call} of {part}"
+        assert save_all(trainers, iteration) == [None, None], said
+        hits = faulty.hits()
+        assert len(hits) == iteration, f"{said} was never come to"
+        assert (hits[-1].call, hits[-1].number) == (call, number)
+        assert {hit.pid for hit in hits} <= set(node.agents())
+        assert_intact(root, iteration, trainers)
+        assert files_open(node, root) == []
+
+
+#: What no retry helps against, by where it happens.
+LASTING = {
+    "a full disk": ("write", errno.ENOSPC, "safetensors"),
+    "no room for the file": ("fallocate", errno.ENOSPC, "safetensors"),
+    "a quota, seen when the file is closed": ("close", errno.EDQUOT, "safetensors"),
+    "a full disk, seen when the file is closed": ("close", errno.ENOSPC, "safetensors"),
+    "read-only": ("open", errno.EROFS, "safetensors"),
+    "no permission": ("mkdir", errno.EACCES, "iter_"),
+    "a file system that cannot rename": ("rename", errno.EPERM, ".commit"),
+    "a manifest that cannot be put": ("rename", errno.EDQUOT, "manifest.json"),
+    "common state that cannot be written": ("fsync", errno.ENOSPC, "common"),
+    "records that cannot be listed": ("list", errno.EACCES, "iter_"),
+}
+
+
+def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
+    node: Node, root: Path, faulty: FaultyStorage
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    assert save_all(trainers, 1) == [None, None]
+    durable = 1
+    for name, (call, number, part) in LASTING.items():
+        before = files_of_ours(root)
+        faulty.rule(fail(call, number, part))
+        errors = save_all(trainers, durable + 1)
+        assert errors[0] is not None, name
+        assert errors == [errors[0]] * 2, name
+        assert str(root / names.iteration_dir(durable + 1)) in errors[0], name
+        assert os.strerror(number) in errors[0], name
+        assert errors[0].endswith(class_of(number).remedy), name
+        assert (root / names.TRACKER).read_text() == str(durable)
+        assert files_open(node, root) == [], name
+        faulty.heal()
+        assert_intact(root, durable, trainers)
+        # More saves than slots: no slot is lost to a failure.
+        for _ in range(2):
+            durable += 2
+            assert save_all(trainers, durable) == [None, None], name
+            assert_intact(root, durable, trainers)
+        left = [file for file in files_of_ours(root) if file not in before]
+        assert all(f"{durable:07d}" in file or f"{durable - 2:07d}" in file for file in left), name
+    log = (node.directory(root) / LOG).read_text()
+    # A rank that stages after the failure of the other is a save of its own, with the same result.
+    said = set(re.findall(r"iteration \d+ was not saved: .*", log))
+    assert len(said) == len(LASTING)
+
+
+def test_a_tracker_that_cannot_be_moved_leaves_the_former_and_both_checkpoints(
+    node: Node, root: Path, faulty: FaultyStorage
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    assert save_all(trainers, 1) == [None, None]
+    faulty.rule(fail("rename", errno.EACCES, names.TRACKER))
+    error = save_all(trainers, 2)[0]
+    assert error is not None
+    assert str(root / names.TRACKER) in error
+    assert_intact(root, 1, trainers)
+    assert (root / names.iteration_dir(2) / names.MANIFEST).exists()
+    faulty.heal()
+    assert save_all(trainers, 3) == [None, None]
+    assert_intact(root, 3, trainers)
+
+
+def test_nodes_that_see_each_others_files_late_commit(
+    node: Node, other_node: Node, root: Path, faulty: FaultyStorage
+) -> None:
+    delay_s = 0.7
+    faulty.rule(late(int(1000 * delay_s), "iter_"))
+    trainers = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)]
+    for iteration in (1, 2):
+        save_id = f"{iteration:012x}"
+        for trainer in trainers:
+            trainer.stage(iteration, save_id)
+        outcomes = [trainer.outcome(60.0) for trainer in trainers]
+        assert [outcome.error for outcome in outcomes] == [None, None]
+        # Not before the other node's record was seen, nor before the manifest was.
+        assert all(outcome.seconds > delay_s for outcome in outcomes)
+        assert_intact(root, iteration, trainers)
+
+
+def test_a_file_system_without_fallocate_holds_checkpoints(
+    node: Node, root: Path, faulty: FaultyStorage
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    faulty.rule(no_fallocate())
+    assert save_all(trainers, 1) == [None, None]
+    assert_intact(root, 1, trainers)
+    assert {hit.call for hit in faulty.hits()} == {"fallocate"}
+
+
+def test_a_file_system_that_writes_at_the_end_only_fails_saves_by_name(
+    node: Node, root: Path, faulty: FaultyStorage
+) -> None:
+    trainers = [node.trainer(root, rank, 2) for rank in range(2)]
+    faulty.rule(append_only(), no_fallocate())
+    error = save_all(trainers, 1)[0]
+    assert error is not None
+    assert "writes at any position of a file" in error
+    assert not (root / names.TRACKER).exists()
+    assert files_open(node, root) == []
+
+
+def test_all_that_may_pass_is_in_the_table() -> None:
+    assert all(TABLE[number].may_pass for number in PASSING)
