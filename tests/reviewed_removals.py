@@ -519,12 +519,6 @@ REVIEWED: dict[Call, Reason] = {
             "storage/test_posix.py::test_a_put_does_not_remove_what_has_the_name_of_its_temporary",
         ),
         (
-            "PosixStorage.rewrite",
-            "open(fd, 'r+b', buffering=0)",
-            "a file that holds what the caller expects",
-            "storage/test_contract.py::test_a_rewrite_leaves_what_it_does_not_expect",
-        ),
-        (
             "PosixWriter.__init__",
             "os.open(path, flags, 438)",
             CALLER,
