@@ -155,6 +155,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """With `on_failure: warn`: stop training all the same when so many saves have failed one after
     the other; `None`: never."""
 
+    stop_on_failed_first_save: bool = True
+    """With `on_failure: warn`: stop training all the same if a save fails for a reason that only a
+    person can end (no space, no quota, read-only, no permission, an operation that the file system
+    does not support) and none of this start of the job was committed before."""
+
     exit_nonzero_unless_durable: bool = True
     """Exit with status 1 if the job's last save to storage is not durable when the job ends, as
     stock Megatron does when a save fails. Another status that the script exits with, and an

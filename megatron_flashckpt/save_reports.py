@@ -31,6 +31,8 @@ class SaveReports:
         """Whether an agent was there when the checkpointer was closed."""
         #: Newest iteration that is durable in `root`, as far as this rank knows.
         self._durable: int | None = None
+        self.has_committed = False
+        """A save of this process is durable."""
         #: Iteration of the last save to storage; None: it is durable, or there was none.
         self._open: int | None = None
         #: Why that save has failed; None: its outcome was not reported yet.
@@ -46,6 +48,7 @@ class SaveReports:
 
     def committed(self, outcome: Outcome) -> None:
         """Report a durable checkpoint."""
+        self.has_committed = True
         self._durable = max(outcome.iteration, self._durable or 0)
         if self._open == outcome.iteration:
             self._open = None

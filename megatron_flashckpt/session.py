@@ -51,10 +51,21 @@ class _Open:
     """Those of which this rank has checked its own part last."""
     failures_in_a_row: int = 0
 
-    def why_stop(self, failed: Outcome, config: Config) -> str | None:
-        """Return why training must stop after a failed save; None: it continues."""
+    def why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
+        """Return why training must stop after a failed save; None: it continues.
+
+        Args:
+            last: training has ended.
+        """
         if config.on_failure == "raise":
             return failed.error
+        is_first = config.stop_on_failed_first_save and not self.reports.has_committed
+        if is_first and failed.lasts and not last:
+            return (
+                f"training stops, as no save of this start has succeeded yet and iteration "
+                f"{failed.iteration} has failed for a reason that stays until somebody acts "
+                f"('stop_on_failed_first_save: false' lets it continue): {failed.error}"
+            )
         allowed = config.failures_in_a_row
         if allowed is None or self.failures_in_a_row < allowed:
             return None
@@ -181,7 +192,8 @@ class Session:
             announces: say so, in Megatron's words, if there is something to wait for.
 
         Raises:
-            SaveFailedError: a save failed and `on_failure` is `raise`, or `failures_in_a_row` did.
+            SaveFailedError: a save failed and `on_failure` is `raise`, or `failures_in_a_row` did,
+                or the first one did (`stop_on_failed_first_save`).
         """
         self._forget_inherited()
         failures = []
@@ -195,7 +207,7 @@ class Session:
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
                 if not self._report(each, outcome):
                     each.failures_in_a_row += 1
-                    failures.append(each.why_stop(outcome, self.config))
+                    failures.append(each.why_stop(outcome, self.config, last=last))
                 elif not outcome.kept:  # what went to memory says nothing of storage
                     each.failures_in_a_row = 0
         if reasons := [reason for reason in failures if reason]:

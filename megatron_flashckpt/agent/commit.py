@@ -28,7 +28,7 @@ from megatron_flashckpt.agent.pending import PendingSave, gave_up
 from megatron_flashckpt.agent.presence import look
 from megatron_flashckpt.agent.record_files import check_shards, read_records, why_gone
 from megatron_flashckpt.agent.several import for_all
-from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -111,6 +111,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         if may_pass(error) and _is_worth_a_retry(save):
             logger.warning("iteration %d: tries again: %s", save.iteration, error)
             return _expired(save, timeout_s)
+        save.lasts = will_last(error)
         return _failed(save, str(error))
     except Exception as error:  # or the thread that concludes all saves would end here
         logger.exception("iteration %d", save.iteration)

@@ -210,6 +210,7 @@ class Committer:
             differing=save.differing,
             compared=save.compared,
             failed_ranks=tuple(sorted(self._failed_ranks(save))),
+            lasts=error is not None and save.lasts,
         )
         state = SlotState.DURABLE if error is None else SlotState.FAILED
         if save.outlived:

@@ -34,6 +34,8 @@ class PendingSave:
     compared: bool = False
     """What its manifest says of copies, once it is committed."""
     error: str | None = None
+    lasts: bool = False
+    """Only a person can end what this node has failed at (`error_classes.will_last`)."""
     failed: set[int] = dataclasses.field(default_factory=set)
     """Ranks of this node whose part has failed. A rank may have published its record before."""
     superseded_by: int | None = None

@@ -64,6 +64,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """What the manifest of a committed save says of copies."""
     failed_ranks: tuple[int, ...] = ()
     """Ranks of this node whose own part has failed; others may have failed elsewhere."""
+    lasts: bool = False
+    """Only a person can end the reason of the failure, as far as this node knows it."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

@@ -18,7 +18,7 @@ from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
-from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.faults import reach
 from megatron_flashckpt.layout.names import next_attempt
@@ -260,9 +260,10 @@ class Saves:
         info = slots.infos[slot.index]
         started = time.monotonic()
         try:
-            digests = self._made_durable(number, slot, header, info, save)
+            digests = self._insist(number, slot, header, info, save)
         except Exception as failure:  # whatever it is, the trainers must learn of it
             error = _shown(failure)
+            save.lasts = save.lasts or will_last(failure)
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
         seconds = time.monotonic() - started
         with self._node.changed:
@@ -274,6 +275,26 @@ class Saves:
         if given_up:
             # The save failed elsewhere while this shard was being written.
             forget(save)
+
+    def _insist(
+        self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
+    ) -> tuple[str, ...]:
+        """Do as `_made_durable`, again if an error may pass."""
+        for pause_s in _WRITE_RETRIES_S:
+            try:
+                return self._made_durable(number, slot, header, info, save)
+            except OSError as error:
+                if not may_pass(error) or self._is_over(save):
+                    raise
+                logger.warning("rank %d: writes again in %.1f s: %s", number, pause_s, error)
+            time.sleep(pause_s)
+        return self._made_durable(number, slot, header, info, save)
+
+    def _is_over(self, save: PendingSave) -> bool:
+        """Return whether `save` has failed elsewhere or timed out: nobody needs its shards."""
+        with self._node.changed:
+            given_up = self._committer.pending.get(save.save_id) is not save
+            return given_up or save.error is not None
 
     def _made_durable(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
@@ -287,28 +308,11 @@ class Saves:
             if save.past is not None:
                 return info.digests or digest_slot(slot, header)
         meta, cost = save.metas[number], save.costs.get(number)
-        flow = self._node.flow
-
-        def persist() -> tuple[str, ...]:
-            return persist_slot(save.storage, slot, header, meta, cost, flow, lambda: info.digests)
-
         traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
-            for pause_s in _WRITE_RETRIES_S:
-                try:
-                    return persist()
-                except OSError as error:
-                    if not may_pass(error) or self._is_over(save):
-                        raise
-                    logger.warning("rank %d: writes again in %.1f s: %s", number, pause_s, error)
-                time.sleep(pause_s)
-            return persist()
-
-    def _is_over(self, save: PendingSave) -> bool:
-        """Return whether `save` has failed elsewhere or timed out: nobody needs its shards."""
-        with self._node.changed:
-            given_up = self._committer.pending.get(save.save_id) is not save
-            return given_up or save.error is not None
+            return persist_slot(
+                save.storage, slot, header, meta, cost, self._node.flow, lambda: info.digests
+            )
 
     def _report(
         self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float

@@ -13,12 +13,10 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
-
-from megatron_flashckpt.agent import client
 
 SOURCE = Path(__file__).parent / "faulty.c"
 #: All calls that rules can name, but those that no agent uses.
@@ -122,10 +120,12 @@ class FaultyStorage:
     @contextlib.contextmanager
     def under_agents(self) -> Iterator[None]:
         """Have the agents that this process starts meanwhile see the faults."""
-        usual = client.agent_environment
+        run = subprocess.run
 
-        def environment() -> dict[str, str]:
-            return {**usual(), **self.environment}
+        def start(command: list[str], **named: Any) -> subprocess.CompletedProcess[Any]:
+            if "megatron_flashckpt.agent" in command:
+                named["env"] = {**named["env"], **self.environment}
+            return run(command, **named)
 
-        with mock.patch.object(client, "agent_environment", environment):
+        with mock.patch.object(subprocess, "run", start):
             yield

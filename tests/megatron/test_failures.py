@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.faulty_storage.library import FaultyStorage, fail
 from tests.megatron.jobs import Result, await_no_agent, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
@@ -79,6 +81,43 @@ def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "SaveFailedError" in result.log
     assert max(result.losses()) < 6
+
+
+def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
+    """Train 12 iterations and save every second; agents find no space for some of the files."""
+    save = tmp_path / "save"
+    save.mkdir()
+    faulty = FaultyStorage(save, tmp_path)
+    faulty.rule(fail("fallocate", errno.ENOSPC, part))
+    arguments = [*MODEL, "--train-iters", "12", "--save", str(save), "--save-interval", "2"]
+    result = run_job(tmp_path, "full", arguments, ranks=RANKS, env={**faulty.environment, **env})
+    assert faulty.hits(), "no agent has met the full disk: does it get LD_PRELOAD?"
+    return result
+
+
+def test_a_job_that_cannot_save_at_all_stops_before_it_trains_on(tmp_path: Path) -> None:
+    result = full_disk(tmp_path, "safetensors")
+    assert result.returncode != 0
+    (said, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
+    assert others == [], "the same on all ranks"
+    assert "iteration 2 has failed for a reason that stays until somebody acts" in said
+    assert f"{tmp_path}/save/iter_0000002/rank_0000" in said
+    assert "No space left on device" in said
+    assert "free space there or save elsewhere" in said
+    assert "stop_on_failed_first_save: false" in said
+    assert 2 <= max(result.losses()) < 12
+
+
+@pytest.mark.parametrize(
+    ("part", "stops"), [("iter_0000004", "true"), ("iter_0000002", "false")], ids=["later", "off"]
+)
+def test_a_full_disk_stops_no_job_that_has_saved_or_is_told_to_continue(
+    tmp_path: Path, part: str, stops: str
+) -> None:
+    result = full_disk(tmp_path, part, FLASHCKPT_STOP_ON_FAILED_FIRST_SAVE=stops)
+    assert succeeded(result).losses().keys() == set(range(1, 13))
+    assert f"iteration {int(part[5:])} was not saved" in result.log
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "12"
 
 
 def test_training_stops_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
