@@ -28,7 +28,7 @@ from megatron_flashckpt.agent.pending import PendingSave, gave_up
 from megatron_flashckpt.agent.presence import look
 from megatron_flashckpt.agent.record_files import check_shards, read_records, why_gone
 from megatron_flashckpt.agent.several import for_all
-from megatron_flashckpt.error_classes import may_pass, will_last
+from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -50,6 +50,8 @@ _FENCED_S = (1.0, 30.0)
 _UNMARKED_S = 5.0
 #: How long the committing agent retries storage that reports errors which may pass.
 _TROUBLE_S = 20.0
+#: How long any other agent retries a device that reports I/O errors.
+_DEAD_DISK_S = 120.0
 #: Pauses before a note of a failure is put again.
 _NOTE_RETRIES_S = (0.2, 1.0, 3.0)
 _NOTE_NBYTES = 2**16
@@ -71,7 +73,9 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             place = f"{save.storage.place}/{save.directory}"
             return True, f"{place}: holds a later save of the same iteration already"
         if save.error is not None:
-            _tell_others(save)
+            # Where the others look for it; see `presence.look`.
+            rank = 0 if 0 in save.metas else min(save.failed or save.metas)
+            _tell_others(save, rank, save.error)
             return True, save.error
         if save.past is not None:
             return True, save.past.error
@@ -82,7 +86,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         if failure is not None:
             save.called_off = names.failure_name(0, save.save_id) in present
             if 0 in save.metas and not save.called_off:
-                leave_note(save.storage, save.iteration, save.save_id, 0, failure)
+                _tell_others(save, 0, failure)
             return True, failure
         if save.persisted < set(save.metas):
             return _expired(save, timeout_s)
@@ -108,7 +112,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             save.error = save.error or why_gone(save, present)  # concluded in the next call
         save.troubled_since = None
     except (FlashCkptError, OSError) as error:
-        if may_pass(error) and _is_worth_a_retry(save):
+        if may_pass(error) and _is_worth_a_retry(save, error):
             logger.warning("iteration %d: tries again: %s", save.iteration, error)
             return _expired(save, timeout_s)
         save.lasts = will_last(error)
@@ -145,19 +149,24 @@ def _expired(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
 def _failed(save: PendingSave, error: str) -> tuple[bool, str]:
     """Return a failure; the committing agent first tells the other nodes, which wait for it."""
     if 0 in save.metas:
-        leave_note(save.storage, save.iteration, save.save_id, 0, error)
+        _tell_others(save, 0, error)
     return True, error
 
 
-def _is_worth_a_retry(save: PendingSave) -> bool:
+def _is_worth_a_retry(save: PendingSave, error: BaseException) -> bool:
     """Return whether an error that may pass leaves `save` open.
 
     The committing agent gives up after `_TROUBLE_S`, so that a dead disk does not hold slots for
-    the whole commit timeout. The other agents cannot decide, and wait for its decision.
+    the whole commit timeout. The other agents cannot decide, and wait for its decision while their
+    storage is away. An agent whose own device is dead gives up, and leaves its files: the save may
+    be committed all the same.
     """
     if save.troubled_since is None:
         save.troubled_since = time.monotonic()
-    return 0 not in save.metas or time.monotonic() - save.troubled_since < _TROUBLE_S
+    troubled_s = time.monotonic() - save.troubled_since
+    if 0 in save.metas:
+        return troubled_s < _TROUBLE_S
+    return class_of(error).kind != "damage" or troubled_s < _DEAD_DISK_S
 
 
 def commit(save: PendingSave) -> None:
@@ -400,21 +409,31 @@ def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
     return None
 
 
-def _tell_others(save: PendingSave) -> None:
-    """Leave a note where the others look for it; see `presence.look`."""
-    rank = 0 if 0 in save.metas else min(save.failed or save.metas)
-    leave_note(save.storage, save.iteration, save.save_id, rank, save.error or "")
+def _tell_others(save: PendingSave, rank: int, reason: str) -> None:
+    is_told = leave_note(save.storage, save.iteration, save.save_id, rank, reason)
+    save.untold = None if is_told else (rank, reason)
 
 
-def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> None:
-    """Tell the agents of other nodes of a failure; on a full or dead disk they will time out."""
+def tell_again(save: PendingSave) -> None:
+    """Tell the other nodes of a failure that there was no room for; `forget` has freed some."""
+    if save.untold is not None:
+        _tell_others(save, *save.untold)
+
+
+def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> bool:
+    """Tell the agents of other nodes of a failure; return whether storage has taken the note.
+
+    If it has not, these agents learn of the failure by their timeout.
+    """
     name = f"{names.iteration_dir(iteration)}/{names.failure_name(rank, save_id)}"
-    for pause_s in (*_NOTE_RETRIES_S, None):
+    pauses_s = iter(_NOTE_RETRIES_S)
+    while True:
         try:
             storage.put(name, reason.encode())
-            return
+            return True
         except (FlashCkptError, OSError) as error:
+            pause_s = next(pauses_s, None)
             if pause_s is None or not may_pass(error):
                 logger.error("cannot tell other nodes of the failure: %s", error)
-                return
-            time.sleep(pause_s)
+                return False
+        time.sleep(pause_s)

@@ -9,7 +9,7 @@ import threading
 import time
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit import forget, outcome_of
+from megatron_flashckpt.agent.commit import forget, outcome_of, tell_again
 from megatron_flashckpt.agent.history import PastSave, append
 from megatron_flashckpt.agent.leftovers import Sweeper
 from megatron_flashckpt.agent.manifests import KnownManifests
@@ -146,6 +146,7 @@ class Committer:
         if error is not None:
             # Before anybody is told: on a full disk the next save needs the space.
             forget(save)
+            tell_again(save)
         if not save.outlived and save.past is None:
             self._enter_into_history(save, error)
         with self._node.changed:

@@ -60,6 +60,8 @@ class PendingSave:
     """Whether the last look at the directory has listed it."""
     gone_since: float | None = None
     """When records that this node has published were first not there; `time.monotonic`."""
+    untold: tuple[int, str] | None = None
+    """A failure that storage had no room for a note of: the rank in whose name, and the reason."""
     called_off: bool = False
     """The committing agent has left a note that the save failed."""
     called_slow: bool = False

@@ -16,7 +16,7 @@ from megatron_flashckpt.error_classes import TABLE, class_of
 from megatron_flashckpt.layout import names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
-from tests.agent.trainer import eventually
+from tests.agent.trainer import eventually, new_save_id
 from tests.faulty_storage.library import FaultyStorage, append_only, fail, late, no_fallocate
 
 #: Numbers that network file systems report while they are in trouble.
@@ -48,6 +48,7 @@ STEPS = [
     ("read", names.TRACKER),
     ("fsync", names.TRACKER),
     ("rename", names.TRACKER),
+    ("unlink", ".commit"),
 ]
 
 
@@ -128,7 +129,8 @@ def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
         assert os.strerror(number) in errors[0], name
         assert errors[0].endswith(class_of(number).remedy), name
         assert (root / names.TRACKER).read_text() == str(durable)
-        assert files_open(node, root) == [], name
+        # The other rank may be writing still.
+        eventually(f"all files are closed: {name}", lambda: files_open(node, root) == [])
         faulty.heal()
         assert_intact(root, durable, trainers)
         # More saves than slots: no slot is lost to a failure.
@@ -144,6 +146,25 @@ def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
     # A rank that stages after the failure of the other is a save of its own, with the same result.
     said = set(re.findall(r"iteration \d+ was not saved: .*", log))
     assert len(said) == len(LASTING)
+
+
+def test_other_nodes_learn_of_a_failure_though_a_full_disk_had_no_room_for_the_note(
+    node: Node, other_node: Node, root: Path, faulty: FaultyStorage
+) -> None:
+    """The space of the failed shard is free a moment later; else they wait for half an hour."""
+    here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
+    faulty.rule(
+        fail("fallocate", errno.ENOSPC, "rank_00000"),
+        fail("write", errno.ENOSPC, ".failed", times=1),
+    )
+    save_id = new_save_id()
+    for trainer in (here, there):
+        trainer.stage(1, save_id)
+    errors = [trainer.outcome(60.0).error for trainer in (here, there)]
+    assert errors[0] is not None
+    assert "No space left on device" in errors[0]
+    assert errors == [errors[0]] * 2
+    assert [hit.call for hit in faulty.hits()].count("write") == 1
 
 
 def test_a_tracker_that_cannot_be_moved_leaves_the_former_and_both_checkpoints(

@@ -151,6 +151,24 @@ def test_a_committing_node_that_gives_up_tells_the_others(
     assert outcome_of(waiting, 60.0) == (True, os_error(number))
 
 
+@pytest.mark.parametrize(
+    ("number", "gives_up"), [(errno.EIO, True), (errno.ETIMEDOUT, False)], ids=["EIO", "ETIMEDOUT"]
+)
+def test_a_node_whose_device_is_dead_gives_up_before_the_timeout_and_leaves_its_files(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int, gives_up: bool
+) -> None:
+    committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
+    storage = _Troubled(root)
+    waiting = persisted(storage, SAVE_ID, 1, 2)
+    storage.trouble(number, count=3)
+    assert outcome_of(waiting, 60.0) == OPEN
+    monkeypatch.setattr(commit_module, "_DEAD_DISK_S", 0.0)
+    assert outcome_of(waiting, 60.0) == ((True, os_error(number)) if gives_up else OPEN)
+    forget(waiting)
+    assert len(_of_rank(root, 1)) == 2, "its record and its shard"
+    assert outcome_of(committing, 60.0) == (True, None)
+
+
 def os_error(number: int) -> str:
     return str(StorageError(number, os.strerror(number)))
 
