@@ -11,8 +11,9 @@ Other cells ("copy: agent:...", "xor: agent:...") are of two or three nodes that
 parity for each other, with real agents and trainers without Megatron: an agent is stopped while it
 sends, holds or gets back a checkpoint, and nodes are lost.
 
-The others ("two jobs: ...", "second start: ...", "requeue: ...", "forks: ...", "lost socket: ...")
-are described where they are defined, in `tests/crash`.
+The others ("two jobs: ...", "second start: ...", "requeue: ...", "forks: ...", "lost socket: ...",
+"errors that pass: ...", "names that come late: ...") are described where they are defined, in
+`tests/crash`. The last two take a C compiler.
 """
 
 from __future__ import annotations

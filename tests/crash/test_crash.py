@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.faults import POINTS
+from tests.crash import storage_faults
 from tests.crash.cells import all_cells, sample
 from tests.crash.families import FAMILIES, family_cells, family_sample
 from tests.crash.family import FamilyCell
@@ -21,6 +22,7 @@ from tests.crash.job import RANKS, CellError, Job
 from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, tell_of_peers
 from tests.crash.rivals import RivalCell, rival_cells, rival_sample, tell_of_rivals
 from tests.crash.start import Life
+from tests.crash.storage_faults import RULES, faulty_cells
 from tests.crash.story import KILLED, Cell, tell
 from tests.crash.truth import check_storage, check_tidy
 
@@ -70,6 +72,22 @@ def test_the_long_version_has_each_family_at_every_step_of_its_process() -> None
     assert steps["SecondStart"] == steps["LostSocket"] == of_agents
     # What a requeue resumes from was committed, so the save before it must not fail.
     assert steps["Requeue"] == of_agents - {"agent.attached", "save.failed", "forget.file"}
+
+
+def test_the_long_version_kills_a_commit_on_storage_in_each_trouble_in_each_way() -> None:
+    cells = faulty_cells()
+    assert len(set(cells)) == len(cells)
+    assert {(cell.trouble, cell.killed) for cell in cells} == {
+        (trouble, killed) for trouble in RULES for killed in storage_faults.KILLED
+    }
+    points = {cell.point for cell in cells}
+    assert {
+        "put.written",
+        "put.renamed",
+        "commit.common",
+        "commit.manifest",
+        "commit.tracker",
+    } <= points
 
 
 def test_the_long_version_wakes_agents_at_every_step_that_others_see() -> None:
