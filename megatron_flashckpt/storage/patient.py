@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.storage.base import Durable, Kind, Storage, Writer
+from megatron_flashckpt.storage.base import Durable, Kind, Stamp, Storage, Writer
 from megatron_flashckpt.storage.reading import KeptFiles, Seen, cut
 
 logger = logging.getLogger(__name__)
@@ -76,6 +76,9 @@ class PatientStorage:
 
     def size(self, name: str) -> int:
         return self._patiently(lambda: self._storage.size(name))
+
+    def stamp(self, name: str) -> Stamp:
+        return self._patiently(lambda: self._storage.stamp(name))
 
     def list(self, directory: str) -> list[str]:
         return self._patiently(lambda: self._storage.list(directory))

@@ -8,6 +8,7 @@ from tests.crash.requeues import Requeue, requeues
 from tests.crash.second_jobs import SecondJob, second_jobs
 from tests.crash.second_starts import SecondStart, second_starts
 from tests.crash.sockets import ALL_GONE, SOCKET_GONE, LostSocket, lost_sockets
+from tests.crash.storage_faults import faulty_cells, faulty_sample
 
 #: One line per family.
 FAMILIES = (
@@ -16,6 +17,7 @@ FAMILIES = (
     requeues,
     forks,
     lost_sockets,
+    faulty_cells,
 )
 
 
@@ -34,4 +36,5 @@ def family_sample() -> list[FamilyCell]:
         Forks(0, "stage.half", 2),
         LostSocket("persist.chunk", 2, SOCKET_GONE, at_once=True),
         LostSocket("agent.enqueued", 2, ALL_GONE, at_once=False),
+        *faulty_sample(),
     ]

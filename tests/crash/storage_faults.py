@@ -23,6 +23,7 @@ from megatron_flashckpt.layout.names import TRACKER
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import FakeTrainer, content, is_alive
+from tests.crash.family import FamilyCell
 from tests.crash.job import CellError, eventually, state_of
 from tests.crash.peers import agent_fault
 from tests.crash.truth import check_storage, check_tidy, committed
@@ -63,7 +64,7 @@ _OUTCOME_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class FaultyCell:
+class FaultyCell(FamilyCell):
     """The agent that commits comes to `point` for the `count`th time."""
 
     trouble: str
