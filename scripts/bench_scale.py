@@ -1,8 +1,9 @@
 """How the commit grows with the number of ranks, and what one rank then needs to plan its reads.
 
 The agent's own commit, on the records that a job of so many ranks would leave: it lists the
-directory, reads the records, merges and checks them, puts the manifest, moves the tracker, and
-deletes the records. Shards are not written: the commit never opens them.
+directory, reads the records, merges and checks them, puts the manifest and its marker, and moves
+the tracker. Then the outcome is told, and the records are deleted. Shards are empty, of the right
+size: the commit never opens them. A node that waits asks for the marker, as its agent does.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 import shutil
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from synthetic import LLAMA_405B, SAVE_ID, World
 
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.pending import PendingSave
+from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.plan import PlanCache, Source
@@ -26,6 +29,8 @@ from megatron_flashckpt.storage.posix import PosixStorage
 ITERATION = 1000
 #: Tensor and pipeline parallel sizes stay; there are ever more replicas, as in practice.
 TP, PP = 8, 8
+#: Looks of a waiting node before the commit, as within its first second.
+_LOOKS = 5
 LOADING = World(LLAMA_405B, tp=4, pp=8, dp=64)
 
 
@@ -52,6 +57,8 @@ def write_records(root: Path, world: World) -> SlotMeta:
             placement=layout.placement,
         )
         (directory / names.record_name(rank, SAVE_ID)).write_bytes(encode_record(record))
+        with open(directory / record.file, "xb") as shard:
+            shard.truncate(record.nbytes)
         first = first or SlotMeta(
             root=str(root),
             rank=0,
@@ -67,16 +74,51 @@ def write_records(root: Path, world: World) -> SlotMeta:
     return first
 
 
-def commit_s(root: Path, meta: SlotMeta) -> float:
-    """Return the seconds from the moment when all records are there to a committed checkpoint."""
-    save = PendingSave(PosixStorage(root), ITERATION, SAVE_ID, time.monotonic(), metas={0: meta})
-    save.persisted.add(0)
+class _Counting(PosixStorage):
+    """Counts the listings and the bytes read."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.listed = self.nbytes = 0
+
+    def list(self, directory: str) -> list[str]:
+        self.listed += 1
+        return super().list(directory)
+
+    def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
+        found = super().read(name, offset, nbytes)
+        self.nbytes += len(found)
+        return found
+
+
+class Commit(NamedTuple):
+    """What a commit took, and what it asked of storage."""
+
+    seconds: float
+    """From the moment when all records are there to a committed checkpoint."""
+    tidy_s: float
+    """For what is removed after that."""
+    waiting_listed: int
+    """Listings by a node that waited, in as many looks as `_LOOKS` before and one after it."""
+    waiting_nbytes: int
+    """Bytes read by that node."""
+
+
+def committed(root: Path, meta: SlotMeta) -> Commit:
+    """Commit the records in `root`, while another node waits."""
+    began = time.monotonic()
+    save = PendingSave(PosixStorage(root), ITERATION, SAVE_ID, began, {0: meta}, {0})
+    distant = _Counting(root)
+    waiting = PendingSave(distant, ITERATION, SAVE_ID, began, {1: meta}, {1})
+    for _ in range(_LOOKS):
+        assert outcome_of(waiting, 600.0) == (False, None)
     started = time.perf_counter()
-    finished, error = outcome_of(save, 600.0)
-    took = time.perf_counter() - started
-    assert finished, error
-    assert error is None, error
-    return took
+    assert outcome_of(save, 600.0) == (True, None)
+    seconds = time.perf_counter() - started
+    assert outcome_of(waiting, 600.0) == (True, None)
+    started = time.perf_counter()
+    tidy(save)
+    return Commit(seconds, time.perf_counter() - started, distant.listed, distant.nbytes)
 
 
 def read_and_plan_s(root: Path) -> tuple[float, int]:
@@ -95,17 +137,20 @@ def read_and_plan_s(root: Path) -> tuple[float, int]:
 def bench_scale(out: Console, root: Path, most: int) -> None:
     """Print the times and the manifest's size for 64 ranks and ever four times as many."""
     # Line by line: the largest take minutes to make.
-    out.print("  ranks    records  commit   manifest  read and plan")
+    out.print(
+        "  ranks    records  commit   manifest  read and plan  tidy up  a waiting node reads, lists"
+    )
     ranks = TP * PP
     while ranks <= most:
         where = root / str(ranks)
         meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)))
         records = sum(it.stat().st_size for it in where.rglob("*.commit"))
-        committed = commit_s(where, meta)
+        commit = committed(where, meta)
         planned, nbytes = read_and_plan_s(where)
         out.print(
-            f"{ranks:7,} {records / 1e6:7.1f} MB {committed:5.2f} s {nbytes / 1e6:7.1f} MB "
-            f"{planned:8.2f} s"
+            f"{ranks:7,} {records / 1e6:7.1f} MB {commit.seconds:5.2f} s {nbytes / 1e6:7.1f} MB "
+            f"{planned:8.2f} s      {commit.tidy_s:5.2f} s {commit.waiting_nbytes:6,} bytes, "
+            f"{commit.waiting_listed} times"
         )
         shutil.rmtree(where)
         ranks *= 4

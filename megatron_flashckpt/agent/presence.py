@@ -10,9 +10,9 @@ from megatron_flashckpt.layout import names
 
 #: Seconds per rank of the job before a node that does not commit lists the directory at all, and
 #: the most of it. Most saves are committed by then.
-_FIRST_S_PER_RANK, _FIRST_S = 0.01, 5.0
+_FIRST_S_PER_RANK, _FIRST_S = 0.05, 10.0
 #: Seconds until the next listing, which double with every one, up to the second number.
-_LIST_S = (5.0, 90.0)
+_LIST_S = (10.0, 90.0)
 #: The same where commit records are asked for by name.
 _LIST_RECORDS_S = (5.0, 30.0)
 #: Entries of a directory that are listed in the time in which one name is asked for.
