@@ -147,7 +147,7 @@ class AgentClient:
 
         Returns the saves that are staged in it: the agent persists them and tells their outcome.
         """
-        return self._ask(p.AttachSlab(), p.Attached, slab.fd)[0].taken
+        return self._ask(p.AttachSlab(slab.read_only), p.Attached, slab.fd)[0].taken
 
     def detach(self) -> None:
         """Have the agent unmap this rank's slab, so that closing the slab here frees the memory.

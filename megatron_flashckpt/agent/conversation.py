@@ -16,7 +16,12 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.departed import Departed
-from megatron_flashckpt.agent.incarnations import RankProcess, ReplacedError, process_of
+from megatron_flashckpt.agent.incarnations import (
+    RankProcess,
+    ReplacedError,
+    SecondStarts,
+    process_of,
+)
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.reception import GREETING_NBYTES, Strangers
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
@@ -39,12 +44,19 @@ class Conversations:
     """Everything that trainers can ask of the agent."""
 
     def __init__(
-        self, node: Node, saves: Saves, committer: Committer, strangers: Strangers
+        self,
+        node: Node,
+        saves: Saves,
+        committer: Committer,
+        strangers: Strangers,
+        second_starts: SecondStarts,
     ) -> None:
         self._node = node
         self._strangers = strangers
         self._saves = saves
         self._committer = committer
+        self._second_starts = second_starts
+        self._met_before = second_starts.read()
         self._templates = TemplateStore(node.changed)
         self.departed = Departed(node, committer)
         self.connections = 0
@@ -121,7 +133,9 @@ class Conversations:
             p.send(connection, p.Refused(why_not))
             return None
         with self._node.changed:
-            rank = self._node.ranks.setdefault(hello.rank, Trainer())
+            rank = self._node.ranks.setdefault(
+                hello.rank, Trainer(self._met_before.pop(hello.rank, None))
+            )
             try:
                 former = rank.incarnations.greet(process, left=rank.left)
             except ReplacedError as error:
@@ -153,6 +167,8 @@ class Conversations:
                     rank.connection.shutdown(socket.SHUT_RDWR)
             if rank.slots is not None:
                 rank.slots.note_former(former)
+            met = {number: each.incarnations for number, each in self._node.ranks.items()}
+            self._second_starts.write({**self._met_before, **met})
         rank.left, rank.run = False, None
         rank.connection = connection
         self._node.traces.first_rank = min(self._node.ranks)
@@ -181,7 +197,7 @@ class Conversations:
     ) -> tuple[p.Reply] | tuple[p.Reply, int]:
         """Return the reply, with the descriptor to send along if any."""
         if isinstance(request, p.AttachSlab) and fd is not None:
-            taken = self._attach(number, Slab.attach(fd), process)
+            taken = self._attach(number, Slab.attach(fd), process, request)
             reach("agent.attached")
             return (p.Attached(taken),)
         if isinstance(request, p.AttachSlab):
@@ -268,7 +284,9 @@ class Conversations:
             raise AgentError(str(ReplacedError(rank.incarnations.served)))
         return rank
 
-    def _attach(self, number: int, slab: Slab, process: RankProcess | None) -> tuple[str, ...]:
+    def _attach(
+        self, number: int, slab: Slab, process: RankProcess | None, request: p.AttachSlab
+    ) -> tuple[str, ...]:
         with self._node.changed:
             try:
                 rank = self._served(number, process)
@@ -279,7 +297,10 @@ class Conversations:
                 # Its trainer has reconnected; what we know of its slots stays true.
                 slab.close()
             else:
-                self._node.replace_slots(rank, RankSlots(slab))
+                slots = RankSlots(slab)
+                for former in rank.incarnations.replaced if request.is_former else ():
+                    slots.note_former(former)
+                self._node.replace_slots(rank, slots)
                 self._protect(number)
                 self._saves.look_up_digests(number)
             return self._inherit(number)

@@ -7,11 +7,18 @@ mixture of both would be committed. The agent serves the process that was starte
 
 from __future__ import annotations
 
+import logging
 import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.rendezvous import SECOND_STARTS
+
+logger = logging.getLogger(__name__)
 
 
 class RankProcess(NamedTuple):
@@ -26,6 +33,10 @@ class RankProcess(NamedTuple):
         """Return whether the process runs; a zombie does not."""
         state, started = _state_of(self.pid)
         return state not in ("", "Z", "X") and started == self.started
+
+
+_Entry = tuple[int, RankProcess | None, list[RankProcess]]
+"""Of one rank: its number, the process that is served, and former ones."""
 
 
 def process_of(connection: socket.socket) -> RankProcess | None:
@@ -55,7 +66,8 @@ class Incarnations:
 
     def __init__(self) -> None:
         self.served: RankProcess | None = None
-        self._replaced: set[RankProcess] = set()
+        self.replaced: set[RankProcess] = set()
+        """Former processes, which may still live."""
 
     def greet(self, process: RankProcess | None, *, left: bool) -> RankProcess | None:
         """Serve `process` from now on; return the former process if that still lives.
@@ -70,17 +82,59 @@ class Incarnations:
         if process is None or process == served:
             self.served = process
             return None
-        if process in self._replaced:
+        if process in self.replaced:
             raise ReplacedError(served)
         former = served if served is not None and not left and served.is_alive else None
         if former is not None and former > process:
-            self._replaced.add(process)
+            self.replaced.add(process)
             raise ReplacedError(former)
-        self._replaced = {other for other in self._replaced if other.is_alive}
+        self.replaced = {other for other in self.replaced if other.is_alive}
         if former is not None:
-            self._replaced.add(former)
+            self.replaced.add(former)
         self.served = process
         return former
+
+
+class SecondStarts:
+    """The ranks that were started a second time, in a file for the agent that may follow.
+
+    That agent may meet the former process first. The file is on this node and written rarely.
+    """
+
+    def __init__(self, directory: Callable[[], Path]) -> None:
+        """Args: `directory`: returns where the agent lives, which may move."""
+        self._directory = directory
+
+    def read(self) -> dict[int, Incarnations]:
+        """Return what an earlier agent has written, by rank; nothing if there is no such file."""
+        found = {}
+        try:
+            encoded = (self._directory() / SECOND_STARTS).read_bytes()
+            for number, served, replaced in msgspec.json.decode(encoded, type=list[_Entry]):
+                found[number] = Incarnations()
+                found[number].served = served
+                found[number].replaced = {each for each in replaced if each.is_alive}
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            logger.warning("former processes of ranks are not known: %s", error)
+            return {}
+        return found
+
+    def write(self, ranks: Mapping[int, Incarnations]) -> None:
+        """Write down all ranks that have former processes. Never raises."""
+        told = [
+            (number, each.served, sorted(each.replaced))
+            for number, each in sorted(ranks.items())
+            if each.replaced
+        ]
+        path = self._directory() / SECOND_STARTS
+        try:
+            draft = path.with_suffix(".tmp")
+            draft.write_bytes(msgspec.json.encode(told))
+            draft.replace(path)
+        except OSError as error:
+            logger.warning("the next agent will not know the former processes: %s", error)
 
 
 class ReplacedError(Exception):

@@ -39,7 +39,8 @@ class AgentOptions(AgentSettings, frozen=True, kw_only=True):
 class Trainer:
     """What the agent keeps for one trainer, across its restarts."""
 
-    def __init__(self) -> None:
+    def __init__(self, incarnations: Incarnations | None = None) -> None:
+        """Args: `incarnations`: those that an earlier agent has met."""
         self.slots: RankSlots | None = None
         self.retired: list[RankSlots] = []
         self.awaited: set[str] = set()
@@ -48,7 +49,7 @@ class Trainer:
         self.notices: list[p.Notice] = []
         self.left = False
         self.connection: socket.socket | None = None
-        self.incarnations = Incarnations()
+        self.incarnations = incarnations or Incarnations()
         self.run: RunKey | None = None
         """The run of the connected trainer, if it has told of one."""
 

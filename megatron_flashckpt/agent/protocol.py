@@ -91,6 +91,9 @@ class AttachSlab(msgspec.Struct, frozen=True, tag=True):
     A slab that outlived its agent may hold what that agent did not end: its successor does.
     """
 
+    is_former: bool = False
+    """It is that of an earlier process of the rank, which may still write to it."""
+
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
     taken: tuple[str, ...]

@@ -3,6 +3,7 @@
     <base>/<16 hex digits of the save directory>/agent.sock   the socket
                                                  lock         held by the agent; holds its pid
                                                  agent.log    what it says
+                                                 second-starts.json   former processes of ranks
 
 The directory is keyed by the save directory, so that a restarted job finds the agent that holds
 its memory: by its path and by what it is, because other directories may be at that path in other
@@ -36,6 +37,7 @@ from megatron_flashckpt.errors import AgentError
 SOCKET = "agent.sock"
 LOCK = "lock"
 LOG = "agent.log"
+SECOND_STARTS = "second-starts.json"
 
 #: unix(7): 108 with the final zero.
 _MAX_SOCKET_PATH_NBYTES = 107

@@ -11,6 +11,7 @@ import time
 
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.conversation import Conversations
+from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.keeper import ClaimKeeper
 from megatron_flashckpt.agent.node import AgentOptions, Node
 from megatron_flashckpt.agent.pending import awaited_by
@@ -49,7 +50,10 @@ class Agent:
         self._claim = ClaimKeeper(self._node, self._committer)
         self._saves = Saves(self._node, self._committer)
         strangers = Strangers()
-        self._talks = Conversations(self._node, self._saves, self._committer, strangers)
+        second_starts = SecondStarts(lambda: upkeep.directory)
+        self._talks = Conversations(
+            self._node, self._saves, self._committer, strangers, second_starts
+        )
         self._reception = Reception(upkeep.listen(), strangers)
         self._unclaimed_s = unclaimed_s
         #: When to end, at the latest; set by a signal.

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from megatron_flashckpt.agent import rendezvous
-from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET
+from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SECOND_STARTS, SOCKET
 from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Upkeep:
                 os.close(self._lock)
                 self.directory, self._lock = directory, lock
         self._restore_log()
-        own = [self.directory / name for name in (SOCKET, LOCK, LOG)]
+        own = [self.directory / name for name in (SOCKET, LOCK, LOG, SECOND_STARTS)]
         _touch(*own, self.directory, self.directory.parent)
         if whole:
             return None
@@ -148,6 +148,7 @@ class Upkeep:
         """
         if self._has(LOCK, os.fstat(self._lock)):  # or another agent lives there
             (self.directory / SOCKET).unlink(missing_ok=True)
+            (self.directory / SECOND_STARTS).unlink(missing_ok=True)
             if not keep_log:
                 (self.directory / LOG).unlink(missing_ok=True)
                 (self.directory / LOCK).unlink(missing_ok=True)

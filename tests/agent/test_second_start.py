@@ -15,8 +15,10 @@ from megatron_flashckpt.agent.incarnations import (
     Incarnations,
     RankProcess,
     ReplacedError,
+    SecondStarts,
     process_of,
 )
+from megatron_flashckpt.agent.rendezvous import SECOND_STARTS
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
@@ -65,6 +67,46 @@ def test_the_first_process_is_refused_and_told_why(node: Node, root: Path) -> No
     second.kill()
     with pytest.raises(AgentError, match="end it"):
         node.trainer(root)
+
+
+def test_the_next_agent_refuses_the_first_process_though_it_meets_that_first(
+    node: Node, root: Path
+) -> None:
+    first = node.trainer(root)
+    assert first.save(1).error is None
+    second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
+    agent = second.stopped()
+    os.kill(agent, signal.SIGKILL)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    with pytest.raises(AgentError, match=f"process {second.process.pid} .*end it"):
+        first.find_agent()
+    second.kill()
+    with pytest.raises(AgentError, match="end it"):
+        first.find_agent()
+
+
+def test_the_file_of_second_starts_ends_with_the_job(node: Node, root: Path) -> None:
+    first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
+    first.stopped()
+    in_later_process(_leave, root, node.config())
+    agent_directory = node.directory(root)
+    eventually("the end of the agent", lambda: not node.agents())
+    assert not (agent_directory / SECOND_STARTS).exists()
+
+
+def _leave(root: Path, config: Config) -> None:
+    later = FakeTrainer(root, config)
+    assert (later.client.directory / SECOND_STARTS).exists()
+    later.hang_up(leave=True)
+
+
+@pytest.mark.parametrize("content", [b"", b"[[0]]", b"\xff", b'[[0, [1, "x"], []]]'], ids=repr)
+def test_a_file_of_second_starts_that_is_none_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    (tmp_path / SECOND_STARTS).write_bytes(content)
+    assert SecondStarts(lambda: tmp_path).read() == {}
+    assert "former processes of ranks are not known" in caplog.text
 
 
 def test_a_link_saves_into_memory_of_its_own_while_the_former_process_lives(
@@ -134,6 +176,8 @@ def _save_after_the_agent(root: Path, config: Config) -> None:
     lost = link.client()
     os.kill(lost.agent_pid, signal.SIGKILL)
     assert link.replace_agent(lost)
+    with pytest.raises(AgentError, match=r"an earlier one .* may still"):
+        link.client().acquire(3, new_save_id(), 0.0)
     made = link.ensure_slab(10, 10)
     assert not made.read_only
     assert not any(slot.header.state in COMPLETE for slot in made.slots), "a slab of its own"
