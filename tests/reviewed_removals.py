@@ -87,6 +87,21 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
+        "agent.incarnations",
+        (
+            "SecondStarts.write",
+            "draft.write_bytes(msgspec.json.encode(told))",
+            PRIVATE,
+            "agent/test_second_start.py::test_the_file_of_second_starts_ends_with_the_job",
+        ),
+        (
+            "SecondStarts.write",
+            "draft.replace(path)",
+            PRIVATE,
+            "agent/test_second_start.py::test_the_file_of_second_starts_ends_with_the_job",
+        ),
+    ),
+    **review(
         "agent.upkeep",
         (
             "Upkeep.listen",
@@ -109,6 +124,12 @@ REVIEWED: dict[Call, Reason] = {
         (
             "Upkeep.leave",
             "(self.directory / SOCKET).unlink(missing_ok=True)",
+            PRIVATE,
+            "agent/test_upkeep.py::test_an_agent_whose_place_is_taken_leaves_it_to_the_other",
+        ),
+        (
+            "Upkeep.leave",
+            "(self.directory / SECOND_STARTS).unlink(missing_ok=True)",
             PRIVATE,
             "agent/test_upkeep.py::test_an_agent_whose_place_is_taken_leaves_it_to_the_other",
         ),
@@ -141,7 +162,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "commit",
-            "storage.put(f'{save.directory}/{names.MANIFEST}', encoded)",
+            "storage.put(f'{save.directory}/{names.MANIFEST}', encoded, guard=lambda: _check_wanted(save))",
             "the manifest of an iteration directory is ours, whole or damaged; its successor names the same iteration",
             "agent/test_commit.py::test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one",
         ),
