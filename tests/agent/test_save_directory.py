@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,27 @@ def test_two_directories_bind_mounted_at_one_path_have_an_agent_each(
     assert [stored(one, n).manifest.save_id for n in (1, 3)] == ["1" * 12, "3" * 12]
     assert stored(two, 2).manifest.save_id == "2" * 12
     assert [len(list(path.glob("iter_*"))) for path in (one, two, root)] == [2, 1, 0]
+
+
+def test_a_directory_at_two_paths_has_two_agents_that_commit_together(
+    node: Node, root: Path, tmp_path: Path
+) -> None:
+    """The path of one may lead elsewhere where the other lives, as in two containers."""
+    other, save_id = tmp_path / "other", new_save_id()
+    root.mkdir()
+    other.mkdir()
+    try:
+        subprocess.run([*mounted(root, other), "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine refuses to mount in a namespace: {error}")
+    job: dict[str, Any] = {"world_size": 2, "iterations": [1], "save_id": save_id}
+    ranks = [
+        node.process(root, rank=0, stop="committed", **job),
+        node.process(other, rank=1, stop="committed", inside=mounted(root, other), **job),
+    ]
+    assert len({rank.stopped() for rank in ranks}) == 2
+    assert stored(root, 1).manifest.save_id == save_id
+    assert not list(other.iterdir()), "nothing of it is outside the mount"
 
 
 def test_a_directory_in_the_place_of_another_is_served_by_another_agent(
