@@ -7,8 +7,8 @@
 
 The directory is keyed by the save directory, so that a restarted job finds the agent that holds
 its memory: by its path and by what it is, because other directories may be at that path in other
-containers of the node, or later. No ports
-and no shared-memory names: nothing to clash with, nothing to guess.
+containers of the node, or later. No ports and no shared-memory names: nothing to clash
+with, nothing to guess.
 
 A directory that is reached by two paths, through bind mounts, has an agent for each: where one of
 them lives, the path of the other may lead elsewhere. They work together like agents of two nodes,
