@@ -1,12 +1,15 @@
-"""A training job under torchrun, killed in the middle of handing over a checkpoint."""
+"""Training jobs that are killed in the middle of handing over a checkpoint, and again and again."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import pytest
+
+from megatron_flashckpt.cli import main
 from megatron_flashckpt.faults import VARIABLE
-from tests.megatron.jobs import run_job, succeeded
+from tests.megatron.jobs import await_no_agent, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 
@@ -37,3 +40,33 @@ def test_a_job_killed_in_the_middle_of_a_save_goes_on_bit_for_bit_from_the_one_b
     for iteration in (3, 4):
         assert sorted(after[iteration]) == sorted(before[iteration])
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+def test_three_restarts_in_a_row_with_kills_in_between_resume_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank is killed in iteration 4, the other one in 6, and the first one in 6 again."""
+    save = tmp_path / "save"
+    result = succeeded(
+        run_job(
+            tmp_path,
+            "job",
+            [
+                *(*MODEL, "--train-iters", "8", "--save-interval", "2"),
+                *("--save", str(save), "--load", str(save)),
+            ],
+            ranks=2,
+            max_restarts=3,
+            env={"KILL": "1:4 0:6 1:6"},
+        )
+    )
+    said = re.findall(r"iteration (\d+) was restored from (\w+)", result.log)
+    assert said == [("2", "memory"), ("4", "memory"), ("4", "memory")]
+    attempts = [result.losses(attempt) for attempt in range(4)]
+    for earlier, later, iteration in ((0, 1, 3), (1, 2, 5), (2, 3, 5)):
+        assert sorted(attempts[earlier][iteration]) == sorted(attempts[later][iteration])
+    assert sorted(attempts[3]) == [5, 6, 7, 8]
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "8"
+    assert main(["verify", str(save), "--all"]) == 0, capsys.readouterr().out
+    assert len(list(save.glob("iter_*/manifest.json"))) == 4
+    await_no_agent(tmp_path)
