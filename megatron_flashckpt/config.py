@@ -265,7 +265,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             try:
                 cpu_list.parse(str(self.agent.cpus))
             except ValueError as error:
-                raise ValueError(f"agent.cpus: {error}; also 'all' and 'inherit'") from error
+                raise ValueError(
+                    f"agent.cpus: {error}; 'agent.cpus: all' and 'agent.cpus: inherit' are possible too"
+                ) from error
 
 
 def load_config(

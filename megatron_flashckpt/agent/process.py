@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fnmatch
 import logging
 import os
@@ -195,10 +194,10 @@ def _lower_session(nice: int) -> None:
     for _ in range(_AUTOGROUP_ATTEMPTS):
         try:
             (_SELF / "autogroup").write_text(f"{min(nice, 19)}")
-        except OSError as error:
-            if error.errno != errno.EAGAIN:
-                return  # there are no such groups, and the priorities of threads count
+        except BlockingIOError:
             time.sleep(_AUTOGROUP_S)
+        except OSError:
+            return  # there are no such groups, and the priorities of threads count
         else:
             return
 
