@@ -266,7 +266,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 cpu_list.parse(str(self.agent.cpus))
             except ValueError as error:
                 raise ValueError(
-                    f"agent.cpus: {error}; 'agent.cpus: all' and 'agent.cpus: inherit' are possible too"
+                    f"agent.cpus: {error}; 'agent.cpus: all' and 'agent.cpus: inherit' work too"
                 ) from error
 
 
