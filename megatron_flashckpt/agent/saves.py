@@ -260,7 +260,7 @@ class Saves:
         info = slots.infos[slot.index]
         started = time.monotonic()
         try:
-            digests = self._insist(number, slot, header, info, save)
+            digests = self._persist_patiently(number, slot, header, info, save)
         except Exception as failure:  # whatever it is, the trainers must learn of it
             error = _shown(failure)
             save.lasts = save.lasts or will_last(failure)
@@ -276,10 +276,10 @@ class Saves:
             # The save failed elsewhere while this shard was being written.
             forget(save)
 
-    def _insist(
+    def _persist_patiently(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
     ) -> tuple[str, ...]:
-        """Do as `_made_durable`, again if an error may pass."""
+        """Call `_made_durable`, and again after errors that may pass."""
         for pause_s in _WRITE_RETRIES_S:
             try:
                 return self._made_durable(number, slot, header, info, save)

@@ -146,6 +146,7 @@ def test_all_retries_of_a_load_end_in_time_for_the_ranks_that_wait(
     """Each of a thousand files could take half a minute otherwise."""
     monkeypatch.setattr(patient, "RETRIES_S", (0.002, 0.002, 0.002))
     monkeypatch.setattr(patient, "PATIENCE_S", 0.011)
+    monkeypatch.setattr(patient, "_JITTER", 0.0)  # or a pause would end before it is counted
     refusing = Refusing(os.listdir, errno.EIO, 1000)
     monkeypatch.setattr(os, "listdir", refusing)
     calls = []
