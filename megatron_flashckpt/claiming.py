@@ -11,6 +11,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.node_link import NodeLink
 from megatron_flashckpt.restore.collectives import from_first
+from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,8 @@ def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
 
     def claim() -> tuple[str, int]:
         made = known or run_id.new()
-        storage = PosixStorage(root)
+        # A moment without an answer must not end a job that has just got its nodes.
+        storage = PatientStorage(PosixStorage(root))
         try:
             key = take(storage, made, link.client, config.other_writer, config.other_writer_wait_s)
         except AgentError as error:

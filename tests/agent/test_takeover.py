@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
@@ -9,9 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_flashckpt import claiming
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Claim, RunKey
 from megatron_flashckpt.agent.incarnations import process_with
@@ -19,6 +23,7 @@ from megatron_flashckpt.agent.takeover import is_live
 from megatron_flashckpt.errors import OtherWriterError
 from megatron_flashckpt.faults import VARIABLE
 from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage import patient
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
@@ -328,3 +333,25 @@ def test_the_next_agent_of_a_run_renews_its_claim(
         return claim.pid == successor
 
     eventually("a renewal", renewed)
+
+
+def test_a_start_outlasts_storage_that_does_not_answer_for_a_moment(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = node.trainer(root)
+    link: Any = SimpleNamespace(client=lambda: trainer.client, hold=lambda key: None)
+    opened, refused = os.open, []
+
+    def refuse_once(path: Any, *args: Any, **named: Any) -> int:
+        if path == root and not refused:
+            refused.append(path)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return opened(path, *args, **named)
+
+    monkeypatch.setattr(patient, "RETRIES_S", (0.001,))
+    monkeypatch.setattr(os, "open", refuse_once)
+    made = claiming.begin(link, str(root), node.config(), None)
+    assert refused == [root]
+    found = claims.read(PosixStorage(root))
+    assert found is not None
+    assert found.run_id == made
