@@ -90,7 +90,9 @@ def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
     faulty = FaultyStorage(save, tmp_path)
     faulty.rule(fail("fallocate", errno.ENOSPC, part))
     arguments = [*MODEL, "--train-iters", "12", "--save", str(save), "--save-interval", "2"]
-    result = run_job(tmp_path, "full", arguments, ranks=RANKS, env={**faulty.environment, **env})
+    named = ", ".join(faulty.environment)
+    env = {**faulty.environment, "FLASHCKPT_AGENT__ENVIRONMENT": f"[{named}]", **env}
+    result = run_job(tmp_path, "full", arguments, ranks=RANKS, env=env)
     assert faulty.hits(), "no agent has met the full disk: does it get LD_PRELOAD?"
     return result
 
