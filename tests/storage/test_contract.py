@@ -408,3 +408,14 @@ def test_odd_names_are_names(backend, name):
     assert backend.contents() == {f"d/{name}": DATA}
     backend.storage.delete(f"d/{name}")
     assert backend.contents() == {}
+
+
+def test_a_stamp_tells_a_file_from_the_one_that_replaced_it(backend: Backend) -> None:
+    backend.storage.put("a/b", DATA)
+    stamp = backend.storage.stamp("a/b")
+    assert stamp.nbytes == len(DATA)
+    assert backend.storage.stamp("a/b") == stamp
+    backend.storage.put("a/b", DATA)
+    assert backend.storage.stamp("a/b") != stamp
+    with pytest.raises(FileNotFoundError):
+        backend.storage.stamp("a/c")

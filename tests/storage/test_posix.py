@@ -445,3 +445,18 @@ def test_storage_that_is_busy_is_not_taken_for_the_end_of_a_file(
         storage.read("file") if way == "read" else storage.rewrite("file", b"12345678", b"abcdefgh")
     monkeypatch.undo()
     assert storage.read("file") == b"12345678"
+
+
+def test_a_read_of_a_few_bytes_asks_for_no_more(tmp_path: Path) -> None:
+    """A buffer would have st_blksize: 1 MiB on NFS, 4 MiB on Lustre."""
+    (tmp_path / "file").write_bytes(bytes(100_000))
+    before = _read_nbytes()
+    for _ in range(100):
+        assert PosixStorage(tmp_path).read("file", 10, 27) == bytes(27)
+    assert _read_nbytes() - before < 100 * 4096
+
+
+def _read_nbytes() -> int:
+    """Return the bytes that this process has read by system calls."""
+    (line,) = (it for it in Path("/proc/self/io").read_text().splitlines() if "rchar" in it)
+    return int(line.split()[1])
