@@ -13,6 +13,7 @@ from megatron_flashckpt.layout.names import (
     MANIFEST,
     TRACKER,
     iteration_dir,
+    marker_name,
     parse_iteration_dir,
 )
 from megatron_flashckpt.memory.slab import Slab
@@ -87,6 +88,8 @@ def check_tidy(save: Path, newest: int) -> None:
             ).manifest
             expected = {MANIFEST, f"common-{manifest.save_id}.msgpack"}
             expected |= {shard.file for shard in manifest.shards}
+            # Put if the agent that commits does not know that all ranks are on its node.
+            expected.add(marker_name(manifest.save_id))
         left += [f"{directory.name}/{name}" for name in files - expected]
         left += [directory.name] if not expected else []
     if left:
