@@ -32,7 +32,7 @@ def family_sample() -> list[FamilyCell]:
         SecondStart("persist.chunk", 2),
         SecondJob(0, "stage.half", 3, "storage"),
         Requeue(0, "commit.manifest", 2, "moved"),
-        Requeue(1, "put.renamed", 2, "kept"),
+        Requeue(1, "put.renamed", 2, "moved"),
         Forks(0, "stage.half", 2),
         LostSocket("persist.chunk", 2, SOCKET_GONE, at_once=True),
         LostSocket("agent.enqueued", 2, ALL_GONE, at_once=False),
