@@ -81,6 +81,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, save.past.error
         if save.fence is not None:
             save.fence.check(save.storage, _FENCED_S[0 not in save.metas])
+        persisted = sorted(save.persisted)  # before the look, which sees the records of these
         present = look(save)
         failure = _failure_elsewhere(save, present)
         if failure is not None:
@@ -109,7 +110,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 return True, None
             save.missing = sorted(expected - present)
         if save.listed_all:
-            save.error = save.error or why_gone(save, present)  # concluded in the next call
+            save.error = save.error or why_gone(save, persisted, present)  # the next call ends it
         save.troubled_since = None
     except (FlashCkptError, OSError) as error:
         if may_pass(error) and _is_worth_a_retry(save, error):

@@ -72,16 +72,17 @@ def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecor
         )
 
 
-def why_gone(save: PendingSave, present: set[str]) -> str | None:
+def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> str | None:
     """Return why nobody can commit a save: records of this node were removed; None: they are there.
 
     What the history knows of the save goes to `save.past`: retention may have removed it. A list
     that another host changes meanwhile may lack a name, so a record has to be missing for a while.
 
     Args:
+        persisted: ranks of this node whose records were there before `present` was read.
         present: all names in the directory of the save.
     """
-    published = {names.record_name(rank, save.save_id) for rank in save.metas}
+    published = {names.record_name(rank, save.save_id) for rank in persisted}
     if published <= present:
         save.gone_since = None
         return None

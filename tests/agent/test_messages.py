@@ -173,3 +173,25 @@ def test_a_save_that_retention_has_removed_since_was_committed(root: Path) -> No
     (root / names.iteration_dir(5)).mkdir()
     found = eventually("its outcome", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]])
     assert found == [(True, None)]
+
+
+def test_a_record_that_comes_after_the_look_is_not_taken_for_removed(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a node end one after the other, each perhaps between the look and the check."""
+    save = persisted(PosixStorage(root), "a" * 12, 1, 2)
+    record = root / names.iteration_dir(5) / names.record_name(1, "a" * 12)
+    save.persisted.clear()
+    record.rename(record.with_suffix(".kept"))
+    listed = PosixStorage.list
+
+    def late(storage: PosixStorage, directory: str) -> list[str]:
+        found = listed(storage, directory)
+        save.persisted.add(1)
+        return found
+
+    save.gone_since = -60.0
+    with monkeypatch.context() as patch:
+        patch.setattr(PosixStorage, "list", late)
+        assert outcome_of(save, 60.0) == (False, None)
+    assert (save.gone_since, save.error) == (None, None)
