@@ -14,6 +14,7 @@ import torch
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.destination import (
     checkpoint_directory,
@@ -72,6 +73,7 @@ def _write(contents: Contents, storage: PosixStorage, shard_nbytes: int) -> None
         )
         write_shard(storage, contents.iteration, pending.save_id, meta, _chunks(tensors))
     commit(pending)
+    tidy(pending)
 
 
 def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:

@@ -15,6 +15,7 @@ import torch
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.plan import PlanCache, order
@@ -193,6 +194,7 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
         data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in found)
         write_shard(storage, made.iteration, SAVE_ID, pending.metas[rank], iter([memoryview(data)]))
     commit(pending)
+    tidy(pending)
 
 
 def with_tensor(made: Contents, name: str, value: torch.Tensor) -> Contents:

@@ -31,7 +31,7 @@ from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import PATIENCE_S, content, is_alive, new_save_id
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.story import Found
-from tests.crash.truth import check_left, check_storage, check_tidy, committed
+from tests.crash.truth import await_tidy, check_left, check_storage, committed
 
 #: What is lost when node 0's agent stands at its point.
 OWN, NEXT, AGENT, ALL = "its node", "the next node", "the agent, then the next node", "all nodes"
@@ -329,7 +329,7 @@ class _Story:
             self._save(iteration)
             self._await_held(iteration, self._all, before)
         check_storage(made.root)
-        check_tidy(made.root, restored + 2)
+        await_tidy(made.root, restored + 2)
         agents = [pid for node in made.nodes for pid in node.agents()]
         for trainer in made.trainers.values():
             trainer.hang_up(leave=True)

@@ -21,7 +21,7 @@ from tests.agent.test_persist import stored
 from tests.agent.trainer import PATIENCE_S, FakeTrainer, content, new_save_id
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.peers import agent_fault
-from tests.crash.truth import check_storage, check_tidy, committed
+from tests.crash.truth import await_tidy, check_storage, committed
 
 HUNG = "hung, overtaken, woken"
 #: By point: at which counts it lies in the save of iteration 2. See `cells`.
@@ -130,7 +130,7 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
             later.client.adopt(stored(root, newest).manifest.save_id, newest)
         for iteration in (3, 4, 5) if cell.swept else (5,):
             _saved(later, iteration)
-        eventually("tidiness", lambda: _is_tidy(root, 5))
+        await_tidy(root, 5)
         before = _listing(root)
         wake(agent)
         asking.join()
@@ -151,18 +151,11 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
         check_storage(root)
         for iteration in (6, 7):
             _saved(later, iteration)
-        eventually("tidiness", lambda: _is_tidy(root, 7))
+        await_tidy(root, 7)
         check_storage(root)
-        check_tidy(root, 7)
     finally:
         first.close()
         second.close()
-
-
-def _is_tidy(root: Path, newest: int) -> bool:
-    """Return whether the second job has removed what the commit of `newest` lets go."""
-    records = list((root / iteration_dir(newest)).glob("*.commit"))
-    return len(committed(root)) <= 2 and not records and not list(root.glob("*.removed"))
 
 
 def _saved(trainer: FakeTrainer, iteration: int) -> None:

@@ -26,7 +26,7 @@ from tests.agent.trainer import FakeTrainer, content, is_alive
 from tests.crash.family import FamilyCell
 from tests.crash.job import CellError, eventually, state_of
 from tests.crash.peers import agent_fault
-from tests.crash.truth import check_storage, check_tidy, committed
+from tests.crash.truth import await_tidy, check_storage, committed
 from tests.faulty_storage.library import FaultyStorage, fail, late
 
 AGENT, BOTH = "agent killed", "both agents killed"
@@ -129,7 +129,7 @@ class _Story:
     def __init__(self, cell: FaultyCell, home: Path) -> None:
         self._cell = cell
         self._root, self._reached = home / "save", home / "reached"
-        self._nodes = [Node(home / "first"), Node(home / "second")]
+        self._nodes = [Node(home / "a"), Node(home / "b")]
         self._faulty = FaultyStorage(self._root, home)
         self._trainers: list[FakeTrainer] = []
         self._staging: threading.Thread | None = None
@@ -200,15 +200,7 @@ class _Story:
             self._check(iteration)
         if self._cell.trouble == PASSING and not self._faulty.hits():
             raise CellError("no error was come to")
-
-        def is_tidy() -> bool:
-            try:
-                check_tidy(self._root, 4)
-            except (CellError, FileNotFoundError):  # the agent is at it
-                return False
-            return True
-
-        eventually("nothing is left behind", is_tidy)
+        await_tidy(self._root, 4)
 
     def _save(self, iteration: int) -> None:
         for trainer in self._trainers:

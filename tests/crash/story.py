@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.crash.job import RANKS, CellError, Job, wake
 from tests.crash.start import Life
-from tests.crash.truth import check_left, check_storage, check_tidy, committed, in_memory
+from tests.crash.truth import await_tidy, check_left, check_storage, committed, in_memory
 
 TRAINERS, AGENT, NODE = "trainers", "agent", "node"
 KILLED = (TRAINERS, AGENT, NODE)
@@ -160,5 +160,5 @@ def check_end(job: Job, newest: int) -> None:
         if errors or len(events) != 2:
             raise CellError(f"the saves after the restart: {events}")
     check_storage(job.save)
-    check_tidy(job.save, newest)
+    await_tidy(job.save, newest)
     check_left(job.runtime_dir)

@@ -24,7 +24,7 @@ from tests.crash.rivals import RivalCell, rival_cells, rival_sample, tell_of_riv
 from tests.crash.start import Life
 from tests.crash.storage_faults import RULES, faulty_cells
 from tests.crash.story import KILLED, Cell, tell
-from tests.crash.truth import check_storage, check_tidy
+from tests.crash.truth import await_tidy, check_storage, check_tidy
 
 #: Modules whose steps ranks come to.
 OF_RANKS = (
@@ -152,7 +152,7 @@ def test_the_checks_see_what_is_wrong(job: Job) -> None:
     job.start(life, None, linger=False)
     job.join()
     check_storage(job.save)
-    check_tidy(job.save, 2)
+    await_tidy(job.save, 2)
     tracker = job.save / "latest_checkpointed_iteration.txt"
     tracker.write_text("3")
     with pytest.raises(CellError, match="tracker says '3'"):

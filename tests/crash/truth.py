@@ -7,6 +7,7 @@ import os
 import re
 from pathlib import Path
 
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.layout.names import (
     CLAIM,
     HISTORY,
@@ -57,17 +58,22 @@ def committed(save: Path) -> list[int]:
 
 
 def check_storage(save: Path) -> None:
-    """Refuse half a checkpoint that looks like a whole one, and a tracker that is ahead."""
+    """Refuse half a checkpoint that looks like a whole one, and a tracker that is ahead.
+
+    Retention may be at work: it takes the manifest of a checkpoint away before any other file.
+    """
     storage = PosixStorage(save)
-    whole = committed(save)
-    for iteration in whole:
-        stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
-        damages = verify(stored)
-        if damages:
+    for iteration in committed(save):
+        try:
+            stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+            damages: list[FlashCkptError] = verify(stored)
+        except FileNotFoundError as error:
+            damages = [CorruptCheckpointError(str(error))]
+        if damages and iteration in committed(save):
             raise CellError(f"iteration {iteration} has a manifest, but: {damages}")
     if (save / TRACKER).exists():
         said = (save / TRACKER).read_text()
-        if not said.isdecimal() or int(said) not in whole:
+        if not said.isdecimal() or int(said) not in (whole := committed(save)):
             raise CellError(f"the tracker says '{said}'; there are {whole}")
 
 

@@ -450,4 +450,4 @@ def test_a_checkpoint_that_is_gone_was_never_committed(made: Made) -> None:
     shutil.rmtree(made.directory)
     (error,) = damages(made)
     assert isinstance(error, NotCommittedError)
-    assert re.search(r"manifest\.json: does not exist, so .* with --ckpt-step$", str(error))
+    assert re.search(r"manifest\.json: does not exist: .* with --ckpt-step$", str(error))

@@ -21,6 +21,7 @@ import xxhash
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.layout import manifest, names
 from megatron_flashckpt.layout.coverage import read_plan
 from megatron_flashckpt.layout.dtypes import itemsize
@@ -154,7 +155,9 @@ def make(
 ) -> Made:
     """Return a committed checkpoint under `root`."""
     pieces = [pieces_of_rank(rank) for rank in range(WORLD)] if ranks is None else ranks
-    commit(stage(root, iteration, save_id, pieces, seed, common))
+    save = stage(root, iteration, save_id, pieces, seed, common)
+    commit(save)
+    tidy(save)
     return Made(root, iteration, save_id, pieces, seed)
 
 
