@@ -192,9 +192,10 @@ def _kinds_of_numbers(values: Iterable[Any]) -> list[Any]:
 
 
 def _are(tensors: list[torch.Tensor], known: list[weakref.ref[torch.Tensor]]) -> bool:
-    if len(tensors) != len(known):
-        return False
-    return all(map(operator.is_, tensors, [ref() for ref in known]))
+    alive = [ref() for ref in known]
+    # An optimizer may keep None in the place of a tensor, and a dead reference returns None, too.
+    is_same = len(tensors) == len(alive) and all(map(operator.is_, tensors, alive))
+    return is_same and all(map(torch.is_tensor, alive))
 
 
 def _forms(tensors: list[torch.Tensor]) -> tuple[list[Any], ...]:

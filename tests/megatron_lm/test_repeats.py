@@ -160,6 +160,11 @@ def moment_gone(job: Job) -> None:
     del job.states(1)["exp_avg_sq"]
 
 
+def moment_let_go(job: Job) -> None:
+    """As an optimizer does that frees its states and keeps their names."""
+    job.states(1)["exp_avg"] = None  # type: ignore[assignment]
+
+
 def moment_come(job: Job) -> None:
     job.states(1)["max_exp_avg_sq"] = torch.randn(5)
 
@@ -189,7 +194,7 @@ def weights_lag(job: Job) -> None:
 
 CHANGES: list[Callable[[Job], None]] = [nothing, in_place, in_other_memory, norm_stepped]
 CHANGES += [transposed, moments_swapped, moment_replaced, moment_of_another_type]
-CHANGES += [moment_of_two_axes, moment_with_gradients, moment_gone, moment_come]
+CHANGES += [moment_of_two_axes, moment_with_gradients, moment_gone, moment_let_go, moment_come]
 CHANGES += [master_replaced, tables_made_anew, parameter_replaced, weights_lag]
 
 
