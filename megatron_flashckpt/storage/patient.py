@@ -2,7 +2,8 @@
 
 A server that is away for a moment must not send a job back to an older checkpoint. Each attempt
 opens the file by its name again: a handle that went stale (ESTALE) stays stale. The other ranks
-wait in a collective meanwhile, so all retries of one load together take a bounded time.
+wait in a collective meanwhile, so all retries of one load together take a bounded time. A soft
+mount of NFS may take minutes to report an error: attempts that fail count as well as pauses.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _T = TypeVar("_T")
 RETRIES_S = (2.0, 8.0, 20.0)
 #: Each pause is longer or shorter by up to this share: not all ranks ask again at once.
 _JITTER = 0.1
-#: Seconds that one load waits in all. Megatron's collectives time out after 600 s by default.
+#: Seconds that failed attempts and pauses of one load take in all. Megatron's collectives time out after 600 s by default.
 PATIENCE_S = 120.0
 #: Not the generator that is part of a checkpoint.
 _random = random.SystemRandom()
@@ -40,7 +41,7 @@ class PatientStorage:
         self._storage = storage
         self._lock = threading.Lock()
         self._waited_s = 0.0
-        #: When the last pause of any thread ends; `time.monotonic`.
+        #: When the last pause of any thread ends: until then all is counted; `time.monotonic`.
         self._pauses_end = 0.0
 
     @property
@@ -99,10 +100,11 @@ class PatientStorage:
             before: called before every further attempt.
         """
         for number, pause_s in enumerate(RETRIES_S, 1):
+            started = time.monotonic()
             try:
                 return attempt()
             except StorageError as error:
-                if not may_pass(error) or not self._may_wait(pause_s):
+                if not may_pass(error) or not self._may_wait(started, pause_s):
                     raise
                 logger.warning(
                     "%s; retry %d of %d in %.1f s",
@@ -116,15 +118,21 @@ class PatientStorage:
                 before()
         return attempt()
 
-    def _may_wait(self, pause_s: float) -> bool:
-        """Return whether a pause fits into the patience; those of several threads count once."""
-        now = time.monotonic()
+    def _may_wait(self, started: float, pause_s: float) -> bool:
+        """Return whether a failed attempt and a pause after it fit into the patience.
+
+        The time that several threads spend at once counts once.
+
+        Args:
+            started: when the attempt began.
+        """
+        end = time.monotonic() + pause_s
         with self._lock:
-            longer_s = max(0.0, now + pause_s - max(now, self._pauses_end))
+            longer_s = max(0.0, end - max(started, self._pauses_end))
             if self._waited_s + longer_s > PATIENCE_S:
                 return False
             self._waited_s += longer_s
-            self._pauses_end = max(self._pauses_end, now + pause_s)
+            self._pauses_end = max(self._pauses_end, end)
             return True
 
     # ------------------------------------------------------------------ writes, as they are

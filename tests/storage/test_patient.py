@@ -140,22 +140,46 @@ def test_a_file_that_another_host_replaced_is_opened_again_by_its_name(
     assert data == b"abcd"
 
 
+class Clock:
+    """Stands in for the module `time`: only what the test says takes time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("attempt_s", "calls"),
+    [(0.0, [4, 4, 4, 4, 1, 1]), (20.0, [4, 2, 1, 1, 1, 1]), (180.0, [1, 1, 1, 1, 1, 1])],
+    ids=["at once", "after 20 s", "a soft mount of NFS"],
+)
 def test_all_retries_of_a_load_end_in_time_for_the_ranks_that_wait(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch
+    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch, attempt_s: float, calls: list[int]
 ) -> None:
-    """Each of a thousand files could take half a minute otherwise."""
-    monkeypatch.setattr(patient, "RETRIES_S", (0.002, 0.002, 0.002))
-    monkeypatch.setattr(patient, "PATIENCE_S", 0.011)
-    monkeypatch.setattr(patient, "_JITTER", 0.0)  # or a pause would end before it is counted
-    refusing = Refusing(os.listdir, errno.EIO, 1000)
+    """Each of a thousand files could take half a minute otherwise, or twelve minutes."""
+    clock = Clock()
+    monkeypatch.setattr(patient, "time", clock)
+    monkeypatch.setattr(patient, "RETRIES_S", (2.0, 8.0, 20.0))
+    monkeypatch.setattr(patient, "_JITTER", 0.0)
+
+    def refuse(_: object) -> list[str]:
+        clock.now += attempt_s
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    refusing = Refusing(refuse, errno.EIO, 0)
     monkeypatch.setattr(os, "listdir", refusing)
-    calls = []
-    for _ in range(4):
+    found = []
+    for _ in calls:
         refusing.calls = 0
         with pytest.raises(StorageError):
             storage.list("")
-        calls.append(refusing.calls)
-    assert calls == [4, 3, 1, 1]
+        found.append(refusing.calls)
+    assert found == calls
 
 
 def test_pauses_of_several_threads_count_once(
