@@ -77,7 +77,7 @@ def _load_newest(
         What was loaded, and whether it is of another history than what is in memory.
     """
     step = getattr(margs, "ckpt_step", None)
-    storage = None if load_dir is None else PatientStorage(PosixStorage(load_dir))
+    storage = None if load_dir is None else _patient(margs, load_dir)
 
     def look() -> Named:
         if storage is None:
@@ -110,6 +110,12 @@ def _load_newest(
     if named.foreign is not None and request.optimizer is not None:
         raise UnsupportedError(named.foreign)
     return None, False
+
+
+def _patient(margs: Any, load_dir: str) -> PatientStorage:
+    """Return the storage to load from, whose retries end before the other ranks' collectives do."""
+    minutes = getattr(margs, "distributed_timeout_minutes", None)
+    return PatientStorage(PosixStorage(load_dir), None if minutes is None else 60.0 * minutes)
 
 
 def _rank() -> int:

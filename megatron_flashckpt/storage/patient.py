@@ -28,17 +28,27 @@ _T = TypeVar("_T")
 RETRIES_S = (2.0, 8.0, 20.0)
 #: Each pause is longer or shorter by up to this share: not all ranks ask again at once.
 _JITTER = 0.1
-#: Seconds that failed attempts and pauses of one load take in all. Megatron's collectives time out after 600 s by default.
+#: Seconds that failed attempts and pauses of one load take in all, at most. Megatron's collectives
+#: time out after 600 s by default.
 PATIENCE_S = 120.0
+#: Part of a shorter time-out of collectives that a load waits.
+_SHARE = 0.2
 #: Not the generator that is part of a checkpoint.
 _random = random.SystemRandom()
 
 
 class PatientStorage:
-    """See `storage.base.Storage`. One for each load; writes are not retried."""
+    """See `storage.base.Storage`. One for each load; writes are not retried.
 
-    def __init__(self, storage: Storage) -> None:
+    Args:
+        collectives_s: when the collectives in which other ranks wait time out; None: by default.
+    """
+
+    def __init__(self, storage: Storage, collectives_s: float | None = None) -> None:
         self._storage = storage
+        self._patience_s = PATIENCE_S
+        if collectives_s is not None:
+            self._patience_s = min(PATIENCE_S, _SHARE * collectives_s)
         self._lock = threading.Lock()
         self._waited_s = 0.0
         #: When the last pause of any thread ends: until then all is counted; `time.monotonic`.
@@ -129,7 +139,7 @@ class PatientStorage:
         end = time.monotonic() + pause_s
         with self._lock:
             longer_s = max(0.0, end - max(started, self._pauses_end))
-            if self._waited_s + longer_s > PATIENCE_S:
+            if self._waited_s + longer_s > self._patience_s:
                 return False
             self._waited_s += longer_s
             self._pauses_end = max(self._pauses_end, end)

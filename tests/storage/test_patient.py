@@ -9,11 +9,13 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import xxhash
 
+from megatron_flashckpt import resume
 from megatron_flashckpt.error_classes import TABLE
 from megatron_flashckpt.errors import StorageError, is_damage
 from megatron_flashckpt.storage import patient
@@ -182,10 +184,24 @@ def test_all_retries_of_a_load_end_in_time_for_the_ranks_that_wait(
     assert found == calls
 
 
-def test_pauses_of_several_threads_count_once(
-    storage: PatientStorage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("minutes", "calls"), [(1, 3), (10, 4), (60, 4), (None, 4)])
+def test_a_job_whose_collectives_time_out_sooner_waits_for_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int | None, calls: int
 ) -> None:
-    monkeypatch.setattr(patient, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(patient, "time", Clock())
+    monkeypatch.setattr(patient, "RETRIES_S", (2.0, 8.0, 20.0))
+    refusing = Refusing(os.listdir, errno.EIO, 1000)
+    monkeypatch.setattr(os, "listdir", refusing)
+    margs = SimpleNamespace(distributed_timeout_minutes=minutes)
+    with pytest.raises(StorageError):
+        resume._patient(margs, str(tmp_path)).list("")
+    assert refusing.calls == calls
+
+
+def test_pauses_of_several_threads_count_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = PatientStorage(PosixStorage(tmp_path), 15.0)
     asleep, slept = threading.Barrier(4), []
 
     def sleep(seconds: float) -> None:
