@@ -233,8 +233,9 @@ class ModelState:
                 if entry.sharded:
                     has_weight = is_written(geo) and id(entry.parameter) not in derived
                     weight_kind = copy_kind(WEIGHT, geo.copy) if has_weight else None
-                    if entry.main:
-                        written.append(Written(entry, geo, tensors, weight_kind))
+                    if not entry.main:  # another instance writes it; noted for the next save
+                        tensors, weight_kind = {}, None
+                    written.append(Written(entry, geo, tensors, weight_kind))
                 elif tensors:
                     expert = optimizer_state.is_expert(entry.parameter)
                     shared[share(self._replicated.optimizer, expert)] += [

@@ -228,6 +228,17 @@ def test_no_tensor_is_looked_at_by_itself_if_only_values_have_changed(
     assert looks.call_count == 0
 
 
+def test_an_instance_that_writes_nothing_looks_at_no_tensor_either() -> None:
+    """With `--num-distributed-optimizer-instances` only the first one writes."""
+    job, state = Job(), ModelState(Replicated())
+    job.optimizer.distributed_optimizer_instance_id = 1
+    with looks_at_each_tensor() as looks:
+        assert owned(job, state) == []
+        assert looks.call_count == len(OWNED)
+        assert owned(job, state) == []
+        assert looks.call_count == len(OWNED)
+
+
 def test_what_has_changed_once_is_repeated_from_then_on(
     repeated_job: tuple[Job, ModelState],
 ) -> None:
