@@ -17,6 +17,7 @@ from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import EncodedMeta, SlotHeader, SlotState
 
+#: Up to the largest that settings take.
 AGES: list[Any] = [None, 0, 24, 24.0, 0.5, 10**9, 1e9]
 
 
