@@ -131,8 +131,6 @@ def _is_over(save: PendingSave) -> bool:
     The node of rank 0 may be committing it at this moment: its own ranks tell it a moment earlier
     or later. So the other nodes keep their files until it is certain that it does not.
     """
-    if save.called_off:
-        return True
     if save.abandoned_at is None:
         save.abandoned_at = time.monotonic()
         if len(save.metas) < next(iter(save.metas.values())).world_size:

@@ -425,10 +425,9 @@ class Conversations:
             )
             # But this node may have hung while another one had its ranks. Then the agents that
             # would commit the save have given it up, or are gone.
-            missed = not is_here and save.is_from_before(self._node.fence.newest)
-            if save.staged_as != request.save_id and (missed or not staged):
+            staged &= is_here or not save.is_from_before(self._node.fence.newest)
+            if save.staged_as != request.save_id and not staged:
                 save.outlived = save.save_id not in awaited
-                save.called_off |= missed and save.outlived
         if self._node.peers is not None:
             self._node.peers.adopt(number, request.save_id, request.iteration)
         for index in rank.slots.recovered(request.save_id) if rank.slots is not None else ():

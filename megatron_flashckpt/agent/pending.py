@@ -63,7 +63,7 @@ class PendingSave:
     untold: tuple[int, str] | None = None
     """A failure that storage had no room for a note of: the rank in whose name, and the reason."""
     called_off: bool = False
-    """The committing agent has left a note that the save failed, or is gone with its run."""
+    """The committing agent has left a note that the save failed."""
     called_slow: bool = False
     """Its trainers were told that it takes long."""
     inherited: bool = False
