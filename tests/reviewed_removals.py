@@ -282,13 +282,13 @@ REVIEWED: dict[Call, Reason] = {
     **review(
         "agent.persist",
         (
-            "write_shard",
+            "durable_shard",
             "storage.create(f'{directory}/{shard_name(meta.rank, save_id)}', nbytes)",
             ID,
             "agent/test_commit.py::test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one_is_committed",
         ),
         (
-            "write_shard",
+            "put_record",
             "storage.put(name, encode_record(record), durable='nothing')",
             ID,
             "agent/test_commit.py::test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this",

@@ -8,6 +8,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -32,6 +33,13 @@ from megatron_flashckpt.storage.direct_io import ALIGNMENT
 from megatron_flashckpt.tracing import phase
 
 
+class DurableShard(NamedTuple):
+    """A shard whose every byte is durable, and what is to be said of it."""
+
+    record: CommitRecord
+    digests: tuple[str, ...]
+
+
 def persist_slot(
     storage: Storage,
     slot: Slot,
@@ -42,6 +50,24 @@ def persist_slot(
     known: Callable[[], tuple[str, ...] | None] = lambda: None,
 ) -> tuple[str, ...]:
     """Make the slot's shard durable, then its commit record; return the chunk digests.
+
+    See `slot_shard`.
+    """
+    shard = slot_shard(storage, slot, header, meta, cost, flow, known)
+    put_record(storage, shard.record)
+    return shard.digests
+
+
+def slot_shard(
+    storage: Storage,
+    slot: Slot,
+    header: SlotHeader,
+    meta: SlotMeta,
+    cost: RankCost | None = None,
+    flow: Flow = Flow(),  # noqa: B008, a frozen one
+    known: Callable[[], tuple[str, ...] | None] = lambda: None,
+) -> DurableShard:
+    """Make the slot's shard durable.
 
     Called by the agent, in a worker thread; the slot must not be overwritten meanwhile.
 
@@ -55,7 +81,7 @@ def persist_slot(
     """
     # Closed at once, whatever happens: a slab with views of it in use cannot be given back.
     with contextlib.closing(_chunks(slot, header.data_nbytes)) as data_section:
-        return write_shard(
+        return durable_shard(
             storage, header.iteration, header.save_id, meta, data_section, cost, flow, known
         )
 
@@ -152,9 +178,41 @@ def write_shard(
     chunks: Iterator[memoryview],
     cost: RankCost | None = None,
     flow: Flow = Flow(),  # noqa: B008, a frozen one
-    known: Callable[[], tuple[str, ...] | None] = lambda: None,
 ) -> tuple[str, ...]:
     """Make one rank's shard durable, then its commit record; return the chunk digests.
+
+    See `durable_shard`.
+    """
+    shard = durable_shard(storage, iteration, save_id, meta, chunks, cost, flow)
+    put_record(storage, shard.record)
+    return shard.digests
+
+
+def put_record(storage: Storage, record: CommitRecord) -> None:
+    """Tell all agents that a shard is durable. May be repeated.
+
+    Once this was called, the shard must not be written again: a put that has reported an error may
+    have been done, and the save may have been committed.
+    """
+    # Its presence means that every byte of the shard is durable. It need not be: a manifest says
+    # all of it, and a save that has none when power is lost has failed.
+    with phase("commit record"):
+        name = f"{iteration_dir(record.iteration)}/{record_name(record.rank, record.save_id)}"
+        storage.put(name, encode_record(record), durable="nothing")
+    reach("persist.record")
+
+
+def durable_shard(
+    storage: Storage,
+    iteration: int,
+    save_id: str,
+    meta: SlotMeta,
+    chunks: Iterator[memoryview],
+    cost: RankCost | None = None,
+    flow: Flow = Flow(),  # noqa: B008, a frozen one
+    known: Callable[[], tuple[str, ...] | None] = lambda: None,
+) -> DurableShard:
+    """Make one rank's shard durable.
 
     Args:
         chunks: the data section in pieces of `CHUNK_NBYTES`, the last one shorter; each is
@@ -213,10 +271,4 @@ def write_shard(
         sums=meta.sums,
         cost=cost and msgspec.structs.replace(cost, persisted_s=time.time() - cost.started_at),
     )
-    # Commit record last: its presence means that every byte above is durable. It need not be: a
-    # manifest says all of it, and a save that has none when power is lost has failed.
-    with phase("commit record"):
-        name = f"{directory}/{record_name(meta.rank, save_id)}"
-        storage.put(name, encode_record(record), durable="nothing")
-    reach("persist.record")
-    return tuple(digests)
+    return DurableShard(record, tuple(digests))

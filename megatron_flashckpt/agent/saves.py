@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -15,7 +17,13 @@ from megatron_flashckpt.agent.flow import give_way
 from megatron_flashckpt.agent.history import told_of
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.persist import digest_slot, persist_slot, stored_digests
+from megatron_flashckpt.agent.persist import (
+    DurableShard,
+    digest_slot,
+    put_record,
+    slot_shard,
+    stored_digests,
+)
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.error_classes import may_pass, will_last
@@ -27,10 +35,13 @@ from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-#: Pauses before a shard is written again from its first byte, after errors which may pass.
+#: Pauses before a shard is written again from its first byte, or its record is put again, after
+#: errors which may pass.
 _WRITE_RETRIES_S = (0.5, 2.0, 8.0)
 #: Slots of a node that are digested at a time after a crash.
 _UNREAD_THREADS = 4
+
+_T = TypeVar("_T")
 
 
 class Saves:
@@ -260,7 +271,7 @@ class Saves:
         info = slots.infos[slot.index]
         started = time.monotonic()
         try:
-            digests = self._persist_patiently(number, slot, header, info, save)
+            digests = self._made_durable(number, slot, header, info, save)
         except Exception as failure:  # whatever it is, the trainers must learn of it
             error = _shown(failure)
             save.lasts = save.lasts or will_last(failure)
@@ -276,19 +287,17 @@ class Saves:
             # The save failed elsewhere while this shard was being written.
             forget(save)
 
-    def _persist_patiently(
-        self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
-    ) -> tuple[str, ...]:
-        """Call `_made_durable`, and again after errors that may pass."""
+    def _patiently(self, number: int, save: PendingSave, step: Callable[[], _T]) -> _T:
+        """Return `step()`, called again after errors that may pass."""
         for pause_s in _WRITE_RETRIES_S:
             try:
-                return self._made_durable(number, slot, header, info, save)
+                return step()
             except OSError as error:
                 if not may_pass(error) or self._is_over(save):
                     raise
                 logger.warning("rank %d: writes again in %.1f s: %s", number, pause_s, error)
             time.sleep(pause_s)
-        return self._made_durable(number, slot, header, info, save)
+        return step()
 
     def _is_over(self, save: PendingSave) -> bool:
         """Return whether `save` has failed elsewhere or timed out: nobody needs its shards."""
@@ -300,19 +309,28 @@ class Saves:
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
     ) -> tuple[str, ...]:
         """Return the digests of a shard when it is durable; an earlier agent may have done that."""
+
+        def patiently(step: Callable[[], _T]) -> _T:
+            return self._patiently(number, save, step)
+
         if info.inherited:
-            if is_persisted(save, number):
+            if patiently(lambda: is_persisted(save, number)):
                 # Not those of the slot, which may have changed since it was written.
-                return stored_digests(save.storage, header, number)
-            save.past = told_of(save.storage, save.save_id)
+                return patiently(lambda: stored_digests(save.storage, header, number))
+            save.past = patiently(lambda: told_of(save.storage, save.save_id))
             if save.past is not None:
                 return info.digests or digest_slot(slot, header)
-        meta, cost = save.metas[number], save.costs.get(number)
+        meta, cost, flow = save.metas[number], save.costs.get(number), self._node.flow
+
+        def written() -> DurableShard:
+            return slot_shard(save.storage, slot, header, meta, cost, flow, lambda: info.digests)
+
         traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
-            return persist_slot(
-                save.storage, slot, header, meta, cost, self._node.flow, lambda: info.digests
-            )
+            shard = patiently(written)
+            # By itself: with an error that is reported for it the record may be there, and read.
+            patiently(lambda: put_record(save.storage, shard.record))
+        return shard.digests
 
     def _report(
         self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float

@@ -1,0 +1,36 @@
+"""A commit record whose put has reported an error may be there all the same, and be read."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import new_save_id
+from tests.faulty_storage.library import FaultyStorage, fail
+
+
+def test_a_shard_with_a_record_is_never_written_again(
+    node: Node, other_node: Node, root: Path, tmp_path: Path
+) -> None:
+    """The node of rank 0 may have committed it by then, and the disk may be full by now."""
+    faulty = FaultyStorage(root, tmp_path)
+    first = node.trainer(root, 0, 2)
+    with faulty.under_agents():
+        second = other_node.trainer(root, 1, 2)
+    trainers = [first, second]
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(1, save_id)
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    faulty.rule(
+        fail("rename", errno.ETIMEDOUT, "rank_00001-", times=1, done=True),
+        fail("fallocate", errno.ENOSPC, ".safetensors", skip=1),
+    )
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(2, save_id)
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    assert [hit.call for hit in faulty.hits()] == ["rename"]
+    assert_intact(root, 2, trainers)
