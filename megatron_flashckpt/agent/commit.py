@@ -91,7 +91,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, failure
         if save.persisted < set(save.metas):
             return _expired(save, timeout_s)
-        if not _awaits_marker(save, present) and _is_committed(save, present):
+        awaits_marker = _awaits_marker(save, present)
+        if not awaits_marker and _is_committed(save, present):
             if 0 in save.metas:
                 # By an agent that is gone: it may not have come to what follows the manifest.
                 head = manifest_head(save.storage, save.iteration)
@@ -109,7 +110,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 commit(save)
                 return True, None
             save.missing = sorted(expected - present)
-        if save.listed_all:
+        if save.listed_all and not awaits_marker:  # records go once a save is committed
             save.error = save.error or why_gone(save, persisted, present)  # the next call ends it
         save.troubled_since = None
     except (FlashCkptError, OSError) as error:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent import commit as commit_module
+from megatron_flashckpt.agent import presence, record_files
 from megatron_flashckpt.agent.commit import commit, forget, outcome_of
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.retention import retire
@@ -196,6 +197,22 @@ def test_where_no_marker_can_be_read_the_manifest_is(
         monkeypatch.setattr(commit_module, "_UNMARKED_S", 0.0)
     else:
         marker(root, A).write_bytes(damage)
+    assert outcome_of(saves[1], 60.0) == DONE
+
+
+def test_records_that_were_tidied_up_are_not_missed_by_a_node_that_awaits_the_marker(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage has refused the marker, and the job keeps no history."""
+    monkeypatch.setattr(record_files, "_GONE_S", 0.0)
+    monkeypatch.setattr(presence, "_FIRST_S", 0.0)  # it lists the directory at once
+    saves = pair(root, A)
+    commit(saves[0])
+    tidy(saves[0])
+    marker(root, A).unlink()
+    for _ in range(3):
+        assert outcome_of(saves[1], 60.0) == OPEN, "the marker may come in a moment"
+    monkeypatch.setattr(commit_module, "_UNMARKED_S", -60.0)
     assert outcome_of(saves[1], 60.0) == DONE
 
 
