@@ -180,7 +180,7 @@ def commit(save: PendingSave) -> None:
         CorruptCheckpointError: the records contradict each other, or a shard is not there.
         StorageError: the tracker still names the previous checkpoint.
     """
-    _check_commits(save)
+    _check_wanted(save)
     storage, meta = save.storage, save.metas[0]
     with phase("read records"):
         records = read_records(storage, save.iteration, save.save_id, meta.world_size)
@@ -253,6 +253,8 @@ def _check_wanted(save: PendingSave) -> None:
     _check_commits(save)
     if save.outlived:
         raise SaveFailedError(_ABANDONED)
+    if save.given_up is not None:
+        raise SaveFailedError(save.given_up)
 
 
 def _check_named(save: PendingSave) -> None:

@@ -105,6 +105,7 @@ class Committer:
                 if waited > self._node.options.commit_timeout_s + _HUNG_S:
                     error = gave_up(save, self._node.options.commit_timeout_s)
                     logger.error("iteration %d was not saved: %s", save.iteration, error)
+                    save.given_up = error
                     self._conclude(save, error)
                     self._given_up.append(save)
 
@@ -139,8 +140,9 @@ class Committer:
         if not finished:
             return False
         if error is not None:
-            level = logging.INFO if save.outlived else logging.ERROR
-            logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
+            if error != save.given_up:
+                level = logging.INFO if save.outlived else logging.ERROR
+                logger.log(level, "iteration %d was not saved: %s", save.iteration, error)
             reach("save.failed")
         persisted = set(save.persisted)
         if error is not None:

@@ -44,6 +44,9 @@ class PendingSave:
     """A crash cut it short, and training has gone on from an older one: nobody will complete it."""
     abandoned_at: float | None = None
     """When the agent began to conclude it for that reason; `time.monotonic`."""
+    given_up: str | None = None
+    """Why it was concluded while storage did not answer. It never becomes a checkpoint after that:
+    its files are anybody's to remove."""
     missing: list[str] = dataclasses.field(default_factory=list)
     """Commit records that were not there when last looked for, on the node that commits."""
     listed: set[str] = dataclasses.field(default_factory=set)

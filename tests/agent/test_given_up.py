@@ -1,0 +1,115 @@
+"""A save that was given up while storage did not answer is no checkpoint when storage is back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import committer
+from megatron_flashckpt.layout import names
+from megatron_flashckpt.storage.base import Durable
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.test_faulty_storage import agent_here
+from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
+
+DIRECTORY = names.iteration_dir(2)
+
+
+class Stuck(PosixStorage):
+    """Storage that does not answer the agent's commit thread, by the save of iteration 2."""
+
+    back = threading.Event()
+    removing = threading.Event()
+    sized = threading.Event()
+    hangs_at = ""
+
+    def _is_stuck(self, name: str, call: str) -> bool:
+        return name.startswith(DIRECTORY) and self.hangs_at == call
+
+    def list(self, directory: str) -> list[str]:
+        if self._is_stuck(directory, "list") and threading.current_thread().name == "commit":
+            self.removing.wait(PATIENCE_S)
+        return super().list(directory)
+
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        super().put(name, data, durable, guard)
+        if name.endswith(".commit") and self._is_stuck(name, "list"):
+            self.back.wait(PATIENCE_S)
+
+    def size(self, name: str) -> int:
+        nbytes = super().size(name)
+        if name.endswith(".safetensors") and name.startswith(DIRECTORY) and self.hangs_at:
+            self.sized.set()
+            self.back.wait(PATIENCE_S)
+            eventually("somebody else removes it", lambda: self.kind(name) is None)
+        return nbytes
+
+    def delete(self, name: str) -> None:
+        if self._is_stuck(name, "list"):
+            self.removing.set()
+            self.sized.wait(1.0)  # a commit, if there is one, has looked at the shards by then
+            self.sized.set()
+        super().delete(name)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
+    monkeypatch.setattr("megatron_flashckpt.agent.node.PosixStorage", Stuck)
+    monkeypatch.setattr(committer, "_HUNG_S", 0.1)
+    for event in (Stuck.back, Stuck.removing, Stuck.sized):
+        event.clear()
+    yield Stuck
+    Stuck.hangs_at = ""
+    for event in (Stuck.back, Stuck.removing, Stuck.sized):
+        event.set()
+
+
+def test_its_files_may_be_removed_by_a_job_that_resumes(
+    node: Node, root: Path, stuck: type[Stuck]
+) -> None:
+    """The commit is between its look at the shards and its manifest."""
+    with agent_here(node, root, commit_timeout_s=0.5):
+        trainer = node.trainer(root)
+        kept = new_save_id()
+        trainer.stage(1, kept)
+        assert trainer.outcome().error is None
+        stuck.hangs_at = "size"
+        trainer.stage(2, new_save_id())
+        assert "gave up" in (trainer.outcome().error or "")
+        assert stuck.sized.is_set()
+        trainer.client.adopt(kept, 1)
+        eventually("its files go", lambda: not list((root / DIRECTORY).glob("*.safetensors")))
+        stuck.hangs_at = ""
+        stuck.back.set()
+        assert trainer.save(3).error is None
+        assert not (root / DIRECTORY / names.MANIFEST).exists()
+        assert_intact(root, 3, [trainer])
+
+
+def test_its_files_may_be_removed_by_the_thread_that_wrote_them(
+    node: Node, root: Path, stuck: type[Stuck]
+) -> None:
+    """The write and the commit come back at the same moment."""
+    with agent_here(node, root, commit_timeout_s=0.5):
+        trainer = node.trainer(root)
+        assert trainer.save(1).error is None
+        stuck.hangs_at = "list"
+        trainer.stage(2, new_save_id())
+        assert "gave up" in (trainer.outcome().error or "")
+        stuck.back.set()
+        eventually("its files go", lambda: not list((root / DIRECTORY).glob("*.safetensors")))
+        stuck.hangs_at = ""
+        assert trainer.save(3).error is None
+        assert not (root / DIRECTORY / names.MANIFEST).exists()
+        assert_intact(root, 3, [trainer])
