@@ -250,7 +250,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "Sweeper.sweep",
-            "self._found.get().remove(self._storage)",
+            "found.remove(self._storage)",
             "see `Leftovers.remove`; a checkpoint without its manifest is none of them",
             "agent/test_leftovers.py::test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save",
         ),

@@ -167,7 +167,9 @@ class Committer:
         """Remove what a commit leaves to be removed; nobody waits for it."""
         with self._node.traces.recording(save.iteration, save.save_id, None):
             tidy(save, self._pending_ids)
-        self._sweeper.look(self.is_pending, save.iteration, save.previous)
+        self._sweeper.look(
+            self.is_pending, save.iteration, save.previous, lambda: save.is_of_newest_run
+        )
         self._sweeper.sweep()
         self._node.traces.write(save.save_id)
 

@@ -5,8 +5,8 @@ An agent cleans up after itself. What it could not, because it was killed, the a
 
 A directory without a manifest is half a save, and no load looks at it. It is dead if the committing
 agent does not know of that save: always when a job goes on, for then no rank is saving; later only
-if it is not newer than the last but one that was committed. Names carry the id of their save, so
-whatever is saved meanwhile cannot be hit.
+if it is not newer than the last but one that was committed, nor than the last. Names carry the id
+of their save, so whatever is saved meanwhile cannot be hit.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class Leftovers:
     """Beside checkpoints, or in them and not part of them."""
     halves: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     """Directories of half a save, with the files in them."""
+    whole: list[int] = dataclasses.field(default_factory=list)
+    """Iterations of the checkpoints that were looked into."""
 
     def remove(self, storage: Storage) -> int:
         """Delete the files, and directories that hold nothing else; return the number of files."""
@@ -86,7 +88,11 @@ class Sweeper:
             logger.warning("storage is slow: what crashes left is removed after the next commit")
 
     def look(
-        self, is_pending: Callable[[int], bool], committed: int, former: int | None = None
+        self,
+        is_pending: Callable[[int], bool],
+        committed: int,
+        former: int | None = None,
+        is_current: Callable[[], bool] = lambda: True,
     ) -> None:
         """Note, once `committed` is, what is left of dead saves up to the one committed before.
 
@@ -96,12 +102,19 @@ class Sweeper:
             is_pending: whether a save of an iteration is under way here.
             former: the checkpoint that the tracker named before. If another agent committed it,
                 that one may have been killed before it had tidied up.
+            is_current: whether no job has started since. If one has, other nodes may be saving
+                what is not known here yet.
         """
         until, self._committed = self._committed, committed
         if until is not None:
-            self._found.put(self._find(is_pending, until))
+            # Training may have gone back, and other nodes may have begun what follows.
+            found = self._find(is_pending, min(until, committed))
         elif former is not None:
-            self._found.put(self._find(is_pending, former, only=former))
+            found = self._find(is_pending, former, only=former)
+        else:
+            return
+        if is_current():
+            self._found.put(found)
 
     def _find(
         self, is_pending: Callable[[int], bool], until: int | None, only: int | None = None
@@ -173,7 +186,7 @@ class Sweeper:
             if files:  # an empty directory may be one that somebody is about to fill
                 found.halves[directory] = files
             return
-        self._clean.add(iteration)
+        found.whole.append(iteration)
         # Whether all is as it should be shows without reading the manifest.
         saves = {names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
@@ -183,8 +196,11 @@ class Sweeper:
     def sweep(self) -> None:
         """Remove what was found."""
         while not self._found.empty():
+            found = self._found.get()
             try:
-                if count := self._found.get().remove(self._storage):
+                count = found.remove(self._storage)
+                self._clean.update(found.whole)
+                if count:
                     logger.info("removed %d files that crashes left", count)
             except OSError as error:
                 logger.warning("left behind by an earlier crash: %s", error)

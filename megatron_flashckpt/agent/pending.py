@@ -100,6 +100,11 @@ class PendingSave:
         return self.run is not None and run is not None and run.epoch > self.run.epoch + 1
 
     @property
+    def is_of_newest_run(self) -> bool:
+        """Return whether no job has started since the agent was given the save."""
+        return self.fence is None or self.fence.newest == self.run
+
+    @property
     def order(self) -> tuple[bool, float]:
         """Smaller if it was staged earlier."""
         return not self.inherited, self.iteration if self.inherited else self.staged_at

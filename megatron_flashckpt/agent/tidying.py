@@ -66,8 +66,11 @@ def _superfluous_files(save: PendingSave, pending: Callable[[], set[str]]) -> Le
         if committed != save.save_id:
             return Leftovers()
         files = beside(save.storage, save.directory, save.save_id)
-        # Asked after the listing: a save whose files are listed is known here before.
+        # Both asked after the listing. Until a job starts again, a save of the same iteration whose
+        # files are listed is known here before. Later the other nodes may have begun one.
         spared = pending()
+        if not save.is_of_newest_run:
+            return Leftovers([name for name in files if names.save_id_in(name) == save.save_id])
     return Leftovers([name for name in files if names.save_id_in(name) not in spared])
 
 

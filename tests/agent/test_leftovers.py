@@ -6,10 +6,12 @@ import contextlib
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.agent import leftovers
 from megatron_flashckpt.agent.leftovers import Sweeper
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.layout import names
@@ -17,7 +19,7 @@ from megatron_flashckpt.storage.base import temporary_name
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import eventually, is_alive, new_save_id
+from tests.agent.trainer import PATIENCE_S, eventually, is_alive, new_save_id
 
 
 def listing(root: Path) -> set[str]:
@@ -160,6 +162,34 @@ def test_a_directory_that_is_made_again_is_looked_into_again(node: Node, root: P
     sweeper.look(lambda _: False, 40)
     sweeper.sweep()
     assert not (root / names.iteration_dir(10)).exists()
+
+
+def test_what_a_slow_look_has_found_is_removed_after_a_later_commit(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "_LOOK_S", 0.01)
+    assert node.trainer(root).save(5).error is None
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    (orphan,) = plant(root, 5, names.shard_name(7, "aaaaaaaaaaaa"))
+    storage, looked = PosixStorage(root), threading.Event()
+
+    class Slow(PosixStorage):
+        def list(self, directory: str) -> list[str]:
+            looked.wait(PATIENCE_S)
+            return super().list(directory)
+
+    sweeper = Sweeper(Slow(root))
+    sweeper.look_soon(lambda _: False)
+    (late,) = (it for it in threading.enumerate() if it.name == "look")
+    looked.set()
+    late.join(PATIENCE_S)
+    sweeper.sweep()
+    assert orphan.exists(), "it may be of a save that has begun meanwhile"
+    for committed in (10, 20):
+        sweeper.look(lambda _: False, committed)
+        sweeper.sweep()
+    assert not orphan.exists()
+    assert storage.present(names.iteration_dir(5), [names.MANIFEST])
 
 
 def test_a_save_that_is_under_way_is_not_touched(root: Path) -> None:

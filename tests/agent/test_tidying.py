@@ -12,7 +12,9 @@ import pytest
 
 from megatron_flashckpt.agent import committer as committer_module
 from megatron_flashckpt.agent import retention as retention_module
-from megatron_flashckpt.agent.commit import commit
+from megatron_flashckpt.agent.claim import RunKey
+from megatron_flashckpt.agent.commit import commit, outcome_of
+from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.manifests import KnownManifests
 from megatron_flashckpt.agent.retention import finish, retire, survey
 from megatron_flashckpt.agent.several import for_all
@@ -27,7 +29,7 @@ from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_faulty_storage import agent_here
 from tests.agent.test_persist import stored
-from tests.agent.trainer import PATIENCE_S, eventually
+from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
 
 A, B = "a" * 12, "b" * 12
 DIRECTORY = names.iteration_dir(5)
@@ -116,6 +118,50 @@ def test_a_save_of_the_same_iteration_that_is_under_way_is_spared(root: Path) ->
     commit(later)
     assert verify(stored(root, 5)) == []
     assert stored(root, 5).manifest.save_id == B
+
+
+def test_tidying_after_a_restart_spares_what_other_nodes_save_again(root: Path) -> None:
+    """The job went back, and this node has not staged its part of the same iteration yet."""
+    storage, fence = PosixStorage(root), Fence()
+    former, run = persisted(storage, A), RunKey(1, "run")
+    fence.hold(run, has_rank_0=True)
+    former.fence, former.run = fence, run
+    commit(former)
+    fence.hold(RunKey(2, "run"), has_rank_0=True)
+    elsewhere = persisted(storage, B, 1, 2)
+    tidy(former)
+    left = set(os.listdir(root / DIRECTORY))
+    assert {names.shard_name(1, B), names.record_name(1, B)} <= left
+    assert names.record_name(0, A) not in left
+    assert outcome_of(elsewhere, 60.0) == (False, None)
+
+
+def test_saves_of_other_nodes_are_spared_after_training_went_back(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    """A node may stage its part of the next save before the save before it is committed."""
+    first, second = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
+    ids = {iteration: new_save_id() for iteration in (10, 20, 11, 12)}
+    for iteration in (10, 20):
+        for trainer in (second, first):
+            trainer.stage(iteration, ids[iteration])
+        assert [it.outcome().error for it in (first, second)] == [None, None]
+    for trainer in (second, first):
+        trainer.client.adopt(ids[10], 10)
+    orphan = root / names.iteration_dir(5) / names.shard_name(0, A)
+    orphan.parent.mkdir()
+    orphan.touch()
+    for iteration in (11, 12):
+        second.stage(iteration, ids[iteration])
+    record = root / names.iteration_dir(12) / names.record_name(1, ids[12])
+    eventually("a record of the next save", record.exists)
+    first.stage(11, ids[11])
+    eventually("that older saves are looked for", lambda: not orphan.exists())
+    assert record.exists()
+    first.stage(12, ids[12])
+    assert [first.outcome().error for _ in range(2)] == [None, None]
+    assert [second.outcome().error for _ in range(2)] == [None, None]
+    assert_intact(root, 12, [first, second])
 
 
 def test_tidying_late_removes_nothing_of_a_later_commit_of_the_same_iteration(root: Path) -> None:
