@@ -140,6 +140,7 @@ class Conversations:
                 former = rank.incarnations.greet(process, left=rank.left)
             except ReplacedError as error:
                 logger.warning("rank %d: refused process %d", hello.rank, p.peer(connection).pid)
+                self._note_second_starts()
                 answer: p.Reply = p.Refused(str(error))
             else:
                 self._begin_incarnation(hello.rank, connection, former)
@@ -167,8 +168,7 @@ class Conversations:
                     rank.connection.shutdown(socket.SHUT_RDWR)
             if rank.slots is not None:
                 rank.slots.note_former(former)
-            met = {number: each.incarnations for number, each in self._node.ranks.items()}
-            self._second_starts.write({**self._met_before, **met})
+            self._note_second_starts()
         rank.left, rank.run = False, None
         rank.connection = connection
         self._node.traces.first_rank = min(self._node.ranks)
@@ -176,6 +176,11 @@ class Conversations:
         self._inherit(number)
         rank.forget_saves()
         self._node.changed.notify_all()
+
+    def _note_second_starts(self) -> None:
+        """Let the next agent know the former processes of ranks. The lock is held."""
+        met = {number: each.incarnations for number, each in self._node.ranks.items()}
+        self._second_starts.write({**self._met_before, **met})
 
     def _farewell(self, number: int | None, connection: socket.socket) -> None:
         with self._node.changed:

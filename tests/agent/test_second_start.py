@@ -85,6 +85,27 @@ def test_the_next_agent_refuses_the_first_process_though_it_meets_that_first(
         first.find_agent()
 
 
+def test_an_agent_after_next_refuses_a_first_process_that_its_predecessor_has_refused(
+    node: Node, root: Path
+) -> None:
+    """The agent that had met the first one alone is gone before the second one comes."""
+    first = node.trainer(root)
+    _kill(first.client.agent_pid)
+    second = node.process(root, iterations=[2], save_id="b" * 12, stop="committed")
+    agent = second.stopped()
+    refused = f"process {second.process.pid} .*end it"
+    with pytest.raises(AgentError, match=refused):
+        first.find_agent()
+    _kill(agent)
+    with pytest.raises(AgentError, match=refused):
+        first.find_agent()
+
+
+def _kill(agent: int) -> None:
+    os.kill(agent, signal.SIGKILL)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+
+
 def test_the_file_of_second_starts_ends_with_the_job(node: Node, root: Path) -> None:
     first = node.process(root, iterations=[1], save_id=new_save_id(), stop="committed")
     first.stopped()
