@@ -312,7 +312,7 @@ def forget(save: PendingSave) -> None:
             return
         if _is_committed(save, set(save.storage.list(save.directory))):
             return
-    except OSError as error:
+    except (FlashCkptError, OSError) as error:
         logger.warning("left behind after a failed save: %s", error)
         return
     mine = [names.common_name(save.save_id)] if 0 in save.metas else []
@@ -323,13 +323,13 @@ def forget(save: PendingSave) -> None:
         try:
             save.storage.delete(f"{save.directory}/{name}")
             reach("forget.file")
-        except OSError as error:
+        except (FlashCkptError, OSError) as error:
             logger.warning("left behind after a failed save: %s", error)
 
     for_all(delete, mine)
     try:
         save.storage.delete_directory(save.directory)  # unless it holds something
-    except OSError as error:
+    except (FlashCkptError, OSError) as error:
         logger.warning("left behind after a failed save: %s", error)
 
 
@@ -342,7 +342,8 @@ def _may_remove(save: PendingSave) -> bool:
     note = names.failure_name(0, save.save_id)
     # A rank may have failed after its record was published: storage did the put and reported an
     # error, or an agent that is gone had published the record.
-    ranks = save.metas if save.outlived else save.failed
+    # Copied: threads that write shards report failures meanwhile.
+    ranks = set(save.metas if save.outlived else save.failed)
     records = {names.record_name(rank, save.save_id) for rank in ranks}
     present = save.storage.present(save.directory, {note, *records})
     return note in present or not records <= present

@@ -1,0 +1,24 @@
+"""What an agent does while a file that is no claim stands in the place of the claim."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_flashckpt.layout.names import CLAIM
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.agent.trainer import new_save_id
+
+
+def test_a_claim_that_cannot_be_read_fails_saves_and_ends_no_thread(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    trainer.claim()
+    assert trainer.save(1).error is None
+    claim = (root / CLAIM).read_bytes()
+    (root / CLAIM).write_bytes(b"no claim")
+    for iteration in (2, 3):
+        trainer.stage(iteration, new_save_id())
+        assert "is no claim of a writer" in (trainer.outcome().error or "")
+    (root / CLAIM).write_bytes(claim)
+    assert trainer.save(4).error is None
+    assert_intact(root, 4, [trainer])
