@@ -57,6 +57,8 @@ _NOTE_RETRIES_S = (0.2, 1.0, 3.0)
 _NOTE_NBYTES = 2**16
 #: How long a node waits until that of rank 0, too, knows that training has abandoned a save.
 _ABANDONED_S = 30.0
+#: The same where nobody has kept the save: a job started in between, without this node.
+_MISSED_S = 5.0
 _ABANDONED = "a crash cut it short; training went on from an older checkpoint"
 _TRACKER_NBYTES = 4096
 
@@ -134,7 +136,7 @@ def _is_over(save: PendingSave) -> bool:
     """
     if save.abandoned_at is None:
         save.abandoned_at = time.monotonic()
-        if len(save.metas) < next(iter(save.metas.values())).world_size:
+        if not save.missed_a_run and len(save.metas) < next(iter(save.metas.values())).world_size:
             leave_note(save.storage, save.iteration, save.save_id, min(save.metas), _ABANDONED)
     if 0 in save.metas or time.monotonic() - save.abandoned_at > _ABANDONED_S:
         return True
@@ -339,6 +341,8 @@ def _may_remove(save: PendingSave) -> bool:
         return True  # this agent decides, or the agent that does has decided
     if save.superseded_by == save.iteration or save.past is not None:
         return True
+    if save.missed_a_run and save.abandoned_at is not None:
+        return time.monotonic() - save.abandoned_at > _MISSED_S
     note = names.failure_name(0, save.save_id)
     # A rank may have failed after its record was published: storage did the put and reported an
     # error, or an agent that is gone had published the record.

@@ -105,6 +105,11 @@ class PendingSave:
         return self.fence is None or self.fence.newest == self.run
 
     @property
+    def missed_a_run(self) -> bool:
+        """Return whether nobody commits the save, because this agent had no part in a later run."""
+        return self.fence is not None and self.is_from_before(self.fence.newest)
+
+    @property
     def order(self) -> tuple[bool, float]:
         """Smaller if it was staged earlier."""
         return not self.inherited, self.iteration if self.inherited else self.staged_at
