@@ -52,6 +52,8 @@ _UNMARKED_S = 5.0
 _TROUBLE_S = 20.0
 #: How long any other agent retries a device that reports I/O errors.
 _DEAD_DISK_S = 120.0
+#: How long a writer that meets the same error as the commit may take to report it.
+_WRITER_S = 2.0
 #: Pauses before a note of a failure is put again.
 _NOTE_RETRIES_S = (0.2, 1.0, 3.0)
 _NOTE_NBYTES = 2**16
@@ -119,6 +121,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         if may_pass(error) and _is_worth_a_retry(save, error):
             logger.warning("iteration %d: tries again: %s", save.iteration, error)
             return _expired(save, timeout_s)
+        if _may_be_told_by_a_writer(save):
+            return _expired(save, timeout_s)
         save.lasts = will_last(error)
         return _failed(save, str(error))
     except Exception as error:  # or the thread that concludes all saves would end here
@@ -171,6 +175,17 @@ def _is_worth_a_retry(save: PendingSave, error: BaseException) -> bool:
     if 0 in save.metas:
         return troubled_s < _TROUBLE_S
     return class_of(error).kind != "damage" or troubled_s < _DEAD_DISK_S
+
+
+def _may_be_told_by_a_writer(save: PendingSave) -> bool:
+    """Return whether a thread that writes a shard may report the same error in a moment.
+
+    Such a report names the rank whose part has failed.
+    """
+    if save.troubled_since is None:
+        save.troubled_since = time.monotonic()
+    is_early = time.monotonic() - save.troubled_since < _WRITER_S
+    return is_early and save.error is None and save.persisted < set(save.metas)
 
 
 def commit(save: PendingSave) -> None:
