@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 _WRITE_RETRIES_S = (0.5, 2.0, 8.0)
 #: Slots of a node that are digested at a time after a crash.
 _UNREAD_THREADS = 4
+#: Longest wait of an agent that leaves for the notes and removals of failed saves.
+_END_S = 10.0
 
 _T = TypeVar("_T")
 
@@ -91,8 +94,11 @@ class Saves:
         # Nobody comes back for what dead trainers left: that memory is about to be freed.
         self._unread_pool.shutdown(wait=False, cancel_futures=True)
         if not self._committer.pending and not self._node.is_stuck():
-            self._pool.shutdown()
-            self._note_pool.shutdown()
+            for pool in (self._pool, self._note_pool):
+                # What is left are notes and removals, which storage may keep for ever.
+                ending = threading.Thread(target=pool.shutdown, daemon=True)
+                ending.start()
+                ending.join(_END_S)
 
     def described(self, number: int, index: int) -> tuple[Slot, SlotHeader, bytes] | None:
         """Return a staged slot, its header and its encoded description; None if it is not staged.

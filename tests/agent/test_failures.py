@@ -179,6 +179,7 @@ def test_permission_that_is_lost_in_mid_run_fails_the_save_and_spares_the_previo
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
     before = files_of_ours(root)
     with without_permission(root):
         for error in save_all(trainers, 2):

@@ -223,3 +223,15 @@ def test_an_agent_that_is_told_to_end_digests_nothing_more(
     finally:
         digested.set()
     assert len(began) < len(ranks)
+
+
+def test_an_agent_whose_note_of_a_failure_hangs_can_be_ended(
+    node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saves, "_END_S", 0.2)
+    with agent_here(node, root):  # which asserts the agent's end
+        trainer = node.trainer(root)
+        assert trainer.save(1).error is None
+        faults.hang("fsync")
+        trainer.client.abandon(2, new_save_id(), "no memory")
+        trainer.hang_up()
