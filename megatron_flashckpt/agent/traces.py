@@ -147,9 +147,11 @@ class Traces:
 
     def _prune(self, directory: Path, suffix: str) -> None:
         """Delete this node's traces of this save directory but for the newest ones."""
+        listed = list(directory.iterdir())
+        self._known = {path: self._known[path] for path in listed if path in self._known}
         mine = [
             path
-            for path in directory.iterdir()
+            for path in listed
             if path.name.endswith(suffix) and _NAME.fullmatch(path.name) and self._is_mine(path)
         ]
         mine.sort(key=lambda path: path.stat().st_mtime_ns)

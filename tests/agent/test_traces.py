@@ -100,6 +100,16 @@ def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, roo
     assert foreign.exists()
 
 
+def test_traces_that_are_gone_are_not_remembered(tmp_path: Path) -> None:
+    traces = Traces(str(tmp_path), TRACES, 2)
+    for number in range(6):
+        save_id = f"{number:012x}"
+        traces.add(number, save_id, 0, [Span("copy", "MainThread", 0.0, 0.0)])
+        traces.write(save_id)
+    assert len(list((tmp_path / TRACES).iterdir())) == 2
+    assert len(traces._known) <= 3
+
+
 def test_jobs_that_share_a_directory_for_traces_keep_their_own(
     node: Node, root: Path, tmp_path: Path
 ) -> None:
