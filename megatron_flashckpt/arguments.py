@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_flashckpt.errors import FlashCkptError, is_damage
-from megatron_flashckpt.layout.names import common_name
+from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -29,8 +29,8 @@ from megatron_flashckpt.errors import (
     SaveFailedError,
     UnsupportedError,
 )
-from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.plan import Layout, PlanCache, PlanCounters
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece

@@ -40,7 +40,7 @@ from megatron_flashckpt.errors import (
     OtherWriterError,
     for_command,
 )
-from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.planning import command as plan
 from megatron_flashckpt.verification import nbytes_to_read, verify
 

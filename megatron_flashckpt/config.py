@@ -16,7 +16,7 @@ import msgspec
 from megatron_flashckpt import cpu_list
 from megatron_flashckpt.agent_config import AgentConfig
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.faults import VARIABLE as FAULT_VARIABLE
+from megatron_flashckpt.failpoints import VARIABLE as FAULT_VARIABLE
 from megatron_flashckpt.waits import Wait
 
 PREFIX = "FLASHCKPT_"

@@ -9,7 +9,7 @@ import re
 
 import msgspec
 
-from megatron_flashckpt.layout.names import iteration_dir, parse_iteration_dir
+from megatron_flashckpt.file_format.file_names import iteration_dir, parse_iteration_dir
 from megatron_flashckpt.storage.base import Storage
 
 DLROVER = "DLRover's"

@@ -14,11 +14,11 @@ import torch
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout.names import iteration_dir
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_count, new_chunk_digest
+from megatron_flashckpt.file_format.file_names import iteration_dir
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_count, new_chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.reading import read_parts
+from megatron_flashckpt.storage.scatter_read import read_parts
 
 logger = logging.getLogger(__name__)
 

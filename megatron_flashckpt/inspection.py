@@ -20,11 +20,11 @@ from megatron_flashckpt.errors import (
     for_listing,
     is_damage,
 )
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.shard_file import decode_header, header_nbytes
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
-from megatron_flashckpt.layout.records import Coordinates
-from megatron_flashckpt.layout.shard_file import decode_header, header_nbytes
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -82,8 +82,8 @@ def save_directory(directory: str) -> PosixStorage:
     path = Path(directory)
     if not path.is_dir():
         raise NotCommittedError(f"{directory}: is not a directory; give what --save names")
-    iteration = names.parse_iteration_dir(path.absolute().name)
-    if iteration is not None and not (path / names.TRACKER).exists():
+    iteration = file_names.parse_iteration_dir(path.absolute().name)
+    if iteration is not None and not (path / file_names.TRACKER).exists():
         raise NotCommittedError(
             f"{directory}: is one checkpoint; give the directory that holds it: "
             f"{path.absolute().parent} --iteration {iteration}"
@@ -104,11 +104,11 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
     except NotCommittedError as error:
         if problem := foreign.dlrover_problem(storage, iteration):
             raise NotCommittedError(problem) from error
-        megatron = foreign.megatron_format(storage, names.iteration_dir(iteration))
+        megatron = foreign.megatron_format(storage, file_names.iteration_dir(iteration))
         if megatron is None:
             raise
         raise NotCommittedError(
-            f"{storage.place}/{names.iteration_dir(iteration)}: is in Megatron's own format "
+            f"{storage.place}/{file_names.iteration_dir(iteration)}: is in Megatron's own format "
             f"'{megatron}', which has no digests to check; Megatron itself reads it"
         ) from error
     return StoredCheckpoint(storage, iteration, encoded)
@@ -117,7 +117,7 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
 def tracker(storage: Storage) -> str | None:
     """Return what the tracker says (an iteration or `release`); None if there is no tracker."""
     try:
-        encoded = storage.read(names.TRACKER, 0, _SMALL_NBYTES)
+        encoded = storage.read(file_names.TRACKER, 0, _SMALL_NBYTES)
     except FileNotFoundError:
         return None
     return encoded.decode(errors="replace").strip()
@@ -149,7 +149,7 @@ def committed_iterations(storage: Storage) -> list[int]:
     found = []
     for iteration, directory in _directories(storage):
         try:
-            committed = names.MANIFEST in storage.list(directory)
+            committed = file_names.MANIFEST in storage.list(directory)
         except FlashCkptError as error:
             if not is_damage(error):
                 raise
@@ -169,7 +169,7 @@ def loadable_iterations(storage: Storage) -> list[int]:
     """
     iterations = set(committed_iterations(storage))
     tracked = tracked_iteration(storage)
-    if tracked is not None and not _is_foreign(storage, names.iteration_dir(tracked)):
+    if tracked is not None and not _is_foreign(storage, file_names.iteration_dir(tracked)):
         iterations.add(tracked)
     if not iterations:
         raise NotCommittedError(
@@ -189,12 +189,12 @@ def _is_foreign(storage: Storage, directory: str) -> bool:
 def checkpoints(storage: Storage) -> list[Found]:
     """Return all iteration directories in order, whatever state they are in."""
     found = []
-    removals = {names.parse_removal_name(name) for name in storage.list("")}
-    removed = {names.iteration_dir(it[0]) for it in removals if it is not None}
+    removals = {file_names.parse_removal_name(name) for name in storage.list("")}
+    removed = {file_names.iteration_dir(it[0]) for it in removals if it is not None}
     for iteration, directory in _directories(storage):
         try:
             present = set(storage.list(directory))
-            if names.MANIFEST in present and iteration is not None:
+            if file_names.MANIFEST in present and iteration is not None:
                 found.append(_committed(open_checkpoint(storage, iteration), present))
             elif foreign.is_dlrovers(storage, directory):
                 remark = foreign.dlrover_remark(storage, directory)
@@ -210,7 +210,7 @@ def checkpoints(storage: Storage) -> list[Found]:
             found.append(Found(directory, iteration, UNREADABLE, for_listing(str(error))))
     tracked = tracked_iteration(storage)
     if tracked is not None and foreign.dlrover_empty(storage, tracked):
-        directory = names.iteration_dir(tracked)
+        directory = file_names.iteration_dir(tracked)
         found = [one for one in found if one.directory != directory]
         remark = "committed with no files in it"
         found.append(Found(directory, tracked, foreign.DLROVER, remark))
@@ -220,9 +220,11 @@ def checkpoints(storage: Storage) -> list[Found]:
 def _directories(storage: Storage) -> list[tuple[int | None, str]]:
     found: list[tuple[int | None, str]] = []
     for name in storage.list(""):
-        iteration = names.parse_iteration_dir(name)
+        iteration = file_names.parse_iteration_dir(name)
         # Not any name with a number in it: only the one that loading would look for.
-        if name == _RELEASE or (iteration is not None and name == names.iteration_dir(iteration)):
+        if name == _RELEASE or (
+            iteration is not None and name == file_names.iteration_dir(iteration)
+        ):
             found.append((iteration, name))
     return sorted(found, key=lambda pair: -1 if pair[0] is None else pair[0])
 
@@ -244,7 +246,7 @@ def _committed(stored: StoredCheckpoint, present: set[str]) -> Found:
 def _damage(stored: StoredCheckpoint, present: set[str]) -> str:
     """Return which files are missing or not as long as they were; empty if none. Reads no file."""
     shards = stored.manifest.shards
-    files = [names.common_name(stored.manifest.save_id), *(shard.file for shard in shards)]
+    files = [file_names.common_name(stored.manifest.save_id), *(shard.file for shard in shards)]
     missing = [file for file in files if file not in present]
     left = [shard for shard in shards if shard.file in present]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -280,7 +282,7 @@ def _uncommitted(
             continue
         ranks = _world_size(storage, directory, shards)
         durable = {int(name[5:].split("-")[0]) for name in ours if name.endswith(".commit")}
-        remark = f"no {names.MANIFEST}; {len(durable)} of {ranks or '?'} ranks are durable"
+        remark = f"no {file_names.MANIFEST}; {len(durable)} of {ranks or '?'} ranks are durable"
         missing = [rank for rank in range(ranks or 0) if rank not in durable]
         remarks.append(f"{remark}, missing: {_some(missing)}" if missing else remark)
     return Found(directory, iteration, NOT_COMMITTED, "; ".join(remarks), ranks, nbytes)

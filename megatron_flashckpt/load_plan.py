@@ -15,8 +15,7 @@ import torch
 
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.copies import copy_kind, is_copy
-from megatron_flashckpt.layout.coverage import ReadPlan, missing_state, read_plan, superfluous
-from megatron_flashckpt.layout.held import typed_runs
+from megatron_flashckpt.layout.exact_match import typed_runs
 from megatron_flashckpt.layout.piece import (
     BUFFER,
     MASTER,
@@ -26,6 +25,7 @@ from megatron_flashckpt.layout.piece import (
     Piece,
     Shape,
 )
+from megatron_flashckpt.layout.read_plan import ReadPlan, missing_state, read_plan, superfluous
 from megatron_flashckpt.layout.reshard import Run, overlap
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.copy_check import named

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
-from megatron_flashckpt.layout.coverage import Read, ReadPlan
 from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.read_plan import Read, ReadPlan
 from megatron_flashckpt.load_plan import LoadPlan
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, side_state
 from megatron_flashckpt.restore.collectives import world_size

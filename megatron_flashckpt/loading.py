@@ -19,15 +19,15 @@ import torch
 
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
-from megatron_flashckpt.faults import reach
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import common_name
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.in_memory import InMemory
 from megatron_flashckpt.layout.copies import CopySum, compared
-from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.piece import WEIGHT
-from megatron_flashckpt.layout.plan import Placement, Source, Template, TemplateItem
-from megatron_flashckpt.layout.records import Coordinates
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, StoredStates, plan_load
 from megatron_flashckpt.load_side_state import SideReads, SideState
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state

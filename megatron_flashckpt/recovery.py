@@ -17,9 +17,7 @@ from megatron_flashckpt.errors import (
     StorageError,
     is_damage,
 )
-from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.layout.manifest import decode_facts
-from megatron_flashckpt.layout.names import (
+from megatron_flashckpt.file_format.file_names import (
     MANIFEST,
     TRACKER,
     iteration_dir,
@@ -28,6 +26,8 @@ from megatron_flashckpt.layout.names import (
     run_of,
     save_id_of,
 )
+from megatron_flashckpt.file_format.manifest import decode_facts
+from megatron_flashckpt.in_memory import InMemory
 from megatron_flashckpt.restore.checkpoint import read_manifest
 from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.storage.base import Storage

@@ -22,9 +22,9 @@ from megatron_flashckpt.agent.retention import committed, survey, why_kept
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import add_row, human_size, human_time, new_table, say
 from megatron_flashckpt.errors import FlashCkptError, for_listing
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.cost import SaveCost
-from megatron_flashckpt.layout.manifest import CommitFacts
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.manifest import CommitFacts
+from megatron_flashckpt.layout.save_cost import SaveCost
 from megatron_flashckpt.storage.base import Storage
 
 REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
@@ -131,7 +131,7 @@ def _what_became_of(
         left = storage.list(one.directory)
     except FlashCkptError:
         return one.state, one.remark
-    if save.save_id in map(names.save_id_of, left):
+    if save.save_id in map(file_names.save_id_of, left):
         return one.state, one.remark
     return REMOVED, ""
 

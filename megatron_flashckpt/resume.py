@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
-from megatron_flashckpt.faults import reach
+from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.in_memory import InMemory, held_in_memory
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import Loaded, load_from_memory, load_from_storage

@@ -6,12 +6,18 @@ import dataclasses
 import functools
 
 from megatron_flashckpt.errors import LayoutError
-from megatron_flashckpt.layout.columns import LIMIT, outside_error
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import split_kind
-from megatron_flashckpt.layout.held import NOTHING_HELD, Held, Tensors, held_once, stored_tensors
+from megatron_flashckpt.layout.exact_match import (
+    NOTHING_HELD,
+    Held,
+    Tensors,
+    held_once,
+    stored_tensors,
+)
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
-from megatron_flashckpt.layout.plan import Source, TemplateItem, piece_of
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.stored_index import LIMIT, outside_error
+from megatron_flashckpt.layout.template import Source, TemplateItem, piece_of
 
 
 @dataclasses.dataclass(frozen=True)

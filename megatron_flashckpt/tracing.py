@@ -14,7 +14,7 @@ from contextvars import ContextVar
 
 import msgspec
 
-from megatron_flashckpt.layout.cost import PlanOrigin, RankCost
+from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 
 #: What a save does on the training thread, from the call to its return.
 SAVE = "save"

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from rich.console import Console
 from synthetic import LLAMA_405B, World
 
-from megatron_flashckpt.layout.coverage import read_plan
-from megatron_flashckpt.layout.plan import PlanCache, Source
+from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.restore.collectives import gather_named, gather_objects
 from megatron_flashckpt.restore.transfer import Pace, Span, Stream
 

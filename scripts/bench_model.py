@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
-from megatron_flashckpt.layout.plan import PlanCache
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.config import AgentConfig, Config
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
-from megatron_flashckpt.layout.plan import Layout, PlanCache, order
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 

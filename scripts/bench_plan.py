@@ -11,10 +11,10 @@ from rich.console import Console
 from synthetic import LLAMA_405B, World, manifest
 from workload import KINDS, layers_of, shapes
 
-from megatron_flashckpt.layout.coverage import read_plan
-from megatron_flashckpt.layout.manifest import decode_manifest, encode_manifest
+from megatron_flashckpt.file_format.manifest import decode_manifest, encode_manifest
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import PlanCache, Source
+from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.memory.collector import held_off
 

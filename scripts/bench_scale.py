@@ -19,10 +19,10 @@ from synthetic import LLAMA_405B, SAVE_ID, World
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.tidying import tidy
-from megatron_flashckpt.layout import manifest, names
-from megatron_flashckpt.layout.coverage import read_plan
-from megatron_flashckpt.layout.plan import PlanCache, Source
-from megatron_flashckpt.layout.records import CommitRecord, encode_items, encode_record
+from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_record
+from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix import PosixStorage
 
@@ -36,7 +36,7 @@ LOADING = World(LLAMA_405B, tp=4, pp=8, dp=64)
 
 def write_records(root: Path, world: World) -> SlotMeta:
     """Write every rank's commit record, as agents do but for the fsync; return rank 0's meta."""
-    directory = root / names.iteration_dir(ITERATION)
+    directory = root / file_names.iteration_dir(ITERATION)
     directory.mkdir(parents=True)
     first: SlotMeta | None = None
     cache = PlanCache()
@@ -48,7 +48,7 @@ def write_records(root: Path, world: World) -> SlotMeta:
             save_id=SAVE_ID,
             rank=rank,
             coordinates=coordinates,
-            file=names.shard_name(rank, SAVE_ID),
+            file=file_names.shard_name(rank, SAVE_ID),
             nbytes=4096 + layout.nbytes,
             header_digest="0" * 16,
             template_fingerprint=layout.template_fingerprint,
@@ -56,7 +56,7 @@ def write_records(root: Path, world: World) -> SlotMeta:
             template_nbytes=layout.nbytes,
             placement=layout.placement,
         )
-        (directory / names.record_name(rank, SAVE_ID)).write_bytes(encode_record(record))
+        (directory / file_names.record_name(rank, SAVE_ID)).write_bytes(encode_record(record))
         with open(directory / record.file, "xb") as shard:
             shard.truncate(record.nbytes)
         first = first or SlotMeta(
@@ -124,7 +124,7 @@ def committed(root: Path, meta: SlotMeta) -> Commit:
 def read_and_plan_s(root: Path) -> tuple[float, int]:
     """Return the seconds from the manifest's file to a checked plan, and the manifest's bytes."""
     wanted = LOADING.wanted(tp=1, stage=3, dp=20)
-    path = root / names.iteration_dir(ITERATION) / names.MANIFEST
+    path = root / file_names.iteration_dir(ITERATION) / file_names.MANIFEST
     started = time.perf_counter()
     encoded = path.read_bytes()
     decoded = manifest.decode_manifest(encoded, str(path))

@@ -23,7 +23,7 @@ from rich.table import Table
 from synthetic import Model, World
 
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads

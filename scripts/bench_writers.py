@@ -23,6 +23,8 @@ from rich.table import Table
 from megatron_flashckpt.agent.flow import Flow
 from megatron_flashckpt.agent.persist import write_shard
 from megatron_flashckpt.config import AgentConfig, ShareOut
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import (
     MASTER,
     RANK_STATE,
@@ -30,9 +32,7 @@ from megatron_flashckpt.layout.piece import (
     equal_shares,
     spread_over_nodes,
 )
-from megatron_flashckpt.layout.plan import PlanCache
-from megatron_flashckpt.layout.records import Coordinates
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slot import SlotMeta
 
 NODES, REPLICAS = 4, 8

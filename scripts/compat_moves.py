@@ -13,7 +13,7 @@ from pathlib import Path
 import compat_dlrover
 from compat_release import HALF, TP2, CellError, NotHereError, Release
 
-from megatron_flashckpt.layout.names import iteration_dir
+from megatron_flashckpt.file_format.file_names import iteration_dir
 
 
 def follows_dlrover(release: Release) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from compat_tree import Run, Tree
 
-from megatron_flashckpt.layout.names import TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from patches import TAGS, TRAINING, PatchError, apply, swapped
 from tests.megatron.jobs import assemble, differing, tensors, truncated_copy
 

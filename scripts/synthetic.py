@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterator
 
 from megatron_flashckpt import FORMAT_VERSION
-from megatron_flashckpt.layout.manifest import Manifest, ManifestItem, ShardEntry
-from megatron_flashckpt.layout.names import shard_name
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import shard_name
+from megatron_flashckpt.file_format.manifest import Manifest, ManifestItem, ShardEntry
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import order, placed
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.template import order, placed
 
 KINDS = (("weight", "BF16"), ("master", "F32"), ("exp_avg", "F32"), ("exp_avg_sq", "F32"))
 SAVE_ID = "0badcafe0001"

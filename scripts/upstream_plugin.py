@@ -91,7 +91,7 @@ def _put_ours_in_place() -> None:
     about: they find an empty one.
     """
     from megatron_flashckpt import checkpointing, launch
-    from megatron_flashckpt.layout.names import iteration_dir
+    from megatron_flashckpt.file_format.file_names import iteration_dir
     from megatron_flashckpt.megatron_lm import stock
     from megatron_flashckpt.session import session
 

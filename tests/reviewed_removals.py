@@ -150,7 +150,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.commit",
         (
             "_publish",
-            "storage.put(names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save))",
+            "storage.put(file_names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save))",
             "Megatron's tracker, whose only contents are the iteration; a link is replaced, not followed",
             "agent/test_commit.py::test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_delete_it",
         ),
@@ -162,7 +162,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "commit",
-            "storage.put(f'{save.directory}/{names.MANIFEST}', encoded, guard=lambda: _check_wanted(save))",
+            "storage.put(f'{save.directory}/{file_names.MANIFEST}', encoded, guard=lambda: _check_wanted(save))",
             "the manifest of an iteration directory is ours, whole or damaged; its successor names the same iteration",
             "agent/test_commit.py::test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one",
         ),
@@ -259,7 +259,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.markers",
         (
             "put_marker",
-            "storage.put(f'{directory}/{names.marker_name(facts.save_id)}', encode_marker(marker_of(facts, manifest)), durable='nothing')",
+            "storage.put(f'{directory}/{file_names.marker_name(facts.save_id)}', encode_marker(marker_of(facts, manifest)), durable='nothing')",
             ID,
             "agent/test_markers.py::test_the_former_saves_marker_goes_before_its_manifest",
         ),
@@ -298,7 +298,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.retention",
         (
             "_hide",
-            "storage.move(manifest, names.removal_name(iteration, save_id))",
+            "storage.move(manifest, file_names.removal_name(iteration, save_id))",
             "a manifest that was decoded, of that very iteration, in a directory that is no link",
             "agent/test_retention.py::test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons",
         ),
@@ -316,7 +316,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "_clear",
-            "storage.delete(names.removal_name(iteration, save_id))",
+            "storage.delete(file_names.removal_name(iteration, save_id))",
             "the manifest that `_remove` moved, by its name",
             "agent/test_retention.py::test_a_checkpoint_saved_again_survives_the_end_of_its_former_removal",
         ),

@@ -22,7 +22,7 @@ from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.console import printable
-from megatron_flashckpt.layout.names import TRACKER, failure_name, removal_name
+from megatron_flashckpt.file_format.file_names import TRACKER, failure_name, removal_name
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.test_fence import OLD, claim_of

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 import megatron_flashckpt
-from megatron_flashckpt import faults
+from megatron_flashckpt import failpoints
 from megatron_flashckpt.config import load_config
 from megatron_flashckpt.errors import ConfigError
 
 HOME = Path(megatron_flashckpt.__file__).parent
 WALK = """
 import sys
-from megatron_flashckpt.faults import reach, this_is
+from megatron_flashckpt.failpoints import reach, this_is
 this_is("agent")
 for n in range(1, 6):
     print(n, flush=True)
@@ -49,7 +49,7 @@ def walk(fault: str | None, **environment: str) -> subprocess.Popen[str]:
     """Start a process, the agent unless it says otherwise, that comes to a point five times."""
     environment["PYTHONPATH"] = str(HOME.parent)
     if fault is not None:
-        environment[faults.VARIABLE] = fault
+        environment[failpoints.VARIABLE] = fault
     return subprocess.Popen(
         [
             sys.executable,
@@ -72,19 +72,19 @@ def counted(fault: str | None, **environment: str) -> tuple[int, int]:
 
 
 def test_the_table_names_every_point_and_where_it_is_reached() -> None:
-    assert reached() == {(point, module) for point, (module, _) in faults.POINTS.items()}
+    assert reached() == {(point, module) for point, (module, _) in failpoints.POINTS.items()}
 
 
 def test_without_a_fault_a_point_is_a_function_that_does_nothing() -> None:
-    assert faults.VARIABLE not in os.environ
-    work = [step.opname for step in dis.get_instructions(faults.reach)]
+    assert failpoints.VARIABLE not in os.environ
+    work = [step.opname for step in dis.get_instructions(failpoints.reach)]
     assert [name for name in work if name not in ("RESUME", "LOAD_CONST")] in (
         ["RETURN_VALUE"],
         ["RETURN_CONST"],
     )
     started = time.perf_counter()
     for _ in range(100_000):
-        faults.reach("persist.chunk")
+        failpoints.reach("persist.chunk")
     print(f"a point costs {(time.perf_counter() - started) * 1e4:.0f} ns when no fault is set")
     assert counted(None) == (0, 5)
 
@@ -143,10 +143,10 @@ def test_a_fault_that_cannot_happen_is_refused_at_once(fault: str) -> None:
     with walk(fault) as process:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert f"ConfigError: {faults.VARIABLE}={fault}: is not WHO:POINT:COUNT" in errors
+    assert f"ConfigError: {failpoints.VARIABLE}={fault}: is not WHO:POINT:COUNT" in errors
 
 
 def test_a_fault_is_not_taken_for_a_setting() -> None:
-    load_config(environ={faults.VARIABLE: "agent:persist.chunk:1"})
+    load_config(environ={failpoints.VARIABLE: "agent:persist.chunk:1"})
     with pytest.raises(ConfigError, match="FLASHCKPT_FAULTS"):
-        load_config(environ={f"{faults.VARIABLE}S": "agent:persist.chunk:1"})
+        load_config(environ={f"{failpoints.VARIABLE}S": "agent:persist.chunk:1"})

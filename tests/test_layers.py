@@ -27,9 +27,10 @@ LAYERS = (
     {"error_classes"},
     {"errors", "metrics", "waits", "cpu_list", "agent_config"},
     {""},
-    {"faults", "forks", "exit_status"},
+    {"failpoints", "forks", "exit_status"},
     {"config", "console"},
     {"layout", "storage"},
+    {"file_format"},
     {"tracing"},
     {"memory"},
     {"agent", "restore", "megatron_lm"},
@@ -54,16 +55,17 @@ LAYERS = (
 TORCH_FREE = (
     "",
     "error_classes",
+    "cpu_list",
+    "agent_config",
     "errors",
     "metrics",
     "waits",
-    "faults",
+    "failpoints",
     "forks",
-    "cpu_list",
-    "agent_config",
     "config",
     "layout",
     "storage",
+    "file_format",
     "tracing",
     "agent",
 )
@@ -242,7 +244,7 @@ def test_no_way_to_import_is_overlooked(module, source, expected):
 
 
 def test_every_module_is_read():
-    assert {"", "errors", "layout", "layout.plan", "agent.server", "launch"} <= set(MODULES)
+    assert {"", "errors", "layout", "layout.template", "agent.server", "launch"} <= set(MODULES)
 
 
 def test_every_module_has_one_place_in_the_layers():

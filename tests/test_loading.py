@@ -9,8 +9,8 @@ import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import refuse_mixture
 from megatron_flashckpt.memory.slab import Slab

@@ -16,8 +16,8 @@ import torch.multiprocessing
 from megatron_flashckpt import loading
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.load_side_state import SideState
 from megatron_flashckpt.megatron_lm import parallel

@@ -17,8 +17,8 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     StorageError,
 )
+from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir, next_attempt
 from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir, next_attempt
 from megatron_flashckpt.recovery import Candidates, Named, named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 

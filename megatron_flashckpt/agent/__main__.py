@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from megatron_flashckpt import faults
+from megatron_flashckpt import failpoints
 from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import raise_limit
@@ -75,7 +75,7 @@ def main() -> int:
     # Nor is what schedulers send to all processes of a job to announce its end (Slurm's --signal).
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
-    faults.this_is("agent")
+    failpoints.this_is("agent")
     raise_limit()
     process = AgentProcess(options)
     # The parent returns as soon as trainers can connect, so that whoever started it can reap it and

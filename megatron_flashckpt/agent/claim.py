@@ -19,7 +19,7 @@ import msgspec
 
 from megatron_flashckpt.agent.incarnations import RankProcess
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout.names import CLAIM
+from megatron_flashckpt.file_format.file_names import CLAIM
 from megatron_flashckpt.storage.base import Storage, read_whole
 
 #: Seconds between two renewals.

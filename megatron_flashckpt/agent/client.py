@@ -34,7 +34,7 @@ from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import AgentSettings, settings_of
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
-from megatron_flashckpt.layout.cost import RankCost
+from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.tracing import Span
 

@@ -27,7 +27,6 @@ from megatron_flashckpt.agent.markers import (
 from megatron_flashckpt.agent.pending import PendingSave, gave_up
 from megatron_flashckpt.agent.presence import look
 from megatron_flashckpt.agent.record_files import check_shards, read_records, why_gone
-from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -37,9 +36,10 @@ from megatron_flashckpt.errors import (
     StorageError,
     is_damage,
 )
-from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import manifest, names
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         present = look(save)
         failure = _failure_elsewhere(save, present)
         if failure is not None:
-            save.called_off = names.failure_name(0, save.save_id) in present
+            save.called_off = file_names.failure_name(0, save.save_id) in present
             if 0 in save.metas and not save.called_off:
                 _tell_others(save, 0, failure)
             return True, failure
@@ -108,7 +108,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, None
         if 0 in save.metas:
             world_size = save.metas[0].world_size
-            expected = {names.record_name(rank, save.save_id) for rank in range(world_size)}
+            expected = {file_names.record_name(rank, save.save_id) for rank in range(world_size)}
             if expected <= present:
                 reach("commit.ready")
                 commit(save)
@@ -210,19 +210,19 @@ def commit(save: PendingSave) -> None:
             committed_at=time.time(),
         )
         # What no load would take must not become a checkpoint, and the tracker must not name it.
-        manifest.check(merged, f"{storage.place}/{save.directory}/{names.MANIFEST}")
+        manifest.check(merged, f"{storage.place}/{save.directory}/{file_names.MANIFEST}")
     with phase("check shards"):
         check_shards(storage, save.iteration, records)
     encoded = manifest.encode_manifest(merged)
     with save.manifests.changing:
         with phase("manifest"):
             # Its name becomes durable with that of the manifest; the tracker names neither before.
-            common = f"{save.directory}/{names.common_name(save.save_id)}"
+            common = f"{save.directory}/{file_names.common_name(save.save_id)}"
             storage.put(common, meta.common, durable="contents")
             reach("commit.common")
             remove_markers(storage, save.directory)
             storage.put(
-                f"{save.directory}/{names.MANIFEST}",
+                f"{save.directory}/{file_names.MANIFEST}",
                 encoded,
                 guard=lambda: _check_wanted(save),
             )
@@ -254,7 +254,7 @@ def _publish(save: PendingSave, encoded: bytes) -> None:
         save.previous = tracked_iteration(storage)
         with phase("tracker"):
             storage.put(
-                names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save)
+                file_names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save)
             )
         reach("commit.tracker")
 
@@ -277,10 +277,10 @@ def _check_wanted(save: PendingSave) -> None:
 def _check_named(save: PendingSave) -> None:
     """Raise unless the tracker may name `save` now: this agent may have hung since the manifest."""
     _check_commits(save)
-    if not save.storage.present(save.directory, [names.MANIFEST]):
+    if not save.storage.present(save.directory, [file_names.MANIFEST]):
         raise CorruptCheckpointError(
             f"{save.storage.place}/{save.directory}: its manifest is gone since it was committed, "
-            f"so {names.TRACKER} does not name it; find out what else removes files there"
+            f"so {file_names.TRACKER} does not name it; find out what else removes files there"
         )
 
 
@@ -299,7 +299,7 @@ def tracked_iteration(storage: Storage) -> int | None:
     Something else may stand in its place (a link, a directory): whoever puts a tracker learns.
     """
     try:
-        text = storage.read(names.TRACKER, 0, _TRACKER_NBYTES).decode(errors="replace").strip()
+        text = storage.read(file_names.TRACKER, 0, _TRACKER_NBYTES).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except StorageError as error:
@@ -332,9 +332,12 @@ def forget(save: PendingSave) -> None:
     except (FlashCkptError, OSError) as error:
         logger.warning("left behind after a failed save: %s", error)
         return
-    mine = [names.common_name(save.save_id)] if 0 in save.metas else []
+    mine = [file_names.common_name(save.save_id)] if 0 in save.metas else []
     for rank in sorted(save.metas):
-        mine += [names.record_name(rank, save.save_id), names.shard_name(rank, save.save_id)]
+        mine += [
+            file_names.record_name(rank, save.save_id),
+            file_names.shard_name(rank, save.save_id),
+        ]
 
     def delete(name: str) -> None:
         try:
@@ -358,12 +361,12 @@ def _may_remove(save: PendingSave) -> bool:
         return True
     if save.missed_a_run and save.abandoned_at is not None:
         return time.monotonic() - save.abandoned_at > _MISSED_S
-    note = names.failure_name(0, save.save_id)
+    note = file_names.failure_name(0, save.save_id)
     # A rank may have failed after its record was published: storage did the put and reported an
     # error, or an agent that is gone had published the record.
     # Copied: threads that write shards report failures meanwhile.
     ranks = set(save.metas if save.outlived else save.failed)
-    records = {names.record_name(rank, save.save_id) for rank in ranks}
+    records = {file_names.record_name(rank, save.save_id) for rank in ranks}
     present = save.storage.present(save.directory, {note, *records})
     return note in present or not records <= present
 
@@ -373,14 +376,14 @@ def is_persisted(save: PendingSave, rank: int) -> bool:
 
     Such a file must not be written again: the checkpoint may be, or become, committed meanwhile.
     """
-    if names.record_name(rank, save.save_id) in save.storage.list(save.directory):
+    if file_names.record_name(rank, save.save_id) in save.storage.list(save.directory):
         return True
     # Records go after the manifest has come: in this order one of the two is always seen.
     return _is_committed(save, set(save.storage.list(save.directory)))
 
 
 def _is_committed(save: PendingSave, present: set[str]) -> bool:
-    if names.MANIFEST not in present:
+    if file_names.MANIFEST not in present:
         return False
     found = None
     if 0 not in save.metas:
@@ -397,9 +400,9 @@ def _awaits_marker(save: PendingSave, present: set[str]) -> bool:
 
     It does not if the agent that commits was killed in between, or is of an older release.
     """
-    if 0 in save.metas or names.MANIFEST not in present:
+    if 0 in save.metas or file_names.MANIFEST not in present:
         return False
-    if names.marker_name(save.save_id) in present:
+    if file_names.marker_name(save.save_id) in present:
         return False
     now = time.monotonic()
     if save.unmarked_since is None:
@@ -414,7 +417,7 @@ def _committed(save: PendingSave, iteration: int) -> manifest.CommitFacts | None
     One that is damaged, or a newer release's, is none: a save will replace it.
     """
     try:
-        return save.manifests.facts(save.storage, names.iteration_dir(iteration))
+        return save.manifests.facts(save.storage, file_names.iteration_dir(iteration))
     except (FormatVersionError, FileNotFoundError):
         return None
     except FlashCkptError as error:
@@ -449,7 +452,7 @@ def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason
 
     If it has not, these agents learn of the failure by their timeout.
     """
-    name = f"{names.iteration_dir(iteration)}/{names.failure_name(rank, save_id)}"
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.failure_name(rank, save_id)}"
     pauses_s = iter(_NOTE_RETRIES_S)
     while True:
         try:

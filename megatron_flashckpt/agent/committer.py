@@ -16,7 +16,7 @@ from megatron_flashckpt.agent.manifests import KnownManifests
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.agent.tidying import Tidier, tidy
-from megatron_flashckpt.faults import reach
+from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 
 logger = logging.getLogger(__name__)

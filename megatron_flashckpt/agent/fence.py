@@ -18,7 +18,7 @@ from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import Claim, RunKey
 from megatron_flashckpt.errors import OvertakenError
 from megatron_flashckpt.storage.base import Durable, Kind, Stamp, Storage, Writer
-from megatron_flashckpt.storage.reading import KeptFiles, Seen
+from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ import time
 from types import FrameType
 from typing import NoReturn
 
-from megatron_flashckpt import faults
+from megatron_flashckpt import failpoints
 from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.node import AgentOptions
@@ -108,7 +108,7 @@ def serve(runtime_dir: str | None, options: AgentOptions) -> int:
     )
     for ignored in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(ignored, signal.SIG_IGN)
-    faults.this_is("agent")
+    failpoints.this_is("agent")
     raise_limit()
     own = process.AgentProcess(options)
     lives = _Lives(upkeep, options, own)

@@ -13,8 +13,8 @@ import logging
 import msgspec
 
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.layout.cost import SaveCost
-from megatron_flashckpt.layout.names import HISTORY
+from megatron_flashckpt.file_format.file_names import HISTORY
+from megatron_flashckpt.layout.save_cost import SaveCost
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)

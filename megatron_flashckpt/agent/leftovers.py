@@ -18,11 +18,11 @@ import threading
 from collections.abc import Callable
 
 from megatron_flashckpt.agent.manifests import KnownManifests
-from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Storage, is_probe, parse_temporary_name
+from megatron_flashckpt.storage.parallel import for_all
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Leftovers:
         files = list(self.files)
         for directory, within in self.halves.items():
             # A save that was given up, because storage did not answer, may have been committed.
-            if names.MANIFEST not in storage.list(directory):
+            if file_names.MANIFEST not in storage.list(directory):
                 files += within
         for_all(lambda name: _delete(storage, name), files)
         for directory in self.halves:
@@ -132,11 +132,11 @@ class Sweeper:
         self, is_pending: Callable[[int], bool], iteration: int, found: Leftovers
     ) -> None:
         """Note what is left beside one checkpoint; nothing if it has no manifest."""
-        directory = names.iteration_dir(iteration)
+        directory = file_names.iteration_dir(iteration)
         try:
             if self._storage.kind(directory) != "directory" or is_pending(iteration):
                 return
-            if self._storage.present(directory, [names.MANIFEST]):
+            if self._storage.present(directory, [file_names.MANIFEST]):
                 self._look_into(directory, iteration, found)
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot look for what earlier crashes left: %s", error)
@@ -147,12 +147,14 @@ class Sweeper:
         try:
             listed = self._storage.list("")
             # A directory that was removed may be made again, by an agent that comes back late.
-            self._clean.intersection_update(map(names.parse_iteration_dir, listed))
+            self._clean.intersection_update(map(file_names.parse_iteration_dir, listed))
             for name in listed:
-                iteration = names.parse_iteration_dir(name)
+                iteration = file_names.parse_iteration_dir(name)
                 former = parse_temporary_name(name)
-                of_a_start = former == names.CLAIM or is_probe(name)
-                if former in (names.TRACKER, names.HISTORY) or (until is None and of_a_start):
+                of_a_start = former == file_names.CLAIM or is_probe(name)
+                if former in (file_names.TRACKER, file_names.HISTORY) or (
+                    until is None and of_a_start
+                ):
                     found.files.append(name)
                 elif (
                     iteration is not None
@@ -167,7 +169,7 @@ class Sweeper:
 
     def _look_into(self, directory: str, iteration: int, found: Leftovers) -> None:
         listed = self._storage.list(directory)
-        if names.MANIFEST not in listed:
+        if file_names.MANIFEST not in listed:
             whole = _committed_once(listed)
             if whole:
                 logger.warning(
@@ -180,7 +182,7 @@ class Sweeper:
             mine = [
                 f"{directory}/{name}"
                 for name in listed
-                if _is_ours(name) and names.save_id_of(name) not in whole
+                if _is_ours(name) and file_names.save_id_of(name) not in whole
             ]
             files = [name for name in mine if self._storage.kind(name) == "file"]
             if files:  # an empty directory may be one that somebody is about to fill
@@ -188,7 +190,7 @@ class Sweeper:
             return
         found.whole.append(iteration)
         # Whether all is as it should be shows without reading the manifest.
-        saves = {names.save_id_of(name) for name in listed} - {None}
+        saves = {file_names.save_id_of(name) for name in listed} - {None}
         if len(saves) > 1 or any(map(_is_of_an_attempt, listed)):
             facts = self._manifests.facts(self._storage, directory)
             found.files.extend(beside(self._storage, directory, facts.save_id))
@@ -212,8 +214,8 @@ def _committed_once(listed: list[str]) -> set[str]:
     A commit writes the common state last and needs the records of all ranks, which go when the
     manifest has come. So a save with its common state and without any record was committed.
     """
-    attempts = {names.save_id_of(name) for name in listed if name.endswith(_OF_ATTEMPTS)}
-    return set(filter(None, map(names.save_id_of_common, listed))) - attempts
+    attempts = {file_names.save_id_of(name) for name in listed if name.endswith(_OF_ATTEMPTS)}
+    return set(filter(None, map(file_names.save_id_of_common, listed))) - attempts
 
 
 def beside(storage: Storage, directory: str, save_id: str) -> list[str]:
@@ -221,7 +223,7 @@ def beside(storage: Storage, directory: str, save_id: str) -> list[str]:
     return [
         f"{directory}/{name}"
         for name in storage.list(directory)
-        if _is_of_an_attempt(name) or names.save_id_of(name) not in (None, save_id)
+        if _is_of_an_attempt(name) or file_names.save_id_of(name) not in (None, save_id)
     ]
 
 
@@ -235,4 +237,6 @@ def _is_of_an_attempt(name: str) -> bool:
 def _is_ours(name: str) -> bool:
     """Return whether a file in an iteration directory is part of a save, complete or not."""
     target = parse_temporary_name(name) or name
-    return names.save_id_of(target) is not None or (target == names.MANIFEST and target != name)
+    return file_names.save_id_of(target) is not None or (
+        target == file_names.MANIFEST and target != name
+    )

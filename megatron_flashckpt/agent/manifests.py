@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from megatron_flashckpt.layout import manifest, names
-from megatron_flashckpt.layout.manifest import CommitFacts
+from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Stamp, Storage, read_whole
 
 #: Manifests whose facts are remembered: about 1 kB each.
@@ -35,7 +35,7 @@ class KnownManifests:
             CorruptCheckpointError: damaged.
             FormatVersionError: written by a newer release.
         """
-        name = f"{directory}/{names.MANIFEST}"
+        name = f"{directory}/{file_names.MANIFEST}"
         place = f"{storage.place}/{name}"
         stamp = storage.stamp(name)
         with self._lock:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.manifest import HEAD_NBYTES, CommitFacts
-from megatron_flashckpt.layout.marker import decode_marker, encode_marker, marker_of
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.manifest import HEAD_NBYTES, CommitFacts
+from megatron_flashckpt.file_format.marker import decode_marker, encode_marker, marker_of
 from megatron_flashckpt.storage.base import Storage, read_whole
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,10 @@ def put_marker(storage: Storage, facts: CommitFacts, manifest: bytes) -> None:
     Args:
         manifest: as it was put, or the beginning of it.
     """
-    directory = names.iteration_dir(facts.iteration)
+    directory = file_names.iteration_dir(facts.iteration)
     try:
         storage.put(
-            f"{directory}/{names.marker_name(facts.save_id)}",
+            f"{directory}/{file_names.marker_name(facts.save_id)}",
             encode_marker(marker_of(facts, manifest)),
             durable="nothing",
         )
@@ -43,7 +43,7 @@ def put_marker(storage: Storage, facts: CommitFacts, manifest: bytes) -> None:
 
 def manifest_head(storage: Storage, iteration: int) -> bytes:
     """Return the first bytes of a manifest, which no other manifest begins with."""
-    name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.MANIFEST}"
     return storage.read(name, 0, HEAD_NBYTES)
 
 
@@ -53,8 +53,8 @@ def read_marker(storage: Storage, iteration: int, save_id: str) -> CommitFacts |
     Raises:
         StorageError: storage reports an error.
     """
-    directory = names.iteration_dir(iteration)
-    name = f"{directory}/{names.marker_name(save_id)}"
+    directory = file_names.iteration_dir(iteration)
+    name = f"{directory}/{file_names.marker_name(save_id)}"
     try:
         marker = decode_marker(read_whole(storage, name, _MAX_NBYTES), f"{storage.place}/{name}")
         head = manifest_head(storage, iteration)
@@ -72,7 +72,7 @@ def read_marker(storage: Storage, iteration: int, save_id: str) -> CommitFacts |
 
 def remove_markers(storage: Storage, directory: str) -> None:
     """Remove the markers of a directory whose manifest is about to be replaced."""
-    if storage.present(directory, [names.MANIFEST]):
+    if storage.present(directory, [file_names.MANIFEST]):
         for name in storage.list(directory):
-            if names.save_id_of_marker(name) is not None:
+            if file_names.save_id_of_marker(name) is not None:
                 storage.delete(f"{directory}/{name}")

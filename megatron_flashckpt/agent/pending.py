@@ -8,8 +8,8 @@ from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.history import PastSave
 from megatron_flashckpt.agent.manifests import KnownManifests
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.cost import RankCost, SaveCost
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage
 
@@ -93,7 +93,7 @@ class PendingSave:
 
     @property
     def directory(self) -> str:
-        return names.iteration_dir(self.iteration)
+        return file_names.iteration_dir(self.iteration)
 
     def is_from_before(self, run: RunKey | None) -> bool:
         """Return whether a run that this agent had no part in lies between the save and `run`."""
@@ -124,7 +124,7 @@ def awaited_by(save: PendingSave) -> str:
             f"still being written: {save.storage.place} is slow, or hangs"
         )
     if 0 not in save.metas:
-        return f"{names.MANIFEST} from the node of rank 0 is not there"
+        return f"{file_names.MANIFEST} from the node of rank 0 is not there"
     if not save.missing:
         return f"{save.storage.place} does not answer"
     return (

@@ -15,11 +15,10 @@ import xxhash
 
 from megatron_flashckpt.agent.flow import Flow
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.cost import RankCost
-from megatron_flashckpt.layout.names import iteration_dir, record_name, shard_name
-from megatron_flashckpt.layout.records import CommitRecord, encode_items, encode_record
-from megatron_flashckpt.layout.shard_file import (
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_record
+from megatron_flashckpt.file_format.file_names import iteration_dir, record_name, shard_name
+from megatron_flashckpt.file_format.shard_file import (
     CHUNK_NBYTES,
     chunk_digest,
     decode_header,
@@ -27,6 +26,7 @@ from megatron_flashckpt.layout.shard_file import (
     fill_in,
     header_nbytes,
 )
+from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta
 from megatron_flashckpt.storage.base import Storage, Writer
 from megatron_flashckpt.storage.direct_io import ALIGNMENT

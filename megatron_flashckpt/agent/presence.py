@@ -6,7 +6,7 @@ import random
 import time
 
 from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 
 #: Seconds per rank of the job before a node that does not commit lists the directory at all, and
 #: the most of it. Most saves are committed by then.
@@ -30,9 +30,9 @@ def look(save: PendingSave) -> set[str]:
     they list the directory all the same: the node of rank 0 may know nothing of the save.
     """
     now = time.monotonic()
-    failed = names.failure_name(0, save.save_id)
+    failed = file_names.failure_name(0, save.save_id)
     if 0 in save.metas:
-        asked = {names.MANIFEST, failed, *save.missing}
+        asked = {file_names.MANIFEST, failed, *save.missing}
         asked |= {name.removesuffix(".commit") + ".failed" for name in save.missing}
         is_cheaper = len(asked) * _ENTRIES_PER_NAME < len(save.listed)
         save.listed_all = not (
@@ -52,7 +52,7 @@ def look(save: PendingSave) -> set[str]:
     if save.listed_all:
         _list_later(save, now, _LIST_S)
         return set(save.storage.list(save.directory))
-    awaited = (names.MANIFEST, names.marker_name(save.save_id), failed)
+    awaited = (file_names.MANIFEST, file_names.marker_name(save.save_id), failed)
     return save.storage.present(save.directory, awaited)
 
 

@@ -18,7 +18,7 @@ import msgspec
 from megatron_flashckpt.agent.life import AgentFacts
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout.cost import RankCost, SaveCost
+from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.tracing import Span
 
 PROTOCOL_VERSION = 8

@@ -9,11 +9,11 @@ import msgspec
 
 from megatron_flashckpt.agent.history import told_of
 from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.records import KNOWN_ITEMS, CommitRecord, decode_record
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import KNOWN_ITEMS, CommitRecord, decode_record
 from megatron_flashckpt.storage.base import Storage, read_whole
+from megatron_flashckpt.storage.parallel import for_all
 
 #: More than such files have: what claims more is not read.
 _MAX_RECORD_NBYTES = 2**28
@@ -52,7 +52,7 @@ def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecor
     Raises:
         CorruptCheckpointError: names the shards that are missing or have another size.
     """
-    directory = names.iteration_dir(iteration)
+    directory = file_names.iteration_dir(iteration)
 
     def fault(record: CommitRecord) -> str | None:
         try:
@@ -82,7 +82,7 @@ def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> 
         persisted: ranks of this node whose records were there before `present` was read.
         present: all names in the directory of the save.
     """
-    published = {names.record_name(rank, save.save_id) for rank in persisted}
+    published = {file_names.record_name(rank, save.save_id) for rank in persisted}
     if published <= present:
         save.gone_since = None
         return None
@@ -103,10 +103,10 @@ def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> 
 
 
 def _read(storage: Storage, iteration: int, save_id: str, rank: int) -> CommitRecord:
-    name = f"{names.iteration_dir(iteration)}/{names.record_name(rank, save_id)}"
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.record_name(rank, save_id)}"
     record = decode_record(read_whole(storage, name, _MAX_RECORD_NBYTES), f"{storage.place}/{name}")
     said = (record.iteration, record.save_id, record.rank, record.file)
-    meant = (iteration, save_id, rank, names.shard_name(rank, save_id))
+    meant = (iteration, save_id, rank, file_names.shard_name(rank, save_id))
     if said != meant:
         raise CorruptCheckpointError(
             f"{storage.place}/{name}: is the record of (iteration, save, rank, file) {said}, "

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from megatron_flashckpt.agent.manifests import KnownManifests
-from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.errors import FlashCkptError, for_listing
-from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.manifest import CommitFacts
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.parallel import for_all
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def hide(
 def finish(storage: Storage) -> None:
     """Delete the files of all checkpoints whose manifests were taken away."""
     for name in storage.list(""):
-        if (removed := names.parse_removal_name(name)) and storage.kind(name) == "file":
+        if (removed := file_names.parse_removal_name(name)) and storage.kind(name) == "file":
             _attempt(storage, *removed, _clear)
 
 
@@ -166,7 +166,7 @@ def superfluous(
         return []
     if rules == Retention():
         # The one that Megatron looks at; no need to read the others.
-        directories = [] if previous is None else [names.iteration_dir(previous)]
+        directories = [] if previous is None else [file_names.iteration_dir(previous)]
     else:
         directories = storage.list("")
     commits, unreadable = survey(storage, directories, manifests)
@@ -209,7 +209,7 @@ def survey(
     found = []
     unreadable: dict[int, FlashCkptError | OSError] = {}
     for directory in directories:
-        iteration = names.parse_iteration_dir(directory)
+        iteration = file_names.parse_iteration_dir(directory)
         if iteration is None or storage.kind(directory) != "directory":
             continue
         try:
@@ -219,7 +219,7 @@ def survey(
         except (FlashCkptError, OSError) as error:
             unreadable[iteration] = error
             continue
-        if names.iteration_dir(facts.iteration) == directory:
+        if file_names.iteration_dir(facts.iteration) == directory:
             found.append(facts)
     return found, unreadable
 
@@ -238,15 +238,15 @@ def _attempt(
 
 
 def _hide(storage: Storage, iteration: int, save_id: str) -> None:
-    manifest = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
+    manifest = f"{file_names.iteration_dir(iteration)}/{file_names.MANIFEST}"
     # In one step it cannot be loaded any more, and whoever commits next knows what is left to do.
-    storage.move(manifest, names.removal_name(iteration, save_id))
+    storage.move(manifest, file_names.removal_name(iteration, save_id))
     reach("retain.hidden")
 
 
 def _clear(storage: Storage, iteration: int, save_id: str) -> None:
     """Delete the files of a checkpoint whose manifest was moved away, then that manifest."""
-    directory = names.iteration_dir(iteration)
+    directory = file_names.iteration_dir(iteration)
     left = []
 
     def delete(path: str) -> None:
@@ -256,7 +256,7 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
 
     if storage.kind(directory) == "directory":
         # Only this save's: another one of the same iteration may be on its way there.
-        mine = [name for name in storage.list(directory) if names.save_id_of(name) == save_id]
+        mine = [name for name in storage.list(directory) if file_names.save_id_of(name) == save_id]
         for_all(delete, [f"{directory}/{name}" for name in mine])
         left = storage.list(directory)
         if not left:
@@ -272,7 +272,9 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
                 ", ".join(left[:_SHOWN]),
             )
         return
-    foreign = [name for name in left if name != names.MANIFEST and not names.save_id_of(name)]
+    foreign = [
+        name for name in left if name != file_names.MANIFEST and not file_names.save_id_of(name)
+    ]
     foreign = [name for name in foreign if not name.startswith(_OPEN_ELSEWHERE)]
     if foreign:
         logger.warning(
@@ -281,5 +283,5 @@ def _clear(storage: Storage, iteration: int, save_id: str) -> None:
             ", ".join(foreign[:_SHOWN]),
         )
     reach("retain.deleted")
-    storage.delete(names.removal_name(iteration, save_id))
+    storage.delete(file_names.removal_name(iteration, save_id))
     logger.info("removed the checkpoint of iteration %d (save %s)", iteration, save_id)

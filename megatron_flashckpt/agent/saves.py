@@ -29,8 +29,8 @@ from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import AgentError, FlashCkptError
-from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.names import next_attempt
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format.file_names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.tracing import phase
 

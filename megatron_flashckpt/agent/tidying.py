@@ -17,8 +17,8 @@ from megatron_flashckpt.agent.leftovers import Leftovers, beside
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.retention import finish, hide
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,10 @@ def _superfluous_files(save: PendingSave, pending: Callable[[], set[str]]) -> Le
         # files are listed is known here before. Later the other nodes may have begun one.
         spared = pending()
         if not save.is_of_newest_run:
-            return Leftovers([name for name in files if names.save_id_in(name) == save.save_id])
-    return Leftovers([name for name in files if names.save_id_in(name) not in spared])
+            return Leftovers(
+                [name for name in files if file_names.save_id_in(name) == save.save_id]
+            )
+    return Leftovers([name for name in files if file_names.save_id_in(name) not in spared])
 
 
 class Tidier:

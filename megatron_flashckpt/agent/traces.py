@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_flashckpt.layout.names import iteration_dir
+from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.storage.base import temporary_name
 from megatron_flashckpt.tracing import Recorder, Span
 

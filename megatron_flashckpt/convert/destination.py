@@ -15,7 +15,7 @@ import torch
 
 from megatron_flashckpt.convert import former_export
 from megatron_flashckpt.errors import ConfigError, StorageError
-from megatron_flashckpt.layout.names import TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)

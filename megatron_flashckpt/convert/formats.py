@@ -31,7 +31,12 @@ from megatron_flashckpt.errors import (
     NotCommittedError,
     UnsupportedError,
 )
-from megatron_flashckpt.layout.names import MANIFEST, TRACKER, iteration_dir, parse_iteration_dir
+from megatron_flashckpt.file_format.file_names import (
+    MANIFEST,
+    TRACKER,
+    iteration_dir,
+    parse_iteration_dir,
+)
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.legacy_gpt import is_legacy_gpt

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from megatron_flashckpt.errors import ConfigError, FlashCkptError
-from megatron_flashckpt.layout import manifest
-from megatron_flashckpt.layout.names import MANIFEST, common_name
+from megatron_flashckpt.file_format import manifest
+from megatron_flashckpt.file_format.file_names import MANIFEST, common_name
 from megatron_flashckpt.storage.base import read_whole
 from megatron_flashckpt.storage.posix import PosixStorage
 

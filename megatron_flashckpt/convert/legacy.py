@@ -19,7 +19,7 @@ from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_reg
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import Part, global_tensors, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
-from megatron_flashckpt.layout.names import parse_iteration_dir
+from megatron_flashckpt.file_format.file_names import parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm import hyper_parameters, legacy_gpt

@@ -13,13 +13,13 @@ import torch
 
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region, rounded
 from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.file_names import common_name
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, Shard
 from megatron_flashckpt.layout.copies import is_copy
-from megatron_flashckpt.layout.names import common_name
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, UNUSED, WEIGHT
-from megatron_flashckpt.layout.plan import pieces_of
-from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, Shard
+from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, torch_dtype
 from megatron_flashckpt.megatron_lm.hyper_parameters import merge, without_held

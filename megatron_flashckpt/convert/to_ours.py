@@ -23,11 +23,11 @@ from megatron_flashckpt.convert.destination import (
 )
 from megatron_flashckpt.convert.former_export import CONVERTED_FROM
 from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import Layout, PlanCache, order
-from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.description import describe
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name

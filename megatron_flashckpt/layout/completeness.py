@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
-from megatron_flashckpt.layout.plan import Source, pieces_of
+from megatron_flashckpt.layout.template import Source, pieces_of
 
 #: Kinds whose tensors must be there as a whole. Optimizers keep nothing of frozen parameters, so a
 #: stacked tensor may lack the boxes of some layers there.

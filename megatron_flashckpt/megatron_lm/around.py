@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.layout.names import TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.megatron_lm.features import feature
 from megatron_flashckpt.megatron_lm.stock import checkpointing, original
 from megatron_flashckpt.megatron_lm.writers import wandb_is_over

@@ -16,7 +16,7 @@ import torch
 from megatron_flashckpt.layout.copies import CopySum, added_up, compared_numel
 from megatron_flashckpt.layout.copy_sums import weighed
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
-from megatron_flashckpt.layout.plan import Layout
+from megatron_flashckpt.layout.template import Layout
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.runs import Aside, Copy

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.file_format.commit_record import Coordinates
 
 
 def data_parallel() -> tuple[int, int]:

@@ -20,9 +20,9 @@ import xxhash
 
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.copies import CopySum
-from megatron_flashckpt.layout.plan import Placement, Template
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.template import Placement, Template
 
 _T = TypeVar("_T")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.faults import reach
+from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.pinning import PinnedSlab
 from megatron_flashckpt.memory.runs import Aside, Copy, Run, runs

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError, NotCommittedError
-from megatron_flashckpt.layout import manifest, names
-from megatron_flashckpt.layout.completeness import incomplete
-from megatron_flashckpt.layout.manifest import Manifest, ShardEntry
-from megatron_flashckpt.layout.plan import Source, Template
-from megatron_flashckpt.layout.shard_file import (
+from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.file_format.manifest import Manifest, ShardEntry
+from megatron_flashckpt.file_format.shard_file import (
     CHUNK_NBYTES,
     Shard,
     decode_header,
     header_nbytes,
     new_chunk_digest,
 )
+from megatron_flashckpt.layout.completeness import incomplete
+from megatron_flashckpt.layout.template import Source, Template
 from megatron_flashckpt.storage.base import Storage, read_whole
-from megatron_flashckpt.storage.reading import KeptFiles
+from megatron_flashckpt.storage.scatter_read import KeptFiles
 
 #: Of a common file: args, scheduler, counters.
 _MAX_COMMON_NBYTES = 2**30
@@ -32,16 +32,16 @@ class StoredCheckpoint:
 
     def __init__(self, storage: Storage, iteration: int, encoded_manifest: bytes) -> None:
         self.storage = storage
-        self.directory = names.iteration_dir(iteration)
+        self.directory = file_names.iteration_dir(iteration)
         self._shards: dict[int, Shard] = {}
         self._kept = KeptFiles()
         self.manifest: Manifest = manifest.decode_manifest(
-            encoded_manifest, f"{self.place}/{names.MANIFEST}"
+            encoded_manifest, f"{self.place}/{file_names.MANIFEST}"
         )
         if self.manifest.iteration != iteration:
             raise CorruptCheckpointError(
-                f"{self.place}/{names.MANIFEST}: is that of iteration {self.manifest.iteration}; "
-                f"{OLDER}"
+                f"{self.place}/{file_names.MANIFEST}: is that of iteration "
+                f"{self.manifest.iteration}; {OLDER}"
             )
 
     @property
@@ -70,7 +70,7 @@ class StoredCheckpoint:
         problems = incomplete(self.sources())
         if problems:
             raise CorruptCheckpointError(
-                f"{self.place}/{names.MANIFEST}: {'; '.join(problems)}; {OLDER}"
+                f"{self.place}/{file_names.MANIFEST}: {'; '.join(problems)}; {OLDER}"
             )
 
     def data_nbytes(self, rank: int) -> int:
@@ -79,7 +79,7 @@ class StoredCheckpoint:
 
     def common(self) -> bytes:
         """Return the contents of `common-<id>.msgpack`, verified."""
-        name = names.common_name(self.manifest.save_id)
+        name = file_names.common_name(self.manifest.save_id)
         with self._promised(name):
             encoded = read_whole(self.storage, f"{self.directory}/{name}", _MAX_COMMON_NBYTES)
         found = xxhash.xxh3_64_hexdigest(encoded)
@@ -186,7 +186,7 @@ def read_manifest(storage: Storage, iteration: int) -> bytes:
     Raises:
         NotCommittedError: there is none, so that checkpoint does not exist.
     """
-    name = f"{names.iteration_dir(iteration)}/{names.MANIFEST}"
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.MANIFEST}"
     try:
         return read_whole(storage, name, manifest.MAX_MANIFEST_NBYTES)
     except FileNotFoundError as error:

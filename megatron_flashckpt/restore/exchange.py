@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.faults import reach
-from megatron_flashckpt.layout.coverage import ReadPlan
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.read_plan import ReadPlan
 from megatron_flashckpt.restore.collectives import Group, device_of, gather_named, together
 from megatron_flashckpt.restore.gpu import synchronize
 from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads, chunk_reads

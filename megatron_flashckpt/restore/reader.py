@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_flashckpt.layout.coverage import Read, ReadPlan
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.read_plan import Read, ReadPlan
 from megatron_flashckpt.layout.reshard import Run, overlap
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 
 if TYPE_CHECKING:
     from megatron_flashckpt.restore.gpu import Gpu

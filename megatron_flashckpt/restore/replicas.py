@@ -20,7 +20,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.restore.collectives import Group, gather_objects, together
 from megatron_flashckpt.restore.gpu import host_buffer, synchronize
 from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_flashckpt.layout.coverage import Read
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.read_plan import Read
 from megatron_flashckpt.layout.reshard import Run, regions
 from megatron_flashckpt.restore.gpu import Gpu
 from megatron_flashckpt.restore.reader import Part

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.storage.reading import KeptFiles, Seen
+from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen
 
 #: What a name stands for. `other`: a symbolic link (whatever it leads to), a pipe, a device.
 Kind = Literal["file", "directory", "other"]

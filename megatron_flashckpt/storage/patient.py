@@ -18,7 +18,7 @@ from typing import TypeVar
 from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.base import Durable, Kind, Stamp, Storage, Writer
-from megatron_flashckpt.storage.reading import KeptFiles, Seen, cut
+from megatron_flashckpt.storage.scatter_read import KeptFiles, Seen, cut
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from megatron_flashckpt.error_classes import class_of, is_unsupported
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.faults import reach
+from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.storage.base import Durable, Kind, Stamp, temporary_name
 from megatron_flashckpt.storage.direct_io import ALIGNMENT, NEVER, DirectIo, is_aligned
 from megatron_flashckpt.storage.fallocate import fallocate
-from megatron_flashckpt.storage.reading import KeptFiles, OpenFile, Seen, read_parts
+from megatron_flashckpt.storage.scatter_read import KeptFiles, OpenFile, Seen, read_parts
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from megatron_flashckpt import held_slot
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import AgentConfig, Config
+from megatron_flashckpt.file_format.shard_file import new_chunk_digest
 from megatron_flashckpt.in_memory import held_in_memory
-from megatron_flashckpt.layout.shard_file import new_chunk_digest
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import side_state

@@ -6,8 +6,8 @@ import time
 
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import persist_slot
-from megatron_flashckpt.layout.plan import PlanCache
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage

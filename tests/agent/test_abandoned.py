@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.commit import forget, outcome_of
-from megatron_flashckpt.faults import VARIABLE
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.failpoints import VARIABLE
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
@@ -37,9 +37,9 @@ def test_nothing_is_removed_of_what_the_node_of_rank_0_commits_at_that_moment(
     asking.start()
     eventually("all but the manifest", reached.exists)
     (agent,) = node.agents()
-    directory = root / names.iteration_dir(1)
-    shard = directory / names.shard_name(1, save_id)
-    note = directory / names.failure_name(1, save_id)
+    directory = root / file_names.iteration_dir(1)
+    shard = directory / file_names.shard_name(1, save_id)
+    note = directory / file_names.failure_name(1, save_id)
     try:
         second.hang_up()
         other_node.trainer(root, 1, 2).client.adopt(None, 0)
@@ -47,7 +47,7 @@ def test_nothing_is_removed_of_what_the_node_of_rank_0_commits_at_that_moment(
     finally:
         os.kill(agent, signal.SIGCONT)
         asking.join()
-    eventually("the commit", lambda: (root / names.TRACKER).exists())
+    eventually("the commit", lambda: (root / file_names.TRACKER).exists())
     assert first.outcome().error is None
     assert_intact(root, 1, [first, second])
 
@@ -64,7 +64,7 @@ class _Telling(PosixStorage):
         durable: Durable = "name",
         guard: Callable[[], None] | None = None,
     ) -> None:
-        if names.common_name(SAVE) in name:
+        if file_names.common_name(SAVE) in name:
             self.tell()
         super().put(name, data, durable, guard)
 
@@ -76,7 +76,7 @@ def test_a_commit_under_way_ends_before_its_manifest(root: Path) -> None:
     finished, error = outcome_of(save, 60.0)
     assert (finished, "went on from an older" in (error or "")) == (True, True)
     forget(save)
-    assert not list(root.glob(f"{names.iteration_dir(5)}/[mcr]*[!d]"))
+    assert not list(root.glob(f"{file_names.iteration_dir(5)}/[mcr]*[!d]"))
 
 
 def test_the_node_of_rank_0_tells_the_others_which_then_remove_their_part(root: Path) -> None:
@@ -85,7 +85,9 @@ def test_the_node_of_rank_0_tells_the_others_which_then_remove_their_part(root: 
         save.outlived = True
     assert outcome_of(saves[1], 60.0)[0] is False
     forget(saves[1])
-    shards = [root / names.iteration_dir(5) / names.shard_name(rank, SAVE) for rank in range(2)]
+    shards = [
+        root / file_names.iteration_dir(5) / file_names.shard_name(rank, SAVE) for rank in range(2)
+    ]
     assert [shard.exists() for shard in shards] == [True, True]
     for save in saves:
         assert outcome_of(save, 60.0)[0]
@@ -97,10 +99,10 @@ def test_a_part_without_a_record_is_removed_at_once(root: Path) -> None:
     """No agent can commit without it."""
     save = persisted(PosixStorage(root), SAVE, 1, 2)
     save.outlived = True
-    (root / names.iteration_dir(5) / names.record_name(1, SAVE)).unlink()
+    (root / file_names.iteration_dir(5) / file_names.record_name(1, SAVE)).unlink()
     assert outcome_of(save, 60.0)[0]
     forget(save)
-    assert not (root / names.iteration_dir(5) / names.shard_name(1, SAVE)).exists()
+    assert not (root / file_names.iteration_dir(5) / file_names.shard_name(1, SAVE)).exists()
 
 
 def test_a_node_does_not_wait_for_that_of_rank_0_for_ever(
@@ -111,4 +113,6 @@ def test_a_node_does_not_wait_for_that_of_rank_0_for_ever(
     save.outlived = True
     assert outcome_of(save, 60.0)[0]
     forget(save)
-    assert (root / names.iteration_dir(5) / names.shard_name(1, SAVE)).exists(), "its sweeper's"
+    assert (root / file_names.iteration_dir(5) / file_names.shard_name(1, SAVE)).exists(), (
+        "its sweeper's"
+    )

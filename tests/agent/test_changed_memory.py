@@ -23,8 +23,8 @@ from megatron_flashckpt.agent.settings import settings_of
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.held_slot import HeldSlot
-from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
@@ -58,7 +58,7 @@ def test_a_slot_whose_persist_hangs_is_restored_and_written_only_as_its_trainer_
     node: Node, root: Path
 ) -> None:
     save_id = new_save_id()
-    shard = root / names.iteration_dir(7) / names.shard_name(0, save_id)
+    shard = root / file_names.iteration_dir(7) / file_names.shard_name(0, save_id)
     with held_back(shard) as let_go:
         crashed = node.process(root, iterations=[7], save_id=save_id, stop="staged")
         crashed.stopped()
@@ -75,8 +75,8 @@ def test_a_slot_whose_persist_hangs_is_restored_and_written_only_as_its_trainer_
         slot = trainer.slab.slots[offer.slot]
         eventually("the failure", lambda: slot.header.state == SlotState.FAILED)
     assert "its slot changed after its trainer had gone" in (node.directory(root) / LOG).read_text()
-    assert not (root / names.TRACKER).exists()
-    assert not (root / names.iteration_dir(7) / names.MANIFEST).exists()
+    assert not (root / file_names.TRACKER).exists()
+    assert not (root / file_names.iteration_dir(7) / file_names.MANIFEST).exists()
 
 
 def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_hangs_up(
@@ -84,11 +84,11 @@ def test_a_slot_that_could_not_be_written_is_digested_when_its_trainer_hangs_up(
 ) -> None:
     trainer = node.trainer(root)
     root.mkdir(exist_ok=True)
-    (root / names.iteration_dir(7)).write_text("in the way")
+    (root / file_names.iteration_dir(7)).write_text("in the way")
     data = trainer.stage(7, new_save_id())
     assert trainer.outcome().error is not None
     trainer.hang_up()
-    (root / names.iteration_dir(7)).unlink()
+    (root / file_names.iteration_dir(7)).unlink()
     again = node.trainer(root)
     (offer,) = again.take()
     assert restored(again, offer) == data
@@ -123,12 +123,12 @@ def test_a_part_that_an_earlier_agent_has_written_is_restored_only_as_that_was(
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     save_id = new_save_id()
-    directory = root / names.iteration_dir(7)
-    with held_back(directory / names.shard_name(1, save_id)) as let_go:
+    directory = root / file_names.iteration_dir(7)
+    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
         for trainer in trainers:
             trainer.stage(7, save_id)
             if trainer.rank == 0:
-                eventually("its record", (directory / names.record_name(0, save_id)).exists)
+                eventually("its record", (directory / file_names.record_name(0, save_id)).exists)
         first, second = trainers
         (offer,) = first.take()
         kill_agent(first.client.agent_pid)

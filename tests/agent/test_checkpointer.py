@@ -14,9 +14,9 @@ from megatron_flashckpt import run_id
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentRefusedError, UnsupportedError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
-from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
@@ -71,7 +71,7 @@ class Job:
     def assert_stored(self, root: Path, iteration: int) -> None:
         checkpoint = stored(root, iteration)
         assert verify(checkpoint) == []
-        shard = (root / names.iteration_dir(iteration)).glob("rank_*")
+        shard = (root / file_names.iteration_dir(iteration)).glob("rank_*")
         data = next(shard).read_bytes()
         for tensor in self.tensors:
             assert tensor.numpy().tobytes() in data
@@ -116,7 +116,7 @@ def test_the_agent_writes_nothing_before_everything_is_copied(
 
     def look_and_set(slot: Slot, header: SlotHeader) -> None:
         if header.state == SlotState.STAGED:
-            before_staged.append((root / names.iteration_dir(1)).exists())
+            before_staged.append((root / file_names.iteration_dir(1)).exists())
         set_header(slot, header)
 
     monkeypatch.setattr(Slot, "set_header", look_and_set)
@@ -130,7 +130,7 @@ def test_nothing_of_a_save_for_memory_only_is_written(
 ) -> None:
     job = make(config)
     assert job.save(1, memory_only=True) is None
-    assert not (root / names.iteration_dir(1)).exists()
+    assert not (root / file_names.iteration_dir(1)).exists()
 
 
 def test_a_copy_that_fails_in_the_middle_leaves_no_shard_and_the_next_save_works(
@@ -146,7 +146,7 @@ def test_a_copy_that_fails_in_the_middle_leaves_no_shard_and_the_next_save_works
     job.tensors = whole
     assert job.save(3) is None
     job.assert_stored(root, 3)
-    directory = root / names.iteration_dir(2)
+    directory = root / file_names.iteration_dir(2)
     assert not list(directory.glob("rank_*.safetensors"))
     job.assert_stored(root, 1)
 
@@ -197,7 +197,7 @@ def test_saves_of_a_rank_that_the_agent_serves_no_more_end_with_its_reason(
     def refuse(*_: Any, **__: Any) -> None:
         raise AgentRefusedError(reason)
 
-    with held_back(root / names.iteration_dir(2) / names.shard_name(0, f"{RUN}0001")):
+    with held_back(root / file_names.iteration_dir(2) / file_names.shard_name(0, f"{RUN}0001")):
         job.checkpointer.save(job.request(2))
         job.checkpointer.link.stager.wait()
         with monkeypatch.context() as patch:
@@ -218,7 +218,8 @@ def test_the_last_save_of_a_job_waits_for_a_slot_no_longer_than_for_its_commit(
     )
     job = make(config)
     shards = [
-        root / names.iteration_dir(n) / names.shard_name(0, f"{RUN}{n - 1:04x}") for n in (1, 2)
+        root / file_names.iteration_dir(n) / file_names.shard_name(0, f"{RUN}{n - 1:04x}")
+        for n in (1, 2)
     ]
     with held_back(shards[0]), held_back(shards[1]):
         for iteration in (1, 2):
@@ -285,7 +286,7 @@ def test_a_rank_that_cannot_save_has_its_agent_tell_the_other_nodes(
     assert job.save(1) is None
     with pytest.raises(UnsupportedError):
         job.checkpointer.save(job.request(2, rank_state=lambda _: {"it": _Unsupported()}))
-    note = root / names.iteration_dir(2) / names.failure_name(0, f"{RUN}0001")
+    note = root / file_names.iteration_dir(2) / file_names.failure_name(0, f"{RUN}0001")
     text = eventually("a note", lambda: note.exists() and note.read_text())
     assert "rank 0: UnsupportedError: " in text
     assert job.save(3) is None

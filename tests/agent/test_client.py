@@ -16,7 +16,7 @@ from megatron_flashckpt.agent import protocol
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours
 from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id, suspend
@@ -111,14 +111,14 @@ def test_what_a_killed_agent_had_half_written_is_no_checkpoint_and_goes_with_the
 ) -> None:
     first = [node.trainer(root, rank, 2) for rank in range(2)]
     cut_short = new_save_id()
-    directory = root / names.iteration_dir(7)
-    with held_back(directory / names.shard_name(1, cut_short)):
+    directory = root / file_names.iteration_dir(7)
+    with held_back(directory / file_names.shard_name(1, cut_short)):
         for trainer in first:
             trainer.stage(7, cut_short)
-        eventually("half of it", (directory / names.record_name(0, cut_short)).exists)
+        eventually("half of it", (directory / file_names.record_name(0, cut_short)).exists)
         kill_agent(first[0].client.agent_pid)
-    assert not (root / names.TRACKER).exists()
-    assert not (directory / names.MANIFEST).exists()
+    assert not (root / file_names.TRACKER).exists()
+    assert not (directory / file_names.MANIFEST).exists()
     again = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
     for trainer in again:

@@ -12,15 +12,15 @@ import xxhash
 from megatron_flashckpt.agent.commit import commit, outcome_of
 from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.manifest import merge
-from megatron_flashckpt.layout.records import (
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import (
     CommitRecord,
     Coordinates,
     decode_record,
     encode_items,
     encode_record,
 )
+from megatron_flashckpt.file_format.manifest import merge
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
@@ -38,7 +38,7 @@ from tests.agent.trainer import (
 
 
 def iterations_in(root: Path) -> list[int]:
-    found = [names.parse_iteration_dir(path.name) for path in root.iterdir()]
+    found = [file_names.parse_iteration_dir(path.name) for path in root.iterdir()]
     return sorted(iteration for iteration in found if iteration is not None)
 
 
@@ -50,16 +50,16 @@ def test_a_save_is_not_committed_before_the_record_of_the_last_rank_is_there(
 ) -> None:
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
     save_id = new_save_id()
-    directory = root / names.iteration_dir(1)
+    directory = root / file_names.iteration_dir(1)
     for trainer in trainers[:2]:
         trainer.stage(1, save_id)
-        record = directory / names.record_name(trainer.rank, save_id)
+        record = directory / file_names.record_name(trainer.rank, save_id)
         eventually("its record", record.exists)
     for trainer in trainers[:2]:
         told = trainer.client.poll(0.2)
         assert (told.finished, told.pending) == ((), 1)
-    assert not (directory / names.MANIFEST).exists()
-    assert not (root / names.TRACKER).exists()
+    assert not (directory / file_names.MANIFEST).exists()
+    assert not (root / file_names.TRACKER).exists()
     trainers[2].stage(1, save_id)
     assert [trainer.outcome().error for trainer in trainers] == [None] * 3
     assert_intact(root, 1, trainers)
@@ -70,18 +70,18 @@ def test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this(
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     earlier, this = new_save_id(), new_save_id()
-    directory = root / names.iteration_dir(1)
+    directory = root / file_names.iteration_dir(1)
     trainers[1].stage(1, earlier)
-    eventually("a stale record", (directory / names.record_name(1, earlier)).exists)
+    eventually("a stale record", (directory / file_names.record_name(1, earlier)).exists)
     trainers[0].stage(1, this)
-    eventually("a record of this attempt", (directory / names.record_name(0, this)).exists)
+    eventually("a record of this attempt", (directory / file_names.record_name(0, this)).exists)
     assert trainers[0].client.poll(0.3).finished == ()
-    assert not (directory / names.MANIFEST).exists()
+    assert not (directory / file_names.MANIFEST).exists()
     trainers[1].stage(1, this)
     assert trainers[0].outcome().save_id == this
     assert_intact(root, 1, trainers)
     assert [shard.file for shard in stored(root, 1).manifest.shards] == [
-        names.shard_name(rank, this) for rank in range(2)
+        file_names.shard_name(rank, this) for rank in range(2)
     ]
     assert not [name for name in files_of_ours(root) if earlier in name]
 
@@ -108,7 +108,7 @@ def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
         "of another iteration": (changed(iteration=99), f"(99, '{me}', 1"),
         "of a file elsewhere": (changed(file="../../elsewhere"), "'../../elsewhere'), expected (1"),
         "of an impossible piece": (
-            changed(placement=(1,), file=names.shard_name(1, me)),
+            changed(placement=(1,), file=file_names.shard_name(1, me)),
             "a placement of 1 numbers",
         ),
     }
@@ -133,20 +133,20 @@ def test_a_record_with_the_right_name_and_the_wrong_contents_fails_the_save(
 ) -> None:
     trainer = node.trainer(root, 0, 2)
     save_id = new_save_id()
-    directory = root / names.iteration_dir(1)
+    directory = root / file_names.iteration_dir(1)
     trainer.stage(1, save_id)
-    own = directory / names.record_name(0, save_id)
+    own = directory / file_names.record_name(0, save_id)
     eventually("the record of rank 0", own.exists)
     genuine = decode_record(own.read_bytes(), str(own))
     planted, message = _tampered(msgspec.structs.replace(genuine, rank=1))[kind]
-    path = directory / names.record_name(1, save_id)
+    path = directory / file_names.record_name(1, save_id)
     (directory / "planted").write_bytes(planted)
     (directory / "planted").rename(path)
     error = trainer.outcome().error
     assert error is not None
     assert message in error
-    assert not (directory / names.MANIFEST).exists()
-    assert not (root / names.TRACKER).exists()
+    assert not (directory / file_names.MANIFEST).exists()
+    assert not (root / file_names.TRACKER).exists()
 
 
 def _record(rank: int, **fields: object) -> CommitRecord:
@@ -155,7 +155,7 @@ def _record(rank: int, **fields: object) -> CommitRecord:
         save_id="a" * 12,
         rank=rank,
         coordinates=Coordinates(),
-        file=names.shard_name(rank, "a" * 12),
+        file=file_names.shard_name(rank, "a" * 12),
         nbytes=1,
         header_digest="",
         template_fingerprint="t",
@@ -202,10 +202,10 @@ def test_the_commit_gives_up_after_its_timeout_and_names_the_missing_ranks(
         outcome = trainer.outcome()
         assert outcome.seconds >= 1.0
         assert outcome.error is not None
-        assert str(root / names.iteration_dir(1)) in outcome.error
-        assert names.record_name(1, save_id) in outcome.error
-        assert names.record_name(3, save_id) in outcome.error
-        assert names.record_name(0, save_id) not in outcome.error
+        assert str(root / file_names.iteration_dir(1)) in outcome.error
+        assert file_names.record_name(1, save_id) in outcome.error
+        assert file_names.record_name(3, save_id) in outcome.error
+        assert file_names.record_name(0, save_id) not in outcome.error
         assert "2 of 4 commit records" in outcome.error
         assert "agent.commit_timeout_s" in outcome.error
     assert files_of_ours(root) == []
@@ -220,8 +220,8 @@ def test_a_node_without_rank_0_gives_up_waiting_for_the_manifest(node: Node, roo
     assert "manifest.json from the node of rank 0" in error
     # The node of rank 0 may be committing at this moment. Its sweeper removes them otherwise.
     assert set(files_of_ours(root)) == {
-        f"{names.iteration_dir(1)}/{name}"
-        for name in (names.record_name(1, save_id), names.shard_name(1, save_id))
+        f"{file_names.iteration_dir(1)}/{name}"
+        for name in (file_names.record_name(1, save_id), file_names.shard_name(1, save_id))
     }
 
 
@@ -236,23 +236,23 @@ def test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one
     for trainer in trainers:
         trainer.stage(5, first)
     assert [trainer.outcome().error for trainer in trainers] == [None, None]
-    directory = root / names.iteration_dir(5)
-    before = (directory / names.MANIFEST).read_bytes()
-    with held_back(directory / names.shard_name(1, second)) as let_go:
+    directory = root / file_names.iteration_dir(5)
+    before = (directory / file_names.MANIFEST).read_bytes()
+    with held_back(directory / file_names.shard_name(1, second)) as let_go:
         for trainer in trainers:
             trainer.stage(5, second)
-        eventually("half of it", (directory / names.record_name(0, second)).exists)
-        assert (directory / names.MANIFEST).read_bytes() == before
+        eventually("half of it", (directory / file_names.record_name(0, second)).exists)
+        assert (directory / file_names.MANIFEST).read_bytes() == before
         assert_intact(root, 5, trainers)
         let_go()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
     assert stored(root, 5).manifest.save_id == second
     assert_intact(root, 5, trainers)
     whole = {
-        names.MANIFEST,
-        names.common_name(second),
-        names.shard_name(0, second),
-        names.shard_name(1, second),
+        file_names.MANIFEST,
+        file_names.common_name(second),
+        file_names.shard_name(0, second),
+        file_names.shard_name(1, second),
     }
     eventually(
         "the end of the first attempt", lambda: {path.name for path in directory.iterdir()} == whole
@@ -265,7 +265,7 @@ def test_an_attempt_that_fails_leaves_the_committed_one_of_the_same_iteration(
     trainer = node.trainer(root)
     first, second = new_save_id(), new_save_id()
     assert trainer.save(5, first).error is None
-    (root / names.iteration_dir(5) / names.shard_name(0, second)).mkdir()
+    (root / file_names.iteration_dir(5) / file_names.shard_name(0, second)).mkdir()
     assert trainer.save(5, second).error is not None
     assert stored(root, 5).manifest.save_id == first
     assert_intact(root, 5, [trainer])
@@ -276,7 +276,7 @@ def test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one(
 ) -> None:
     trainer = node.trainer(root)
     older, newer = new_save_id(), new_save_id()
-    with held_back(root / names.iteration_dir(5) / names.shard_name(0, older)) as let_go:
+    with held_back(root / file_names.iteration_dir(5) / file_names.shard_name(0, older)) as let_go:
         trainer.stage(5, older)
         trainer.stage(5, newer)
         outcome = trainer.outcome()
@@ -295,7 +295,7 @@ def test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one(
 
 
 def test_files_that_are_not_ours_stay_in_the_iteration_directory(node: Node, root: Path) -> None:
-    directory = root / names.iteration_dir(5)
+    directory = root / file_names.iteration_dir(5)
     foreign = [
         "notes.txt",
         ".hidden",
@@ -324,7 +324,9 @@ def test_a_save_that_ends_after_a_later_one_does_not_move_the_tracker_back_nor_d
 ) -> None:
     trainer = node.trainer(root)
     earlier = new_save_id()
-    with held_back(root / names.iteration_dir(10) / names.shard_name(0, earlier)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(10) / file_names.shard_name(0, earlier)
+    ) as let_go:
         trainer.stage(10, earlier)
         trainer.stage(20, new_save_id())
         assert trainer.outcome().iteration == 20
@@ -374,12 +376,14 @@ def test_what_is_committed_after_a_later_save_goes_like_the_one_before(
     node: Node, root: Path, interval: int, kept: list[int]
 ) -> None:
     trainer, save_id = node.trainer(root, retain_interval=interval), new_save_id()
-    with held_back(root / names.iteration_dir(20) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(20) / file_names.shard_name(0, save_id)
+    ) as let_go:
         trainer.stage(20, save_id)
         assert trainer.save(30).iteration == 30
         let_go()
         assert trainer.outcome().error is None
-    assert (root / names.TRACKER).read_text() == "30"
+    assert (root / file_names.TRACKER).read_text() == "30"
     eventually("the others' end", lambda: iterations_in(root) == kept)
 
 
@@ -392,7 +396,7 @@ def test_only_the_checkpoint_that_the_tracker_named_is_deleted(node: Node, root:
         assert trainer.save(iteration).error is None
     expected = {
         *("iter_0000003", "iter_0000004", "iter_0000006"),
-        *("release", "tensorboard", names.TRACKER, names.HISTORY),
+        *("release", "tensorboard", file_names.TRACKER, file_names.HISTORY),
     }
     eventually("the end of 5", lambda: {path.name for path in root.iterdir()} == expected)
 
@@ -403,11 +407,11 @@ def test_a_symlinked_iteration_directory_is_neither_followed_nor_removed(
     trainer = node.trainer(root, retain_interval=100)
     assert trainer.save(10).error is None
     elsewhere = tmp_path / "elsewhere"
-    (root / names.iteration_dir(10)).rename(elsewhere)
-    (root / names.iteration_dir(10)).symlink_to(elsewhere)
+    (root / file_names.iteration_dir(10)).rename(elsewhere)
+    (root / file_names.iteration_dir(10)).symlink_to(elsewhere)
     before = sorted(elsewhere.iterdir())
     assert trainer.save(20).error is None, "that it stays is no failure of the save"
-    assert (root / names.iteration_dir(10)).is_symlink()
+    assert (root / file_names.iteration_dir(10)).is_symlink()
     assert sorted(elsewhere.iterdir()) == before
     assert_intact(root, 20, [trainer])
 
@@ -448,37 +452,41 @@ def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying
     save = persisted(storage, "a" * 12)
     commit(save)
     tidy(save)
-    record = names.record_name(0, "a" * 12)
+    record = file_names.record_name(0, "a" * 12)
     assert storage.steps == [
         record,
-        names.common_name("a" * 12),
-        names.MANIFEST,
-        names.TRACKER,
+        file_names.common_name("a" * 12),
+        file_names.MANIFEST,
+        file_names.TRACKER,
         f"delete {record}",
     ]
 
 
-@pytest.mark.parametrize("refused", [names.common_name("a" * 12), names.MANIFEST, names.TRACKER])
+@pytest.mark.parametrize(
+    "refused", [file_names.common_name("a" * 12), file_names.MANIFEST, file_names.TRACKER]
+)
 def test_a_commit_that_fails_halfway_never_moves_the_tracker(root: Path, refused: str) -> None:
     storage = _Failing(root, refused)
     finished, error = outcome_of(persisted(storage, "a" * 12), 60.0)
     assert finished
     assert error is not None
     assert refused in error
-    assert not (root / names.TRACKER).exists()
-    assert (root / names.iteration_dir(5) / names.MANIFEST).exists() == (refused == names.TRACKER)
+    assert not (root / file_names.TRACKER).exists()
+    assert (root / file_names.iteration_dir(5) / file_names.MANIFEST).exists() == (
+        refused == file_names.TRACKER
+    )
 
 
 def test_the_manifest_names_the_digest_of_the_common_state(root: Path) -> None:
     commit(persisted(_Failing(root, "nothing"), "a" * 12))
-    common = (root / names.iteration_dir(5) / names.common_name("a" * 12)).read_bytes()
+    common = (root / file_names.iteration_dir(5) / file_names.common_name("a" * 12)).read_bytes()
     assert stored(root, 5).manifest.common_digest == xxhash.xxh3_64_hexdigest(common)
 
 
 def test_a_commit_that_fails_at_the_manifest_leaves_the_former_attempt_loadable(root: Path) -> None:
     commit(persisted(_Failing(root, "nothing"), "a" * 12))
     with pytest.raises(StorageError):
-        commit(persisted(_Failing(root, names.MANIFEST), "b" * 12))
+        commit(persisted(_Failing(root, file_names.MANIFEST), "b" * 12))
     assert stored(root, 5).manifest.save_id == "a" * 12
     assert stored(root, 5).common() == b"a" * 12
 
@@ -522,7 +530,7 @@ def test_a_save_that_a_crash_cut_short_is_given_up_when_training_goes_on(
     again: list[FakeTrainer] = [node.trainer(root, rank, 2) for rank in range(2)]
     for trainer in again:
         trainer.client.adopt(kept, 1)
-    shard = root / names.iteration_dir(2) / names.shard_name(0, cut_short)
+    shard = root / file_names.iteration_dir(2) / file_names.shard_name(0, cut_short)
     eventually("the removal of its shard", lambda: not shard.exists())
 
     def offered() -> list[str]:
@@ -532,4 +540,4 @@ def test_a_save_that_a_crash_cut_short_is_given_up_when_training_goes_on(
         return [offer.save_id for offer in offers]
 
     eventually("its slot to be emptied", lambda: offered() == [kept])
-    assert (root / names.TRACKER).read_text() == "1"
+    assert (root / file_names.TRACKER).read_text() == "1"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.recovery import named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
@@ -28,17 +28,17 @@ def cut_short(
     with contextlib.suppress(AgentError):  # it may not live to answer
         trainer.stage(20, new_save_id())
     eventually("the death of the agent", lambda: not is_alive(agent))
-    assert (root / names.TRACKER).read_text() == "10"
+    assert (root / file_names.TRACKER).read_text() == "10"
     return PosixStorage(root)
 
 
 def records(storage: PosixStorage, iteration: int) -> list[Path]:
-    return sorted((Path(storage.place) / names.iteration_dir(iteration)).glob("*.commit"))
+    return sorted((Path(storage.place) / file_names.iteration_dir(iteration)).glob("*.commit"))
 
 
 def test_it_is_what_a_job_goes_on_from(cut_short: PosixStorage) -> None:
     assert named_in(cut_short, None).iteration == 20
-    (Path(cut_short.place) / names.TRACKER).unlink()
+    (Path(cut_short.place) / file_names.TRACKER).unlink()
     assert named_in(cut_short, None).iteration == 20, "the first commit of all, too"
 
 
@@ -54,14 +54,14 @@ def test_a_tracker_that_was_set_back_by_hand_is_obeyed(cut_short: PosixStorage) 
 
 def test_records_of_a_later_attempt_do_not_count(cut_short: PosixStorage) -> None:
     (record,) = records(cut_short, 20)
-    record.rename(record.with_name(names.record_name(0, new_save_id())))
+    record.rename(record.with_name(file_names.record_name(0, new_save_id())))
     assert named_in(cut_short, None).iteration == 10
 
 
 def test_neither_does_a_damaged_manifest_nor_anything_older(cut_short: PosixStorage) -> None:
     root = Path(cut_short.place)
-    (root / names.TRACKER).write_text("30")
+    (root / file_names.TRACKER).write_text("30")
     assert named_in(cut_short, None).iteration == 30
-    (root / names.TRACKER).write_text("10")
-    (root / names.iteration_dir(20) / names.MANIFEST).write_text("{}")
+    (root / file_names.TRACKER).write_text("10")
+    (root / file_names.iteration_dir(20) / file_names.MANIFEST).write_text("{}")
     assert named_in(cut_short, None).iteration == 10

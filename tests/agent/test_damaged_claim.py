@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_flashckpt.layout.names import CLAIM
+from megatron_flashckpt.file_format.file_names import CLAIM
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.trainer import new_save_id

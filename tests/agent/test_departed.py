@@ -16,7 +16,7 @@ from megatron_flashckpt import node_memory, starting
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, whose
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory import slab
 from megatron_flashckpt.memory.available import Limit
 from megatron_flashckpt.node_link import NodeLink, slab_nbytes
@@ -99,7 +99,7 @@ def test_a_run_with_fewer_ranks_frees_the_memory_of_the_others(node: Node, root:
 def test_what_departed_ranks_have_staged_is_committed_first(node: Node, root: Path) -> None:
     first = started(node, root, range(2))
     agent, save_id = first[0].client.agent_pid, new_save_id()
-    shard = root / names.iteration_dir(1) / names.shard_name(1, save_id)
+    shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
     with held_back(shard) as let_go:
         data = [trainer.stage(1, save_id) for trainer in first]
         crash(first)
@@ -253,7 +253,7 @@ def test_a_start_waits_for_the_memory_of_departed_ranks_before_it_is_refused(
         return [Limit("machine", "the machine", left)]
 
     monkeypatch.setattr(node_memory, "limits", limits)
-    shard = root / names.iteration_dir(1) / names.shard_name(1, save_id)
+    shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
     with held_back(shard) as let_go:
         for trainer in first:
             trainer.stage(1, save_id)

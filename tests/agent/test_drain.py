@@ -13,8 +13,8 @@ from megatron_flashckpt.agent.client import connect
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
@@ -42,7 +42,9 @@ def test_a_drain_that_runs_out_is_a_failure_with_its_setting_and_the_agent_goes_
         common_state=lambda: {"iteration": 1},
         description={},
     )
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, f"{RUN}0000")) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
+    ) as let_go:
         job.save(request)
         (outcome,) = job.wait()
         assert (outcome.iteration, job.pending) == (1, False)
@@ -54,7 +56,7 @@ def test_a_drain_that_runs_out_is_a_failure_with_its_setting_and_the_agent_goes_
         assert is_alive(agent)
         let_go()
         eventually("the end of the agent", lambda: not is_alive(agent))
-    assert (root / names.TRACKER).read_text() == "1"
+    assert (root / file_names.TRACKER).read_text() == "1"
     assert verify(stored(root, 1)) == []
 
 
@@ -85,16 +87,16 @@ def test_an_agent_that_owes_no_outcome_ends_the_wait_by_a_look_into_storage(
 ) -> None:
     job.save(request(1))
     job.link.stager.wait()
-    eventually("the commit", lambda: (root / names.HISTORY).exists())
+    eventually("the commit", lambda: (root / file_names.HISTORY).exists())
     connect(str(root), 0, 0, node.config()).close()
     if left != "manifest":
-        shutil.rmtree(root / names.iteration_dir(1))
+        shutil.rmtree(root / file_names.iteration_dir(1))
     if left == "nothing":
-        (root / names.HISTORY).unlink()
+        (root / file_names.HISTORY).unlink()
     (outcome,) = job.wait(10 * PATIENCE_S)
     assert not job.pending
     if left == "nothing":
-        assert f"{root}/{names.iteration_dir(1)}: does not hold this save, and the agent" in (
+        assert f"{root}/{file_names.iteration_dir(1)}: does not hold this save, and the agent" in (
             outcome.error or ""
         )
     else:
@@ -107,7 +109,9 @@ def test_an_agent_that_owes_no_outcome_ends_the_wait_by_a_look_into_storage(
 def test_a_save_that_its_agent_still_writes_is_not_looked_for_in_storage(
     job: Checkpointer, node: Node, root: Path
 ) -> None:
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, f"{RUN}0000")) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
+    ) as let_go:
         job.save(request(1))
         job.link.stager.wait()
         # From now on the agent tells this connection nothing.
@@ -124,7 +128,7 @@ def test_a_replaced_process_says_why_its_saves_fail_and_waits_for_none(
 ) -> None:
     assert job.save(request(1)).refusal is None
     assert [outcome.error for outcome in job.wait()] == [None]
-    with held_back(root / names.iteration_dir(2) / names.shard_name(0, f"{RUN}0001")):
+    with held_back(root / file_names.iteration_dir(2) / file_names.shard_name(0, f"{RUN}0001")):
         job.save(request(2))
         job.link.stager.wait()
         later = node.process(root, iterations=[3], save_id="b" * 12, stop="staged")

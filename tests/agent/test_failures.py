@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
@@ -38,7 +38,7 @@ def test_ranks_that_fail_one_after_the_other_know_of_each_other(node: Node, root
     """The first of them speaks for its node, so the others must not take themselves for it."""
     trainers = [node.trainer(root, rank, 3) for rank in range(3)]
     root.mkdir(exist_ok=True)
-    (root / names.iteration_dir(5)).write_text("in the way")
+    (root / file_names.iteration_dir(5)).write_text("in the way")
     save_id = new_save_id()
     told = []
     for trainer in trainers:
@@ -48,14 +48,14 @@ def test_ranks_that_fail_one_after_the_other_know_of_each_other(node: Node, root
     # Or they fail because the first has failed, and have nothing to say.
     assert all(ranks[:1] in ((0,), ()) for ranks in told)
     later = new_save_id()
-    (root / names.iteration_dir(6)).write_text("in the way")
+    (root / file_names.iteration_dir(6)).write_text("in the way")
     trainers[2].stage(6, later)
     assert trainers[2].outcome().failed_ranks == (2,)
 
 
 def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> None:
     """The tracker names `iteration`, and every rank's bytes can be read and verified."""
-    assert (root / names.TRACKER).read_text() == str(iteration)
+    assert (root / file_names.TRACKER).read_text() == str(iteration)
     for trainer in trainers:
         expected = content(trainer.rank, iteration, trainer.layout.nbytes)
         assert read_rank(stored(root, iteration), trainer) == expected
@@ -66,7 +66,7 @@ def files_of_ours(root: Path) -> list[str]:
     return sorted(
         str(path.relative_to(root))
         for path in root.rglob("*")
-        if path.is_file() and path.suffix != ".failed" and names.HISTORY not in path.name
+        if path.is_file() and path.suffix != ".failed" and file_names.HISTORY not in path.name
     )
 
 
@@ -90,7 +90,7 @@ def test_a_file_in_place_of_the_iteration_directory_fails_only_that_save(
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
-    obstacle = root / names.iteration_dir(2)
+    obstacle = root / file_names.iteration_dir(2)
     obstacle.write_text("in the way")
     for error in save_all(trainers, 2):
         assert error is not None
@@ -119,7 +119,7 @@ def test_a_full_disk_fails_the_save_frees_its_space_and_spares_the_previous_chec
     before, free = files_of_ours(root), _free_nbytes(small_disk)
     for error in save_all(trainers, 2):
         assert error is not None
-        assert str(root / names.iteration_dir(2)) in error
+        assert str(root / file_names.iteration_dir(2)) in error
         assert "No space left" in error
         assert "free space there or save elsewhere" in error
     # A rank may still be writing when the save has failed: what it wrote is removed after that.
@@ -147,7 +147,7 @@ def test_a_read_only_file_system_fails_the_save_and_spares_the_previous_checkpoi
     try:
         for error in save_all(trainers, 2):
             assert error is not None
-            assert str(root / names.iteration_dir(2)) in error
+            assert str(root / file_names.iteration_dir(2)) in error
             assert "the file system is read-only: remount it or save elsewhere" in error
         assert_intact(root, 1, trainers)
     finally:
@@ -184,7 +184,7 @@ def test_permission_that_is_lost_in_mid_run_fails_the_save_and_spares_the_previo
     with without_permission(root):
         for error in save_all(trainers, 2):
             assert error is not None
-            assert str(root / names.iteration_dir(2)) in error
+            assert str(root / file_names.iteration_dir(2)) in error
             assert "give this user write permission there" in error
         assert_intact(root, 1, trainers)
     assert files_of_ours(root) == before
@@ -195,7 +195,7 @@ def test_permission_that_is_lost_in_mid_run_fails_the_save_and_spares_the_previo
 def test_a_failed_save_can_still_be_restored_from_memory(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     assert save_all([trainer], 1) == [None]
-    (root / names.iteration_dir(2)).write_text("in the way")
+    (root / file_names.iteration_dir(2)).write_text("in the way")
     (error,) = save_all([trainer], 2)
     assert error is not None
     offers = trainer.take()
@@ -208,7 +208,7 @@ def test_a_failed_save_can_still_be_restored_from_memory(node: Node, root: Path)
 def test_a_rank_that_stages_after_the_failure_is_told_the_same(node: Node, root: Path) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
-    obstacle = root / names.iteration_dir(1) / names.shard_name(0, save_id)
+    obstacle = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
     obstacle.mkdir(parents=True)
     trainers[0].stage(1, save_id)
     error = trainers[0].outcome().error
@@ -224,16 +224,16 @@ def test_a_shard_still_being_written_when_the_save_fails_does_not_stay_behind(
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
-    directory = root / names.iteration_dir(1)
-    with held_back(directory / names.shard_name(1, save_id)) as let_go:
+    directory = root / file_names.iteration_dir(1)
+    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
         trainers[1].stage(1, save_id)
-        (directory / names.shard_name(0, save_id)).mkdir()
+        (directory / file_names.shard_name(0, save_id)).mkdir()
         trainers[0].stage(1, save_id)
         let_go()
         errors = [trainer.outcome().error for trainer in trainers]
         assert errors[0] is not None
         assert errors == [errors[0]] * 2
-    (directory / names.shard_name(0, save_id)).rmdir()
+    (directory / file_names.shard_name(0, save_id)).rmdir()
     eventually("the other rank's files are gone", lambda: files_of_ours(root) == [])
     assert save_all(trainers, 1) == [None, None]
 
@@ -243,7 +243,7 @@ def test_the_failure_on_one_node_is_told_on_the_other_with_its_reason(
 ) -> None:
     here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
     save_id = new_save_id()
-    obstacle = root / names.iteration_dir(1) / names.shard_name(1, save_id)
+    obstacle = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
     obstacle.mkdir(parents=True)
     here.stage(1, save_id)
     assert here.client.poll(0.2).finished == (), "it waits for the other node"
@@ -254,7 +254,7 @@ def test_the_failure_on_one_node_is_told_on_the_other_with_its_reason(
         assert str(obstacle) in error
         assert "a directory stands where a file should be: move it away" in error
     eventually("nothing of the attempt is left", lambda: files_of_ours(root) == [])
-    assert not (root / names.TRACKER).exists()
+    assert not (root / file_names.TRACKER).exists()
     obstacle.rmdir()
     assert save_all([here, there], 1) == [None, None]
 
@@ -290,11 +290,11 @@ def test_a_note_for_other_nodes_does_not_wait_for_a_shard(node: Node, root: Path
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow, failed = new_save_id(), new_save_id()
-    with held_back(root / names.iteration_dir(4) / names.shard_name(0, slow)) as let_go:
+    with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
         for trainer in trainers:
             trainer.stage(4, slow)
         trainers[1].client.abandon(6, failed, "no memory for it")
-        note = root / names.iteration_dir(6) / names.failure_name(1, failed)
+        note = root / file_names.iteration_dir(6) / file_names.failure_name(1, failed)
         eventually(f"{note}", note.exists)
         let_go()
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
@@ -308,14 +308,14 @@ def test_a_tracker_that_cannot_be_moved_is_an_error_but_the_checkpoint_stays_who
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)
-    (root / names.TRACKER / "something").mkdir(parents=True)
+    (root / file_names.TRACKER / "something").mkdir(parents=True)
     (error,) = save_all([trainer], 1)
     assert error is not None
-    assert str(root / names.TRACKER) in error
+    assert str(root / file_names.TRACKER) in error
     expected = content(0, 1, trainer.layout.nbytes)
     assert read_rank(stored(root, 1), trainer) == expected, "loadable with --ckpt-step"
-    (root / names.TRACKER / "something").rmdir()
-    (root / names.TRACKER).rmdir()
+    (root / file_names.TRACKER / "something").rmdir()
+    (root / file_names.TRACKER).rmdir()
     assert save_all([trainer], 2) == [None]
     assert_intact(root, 2, [trainer])
 
@@ -323,7 +323,7 @@ def test_a_tracker_that_cannot_be_moved_is_an_error_but_the_checkpoint_stays_who
 @pytest.mark.parametrize("text", [b"\xff\xfe\x00", b"", b"release", b"12 monkeys"])
 def test_a_tracker_that_names_no_iteration_is_replaced(node: Node, root: Path, text: bytes) -> None:
     root.mkdir()
-    (root / names.TRACKER).write_bytes(text)
+    (root / file_names.TRACKER).write_bytes(text)
     trainer = node.trainer(root, retain_interval=100)
     assert save_all([trainer], 1) == [None]
     assert_intact(root, 1, [trainer])
@@ -339,12 +339,12 @@ def test_the_outcome_names_the_ranks_of_this_node_whose_part_has_failed(
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     save_id = new_save_id()
-    (root / names.iteration_dir(1) / names.shard_name(1, save_id)).mkdir(parents=True)
+    (root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)).mkdir(parents=True)
     for trainer in trainers:
         trainer.stage(1, save_id)
     outcomes = [trainer.outcome() for trainer in trainers]
     assert [outcome.failed_ranks for outcome in outcomes] == [(1,), (1,)]
-    assert all(names.shard_name(1, save_id) in (outcome.error or "") for outcome in outcomes)
+    assert all(file_names.shard_name(1, save_id) in (outcome.error or "") for outcome in outcomes)
     for trainer in trainers:
         trainer.stage(2, save_id)
     assert [trainer.outcome().failed_ranks for trainer in trainers] == [(), ()]
@@ -355,10 +355,10 @@ def test_the_first_slow_rank_of_a_node_is_told_for_all_of_them(node: Node, root:
     config = config_of(node.runtime_dir, slow_save_s=0.2)
     trainers = [node.trainer(root, rank, 3, config=config) for rank in (1, 2)]
     save_id = new_save_id()
-    directory = root / names.iteration_dir(1)
+    directory = root / file_names.iteration_dir(1)
     with contextlib.ExitStack() as held:
         for trainer in trainers:
-            shard = directory / names.shard_name(trainer.rank, save_id)
+            shard = directory / file_names.shard_name(trainer.rank, save_id)
             held.enter_context(held_back(shard))
             trainer.stage(1, save_id)
         (notice,) = eventually("a notice", lambda: trainers[0].client.poll(0.5).notices)

@@ -23,7 +23,7 @@ from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import Slot, SlotHeader
 from megatron_flashckpt.storage import posix
 from tests.agent.conftest import Node
@@ -142,7 +142,7 @@ def test_a_save_whose_storage_hangs_is_called_slow_then_failed_and_training_goes
         assert "not durable" in notice.text
         error = trainer.outcome().error
         assert error is not None
-        assert f"{root}/{names.iteration_dir(2)}: gave up after 1 s" in error
+        assert f"{root}/{file_names.iteration_dir(2)}: gave up after 1 s" in error
         assert "agent.commit_timeout_s" in error
         # The slot is still being read; the other one is free, and holds the older checkpoint.
         assert [offer.iteration for offer in trainer.take()] == [2, 1]
@@ -150,12 +150,12 @@ def test_a_save_whose_storage_hangs_is_called_slow_then_failed_and_training_goes
         assert trainer.save(3).error is None
         assert_intact(root, 3, [trainer])
         # Its files go, unless the commit was all that had not come back.
-        directory = root / names.iteration_dir(2)
+        directory = root / file_names.iteration_dir(2)
         eventually(
             "its end",
             lambda: (
                 not any(directory.glob("*.safetensors"))
-                or (call == "listdir" and (directory / names.MANIFEST).exists())
+                or (call == "listdir" and (directory / file_names.MANIFEST).exists())
             ),
         )
 

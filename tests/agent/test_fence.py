@@ -19,8 +19,8 @@ from megatron_flashckpt.agent.fence import Fence, FencedStorage
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import CorruptCheckpointError, OvertakenError
-from megatron_flashckpt.faults import VARIABLE
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.failpoints import VARIABLE
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
@@ -68,7 +68,7 @@ def test_a_renewal_never_brings_back_a_claim_that_was_replaced(storage: PosixSto
     claims.put(storage, theirs)
     assert not claims.renew(storage, mine, mine)
     assert claims.read(storage) == theirs
-    (Path(storage.place) / names.CLAIM).unlink()
+    (Path(storage.place) / file_names.CLAIM).unlink()
     assert not claims.renew(storage, mine, mine)
     assert claims.read(storage) is None
 
@@ -88,7 +88,7 @@ def test_a_renewal_never_brings_back_a_claim_that_was_replaced(storage: PosixSto
     ids="empty garbage nested cut escapes far-off no-time rare".split(),
 )
 def test_what_is_no_claim_is_not_taken_for_one(storage: PosixStorage, encoded: bytes) -> None:
-    storage.put(names.CLAIM, encoded)
+    storage.put(file_names.CLAIM, encoded)
     with pytest.raises(CorruptCheckpointError):
         claims.read(storage)
 
@@ -173,7 +173,7 @@ def test_a_directory_that_was_replaced_is_not_written(storage: PosixStorage) -> 
     fence.hold(OLD, has_rank_0=True)
     claims.put(storage, claim_of(OLD))
     fenced.put("a", b"")
-    (root / names.CLAIM).unlink()
+    (root / file_names.CLAIM).unlink()
     assert not is_refused(fence, storage), "the directory is the same"
     root.rename(root.with_name("moved"))
     eventually("a check that looks", lambda: is_refused(fence, storage))
@@ -247,7 +247,7 @@ def test_a_claim_that_somebody_removed_is_put_again(node: Node, root: Path) -> N
     key = trainer.claim()
     claim = claims.read(PosixStorage(root))
     eventually("a renewal", lambda: claims.read(PosixStorage(root)) != claim)
-    (root / names.CLAIM).unlink()
+    (root / file_names.CLAIM).unlink()
     put = eventually("another claim", lambda: claims.read(PosixStorage(root)))
     assert put.key == key
 
@@ -280,12 +280,12 @@ def test_a_shard_that_another_host_removed_while_it_was_written_is_not_committed
     asking = threading.Thread(target=trainer.stage, args=(1, save_id))
     asking.start()
     eventually("the agent stands still", (tmp_path / "reached").exists)
-    (root / names.iteration_dir(1) / names.shard_name(0, save_id)).unlink()
+    (root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)).unlink()
     agent = trainer.client.agent_pid
     eventually("it can be woken", lambda: wake(agent))
     asking.join()
-    assert f"{names.shard_name(0, save_id)} is missing" in str(trainer.outcome().error)
-    assert not (root / names.iteration_dir(1) / names.MANIFEST).exists()
+    assert f"{file_names.shard_name(0, save_id)} is missing" in str(trainer.outcome().error)
+    assert not (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists()
     assert trainer.save(2).error is None
     assert_intact(root, 2, [trainer])
 

@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -18,7 +18,7 @@ from megatron_flashckpt import joining
 from megatron_flashckpt.agent.claim import INTERVAL_S
 from megatron_flashckpt.agent.life import AgentFacts, Life, life_of
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
@@ -149,7 +149,9 @@ def test_told_to_end_it_finishes_what_is_staged(
     agent = foreground.agent()
     save_id = new_save_id()
     trainer = node.trainer(root)
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    ) as let_go:
         trainer.stage(1, save_id)
         trainer.client.close()
         agent.send_signal(signal.Signals[name])
@@ -167,7 +169,7 @@ def test_what_it_could_not_finish_is_said_by_its_exit_status(
     agent = foreground.agent(agent__sigterm_timeout_s=str(timeout_s))
     config, save_id = node.config(sigterm_timeout_s=timeout_s), new_save_id()
     trainer = node.trainer(root, config=config)
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         agent.terminate()
         if how == "told twice":

@@ -28,8 +28,8 @@ from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt import session as session_module
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.launch import _run
-from megatron_flashckpt.layout import names
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
@@ -235,7 +235,9 @@ def test_a_child_that_exits_leaves_its_parents_saves_alone(
             assert session.end()
         return True
 
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, f"{RUN}0000")) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
+    ) as let_go:
         job.checkpointer.save(job.request(1))
         job.checkpointer.link.stager.wait()
         assert in_child(end)

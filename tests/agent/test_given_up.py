@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import committer
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
@@ -17,7 +17,7 @@ from tests.agent.test_failures import assert_intact
 from tests.agent.test_faulty_storage import agent_here
 from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
 
-DIRECTORY = names.iteration_dir(2)
+DIRECTORY = file_names.iteration_dir(2)
 
 
 class Stuck(PosixStorage):
@@ -93,7 +93,7 @@ def test_its_files_may_be_removed_by_a_job_that_resumes(
         stuck.hangs_at = ""
         stuck.back.set()
         assert trainer.save(3).error is None
-        assert not (root / DIRECTORY / names.MANIFEST).exists()
+        assert not (root / DIRECTORY / file_names.MANIFEST).exists()
         assert_intact(root, 3, [trainer])
 
 
@@ -111,5 +111,5 @@ def test_its_files_may_be_removed_by_the_thread_that_wrote_them(
         eventually("its files go", lambda: not list((root / DIRECTORY).glob("*.safetensors")))
         stuck.hangs_at = ""
         assert trainer.save(3).error is None
-        assert not (root / DIRECTORY / names.MANIFEST).exists()
+        assert not (root / DIRECTORY / file_names.MANIFEST).exists()
         assert_intact(root, 3, [trainer])

@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.layout import manifest, names
+from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify
@@ -28,7 +28,7 @@ from tests.agent.test_persist import stored
 from tests.agent.trainer import new_save_id
 
 A, B = "a" * 12, "b" * 12
-DIRECTORY = names.iteration_dir(5)
+DIRECTORY = file_names.iteration_dir(5)
 OPEN = (False, None)
 DONE = (True, None)
 
@@ -74,7 +74,7 @@ def pair(root: Path, save_id: str) -> list[PendingSave]:
 
 
 def marker(root: Path, save_id: str) -> Path:
-    return root / DIRECTORY / names.marker_name(save_id)
+    return root / DIRECTORY / file_names.marker_name(save_id)
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +98,7 @@ def test_of_64_nodes_63_read_a_marker_and_none_of_them_lists(root: Path) -> None
     for storage in storages:
         storage.read_nbytes = 0
     assert [outcome_of(save, 60.0) for save in saves[1:]] == [DONE] * last
-    nbytes = (root / DIRECTORY / names.MANIFEST).stat().st_size
+    nbytes = (root / DIRECTORY / file_names.MANIFEST).stat().st_size
     assert nbytes > 10_000
     assert all(0 < storage.read_nbytes < 300 for storage in storages[1:])
     assert [storage.listed for storage in storages[1:]] == [0] * last
@@ -111,7 +111,7 @@ def test_what_a_marker_says_is_what_the_manifest_says(root: Path) -> None:
     assert [outcome_of(save, 60.0) for save in saves] == [DONE, DONE]
     here, there = ((it.cost, it.differing, it.compared) for it in saves)
     assert here == there
-    whole = manifest.decode_facts((root / DIRECTORY / names.MANIFEST).read_bytes(), "it")
+    whole = manifest.decode_facts((root / DIRECTORY / file_names.MANIFEST).read_bytes(), "it")
     assert here == (whole.cost, whole.differing, whole.compared)
 
 
@@ -129,11 +129,11 @@ def test_a_checkpoint_with_its_marker_is_whole_and_goes_with_it(root: Path) -> N
     assert marker(root, A).exists(), "nodes may look for it later"
     retire(PosixStorage(root), Retention(latest=1), retain_interval=None, tracked=5, previous=None)
     assert marker(root, A).exists()
-    (root / names.iteration_dir(6)).mkdir()
-    renamed = (root / DIRECTORY / names.MANIFEST).read_bytes()
+    (root / file_names.iteration_dir(6)).mkdir()
+    renamed = (root / DIRECTORY / file_names.MANIFEST).read_bytes()
     decoded = manifest.decode_manifest(renamed, "it")
     newer = manifest.encode_manifest(msgspec.structs.replace(decoded, iteration=6))
-    (root / names.iteration_dir(6) / names.MANIFEST).write_bytes(newer)
+    (root / file_names.iteration_dir(6) / file_names.MANIFEST).write_bytes(newer)
     retire(PosixStorage(root), Retention(latest=1), retain_interval=None, tracked=6, previous=None)
     assert not (root / DIRECTORY).exists()
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_with_its_marker_is_whole_and_goes_with_it(root: Path) -> N
 def test_a_marker_without_a_manifest_is_no_commit(root: Path) -> None:
     saves = pair(root, A)
     commit(saves[0])
-    (root / DIRECTORY / names.MANIFEST).rename(root / "elsewhere")
+    (root / DIRECTORY / file_names.MANIFEST).rename(root / "elsewhere")
     assert outcome_of(saves[1], 60.0) == OPEN
 
 
@@ -171,11 +171,11 @@ def test_the_former_saves_marker_goes_before_its_manifest(root: Path) -> None:
     storage.steps.clear()
     commit(later[0])
     assert storage.steps == [
-        f"put {names.common_name(B)}",
-        f"delete {names.marker_name(A)}",
-        f"put {names.MANIFEST}",
-        f"put {names.marker_name(B)}",
-        f"put {names.TRACKER}",
+        f"put {file_names.common_name(B)}",
+        f"delete {file_names.marker_name(A)}",
+        f"put {file_names.MANIFEST}",
+        f"put {file_names.marker_name(B)}",
+        f"put {file_names.TRACKER}",
     ]
 
 
@@ -230,12 +230,12 @@ def test_a_successor_of_an_agent_killed_after_the_manifest_puts_the_marker(root:
     saves = pair(root, A)
     commit(saves[0])
     marker(root, A).unlink()
-    (root / names.TRACKER).unlink()
+    (root / file_names.TRACKER).unlink()
     successor = PendingSave(
         PosixStorage(root), 5, A, saves[0].staged_at, {0: saves[0].metas[0]}, {0}
     )
     assert outcome_of(successor, 60.0) == DONE
-    assert (root / names.TRACKER).read_text() == "5"
+    assert (root / file_names.TRACKER).read_text() == "5"
     assert outcome_of(saves[1], 60.0) == DONE
     assert marker(root, A).exists()
 
@@ -266,8 +266,8 @@ def test_an_agent_that_waits_reads_no_manifest(
         for trainer in (first, second):
             trainer.stage(1, save_id)
         assert [trainer.outcome().error for trainer in (first, second)] == [None, None]
-    of_manifest = [nbytes for name, nbytes in read if name.endswith(names.MANIFEST)]
+    of_manifest = [nbytes for name, nbytes in read if name.endswith(file_names.MANIFEST)]
     assert of_manifest == [manifest.HEAD_NBYTES]
-    nbytes = os.path.getsize(root / names.iteration_dir(1) / names.marker_name(save_id))
-    assert (f"{names.iteration_dir(1)}/{names.marker_name(save_id)}", nbytes) in read
+    nbytes = os.path.getsize(root / file_names.iteration_dir(1) / file_names.marker_name(save_id))
+    assert (f"{file_names.iteration_dir(1)}/{file_names.marker_name(save_id)}", nbytes) in read
     assert nbytes < 300

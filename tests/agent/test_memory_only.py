@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.slots import RankSlots
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.cluster import cluster
@@ -94,7 +94,7 @@ def test_durable_saves_go_on_between_those_to_memory_while_one_is_being_written(
     """Storage hangs over two memory intervals: memory holds the newest all the time."""
     trainer = node.trainer(root)
     slow = new_save_id()
-    with held_back(root / names.iteration_dir(4) / names.shard_name(0, slow)) as let_go:
+    with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
         trainer.stage(4, slow)
         assert trainer.keep(6).kept
         assert [it for it, _ in offered(trainer)] == [6, 4]
@@ -113,7 +113,7 @@ def test_the_digests_of_what_is_in_memory_do_not_wait_for_storage(node: Node, ro
     config = node.config(persist_threads=1)
     trainers = [node.trainer(root, rank, 2, config=config) for rank in range(2)]
     slow = new_save_id()
-    with held_back(root / names.iteration_dir(4) / names.shard_name(0, slow)) as let_go:
+    with held_back(root / file_names.iteration_dir(4) / file_names.shard_name(0, slow)) as let_go:
         for trainer in trainers:
             trainer.stage(4, slow)
         for trainer in trainers:
@@ -255,7 +255,9 @@ def test_a_trainer_that_comes_back_in_the_last_moment_finds_its_memory(
     config = node.config(grace_s=0.2)
     trainer = node.trainer(root, config=config)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(root / names.iteration_dir(6) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(6) / file_names.shard_name(0, save_id)
+    ) as let_go:
         data = trainer.stage(6, save_id, state=KEPT)
         assert trainer.outcome().kept
         assert trainer.slab is not None
@@ -268,7 +270,7 @@ def test_a_trainer_that_comes_back_in_the_last_moment_finds_its_memory(
         assert again.bytes_in(offer.slot) == data
         again.client.adopt(offer.save_id, 6)
         let_go()
-        eventually("the commit", (root / names.TRACKER).exists)
+        eventually("the commit", (root / file_names.TRACKER).exists)
     assert again.keep(7).kept
     again.hang_up()
     assert_the_agent_leaves(agent)
@@ -297,4 +299,4 @@ def test_agents_of_two_nodes_write_what_all_ranks_have_though_one_has_more(
     for agent in agents:
         assert_the_agent_leaves(agent)
     assert_intact(root, 6, trainers)
-    assert not list((root / names.iteration_dir(7)).glob("*.safetensors"))
+    assert not list((root / file_names.iteration_dir(7)).glob("*.safetensors"))

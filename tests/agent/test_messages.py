@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.history import PastSave, append
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.persisting import persisted
@@ -29,7 +29,7 @@ MEMORY = "dmesg tells; lower 'slots' or give the job more memory"
 
 def test_a_save_directory_that_is_removed_while_a_shard_is_written(node: Node, root: Path) -> None:
     trainer, save_id = node.trainer(root), new_save_id()
-    shard = root / names.iteration_dir(1) / names.shard_name(0, save_id)
+    shard = root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
     with held_back(shard) as let_go:
         trainer.stage(1, save_id)
         eventually("the agent waits for it", lambda: trainer.client.poll(0.2).pending)
@@ -49,7 +49,7 @@ def test_a_limit_on_the_size_of_files_in_mid_run(node: Node, root: Path) -> None
     error = trainer.save(1).error or ""
     assert "File too large" in error
     assert "raise the file size limit (ulimit -f) of whoever starts the job" in error
-    assert str(root / names.iteration_dir(1)) in error
+    assert str(root / file_names.iteration_dir(1)) in error
 
 
 def test_an_agent_that_is_killed_in_mid_run(node: Node, root: Path) -> None:
@@ -120,7 +120,7 @@ def test_an_agent_that_its_control_group_kills_for_memory(
 ) -> None:
     trainer = node.trainer(root)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         try:
             (small_group / "cgroup.procs").write_text(str(agent))
@@ -139,9 +139,9 @@ def test_a_directory_that_is_removed_between_two_shards_ends_the_save_soon(
 ) -> None:
     """Not when `commit_timeout_s` is over: the record of the first shard can never come back."""
     trainers, save_id = [node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)], new_save_id()
-    directory = root / names.iteration_dir(1)
+    directory = root / file_names.iteration_dir(1)
     trainers[0].stage(1, save_id)
-    record = directory / names.record_name(0, save_id)
+    record = directory / file_names.record_name(0, save_id)
     eventually("its record", record.exists)
     shutil.rmtree(directory)
     trainers[1].stage(1, save_id)
@@ -156,11 +156,11 @@ def test_a_directory_that_is_removed_between_two_shards_ends_the_save_soon(
 def test_a_node_whose_records_are_removed_tells_that_of_rank_0(root: Path) -> None:
     """Which waits for them: its own are there."""
     save = persisted(PosixStorage(root), "a" * 12, 1, 2)
-    record = root / names.iteration_dir(5) / names.record_name(1, "a" * 12)
+    record = root / file_names.iteration_dir(5) / file_names.record_name(1, "a" * 12)
     record.unlink()
     ((_, error),) = eventually("its end", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]])
     assert f"{record.name} was removed before the save was committed" in (error or "")
-    note = record.parent / names.failure_name(1, "a" * 12)
+    note = record.parent / file_names.failure_name(1, "a" * 12)
     assert note.read_text() == error
 
 
@@ -169,8 +169,8 @@ def test_a_save_that_retention_has_removed_since_was_committed(root: Path) -> No
     save = persisted(PosixStorage(root), "a" * 12, 1, 2)
     past = PastSave(iteration=5, save_id="a" * 12, ended_at=0.0, seconds=1.0, world_size=2)
     append(save.storage, past, 10)
-    shutil.rmtree(root / names.iteration_dir(5))
-    (root / names.iteration_dir(5)).mkdir()
+    shutil.rmtree(root / file_names.iteration_dir(5))
+    (root / file_names.iteration_dir(5)).mkdir()
     found = eventually("its outcome", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]])
     assert found == [(True, None)]
 
@@ -180,7 +180,7 @@ def test_a_record_that_comes_after_the_look_is_not_taken_for_removed(
 ) -> None:
     """Ranks of a node end one after the other, each perhaps between the look and the check."""
     save = persisted(PosixStorage(root), "a" * 12, 1, 2)
-    record = root / names.iteration_dir(5) / names.record_name(1, "a" * 12)
+    record = root / file_names.iteration_dir(5) / file_names.record_name(1, "a" * 12)
     save.persisted.clear()
     record.rename(record.with_suffix(".kept"))
     listed = PosixStorage.list

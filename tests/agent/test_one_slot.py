@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.errors import SaveFailedError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.cluster import cluster
@@ -21,7 +21,7 @@ from tests.agent.trainer import content, eventually, held_back, is_alive, new_sa
 
 
 def committed(root: Path) -> int:
-    return int((root / names.TRACKER).read_text())
+    return int((root / file_names.TRACKER).read_text())
 
 
 def test_a_save_waits_until_the_one_before_is_committed_by_all_ranks(
@@ -30,11 +30,11 @@ def test_a_save_waits_until_the_one_before_is_committed_by_all_ranks(
     """Not only until this rank's shard is written: the other one's may fail."""
     first, second = (node.trainer(root, rank, 2, slots=1) for rank in range(2))
     save_id = new_save_id()
-    directory = root / names.iteration_dir(1)
-    with held_back(directory / names.shard_name(1, save_id)) as let_go:
+    directory = root / file_names.iteration_dir(1)
+    with held_back(directory / file_names.shard_name(1, save_id)) as let_go:
         for trainer in (first, second):
             trainer.stage(1, save_id)
-        eventually("its record", (directory / names.record_name(0, save_id)).exists)
+        eventually("its record", (directory / file_names.record_name(0, save_id)).exists)
         assert first.client.acquire(2, new_save_id(), 0.2) == -1
         let_go()
         assert first.client.acquire(2, new_save_id(), 60.0) == 0
@@ -75,7 +75,7 @@ def test_a_restarted_rank_is_offered_the_only_checkpoint_and_overwrites_it(
 def test_a_save_that_failed_is_in_memory_until_the_next_one(node: Node, root: Path) -> None:
     trainer = node.trainer(root, slots=1)
     assert trainer.save(1).error is None
-    (root / names.iteration_dir(2)).write_text("in the way")
+    (root / file_names.iteration_dir(2)).write_text("in the way")
     assert trainer.save(2).error is not None
     assert [offer.iteration for offer in trainer.take()] == [2]
     assert trainer.save(3).error is None
@@ -109,7 +109,9 @@ def test_a_larger_checkpoint_gets_a_larger_slab(node: Node, root: Path) -> None:
 def test_another_agent_goes_on_with_the_only_slot(node: Node, root: Path) -> None:
     trainer = node.trainer(root, slots=1)
     save_id = new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    ) as let_go:
         trainer.stage(1, save_id)
         lost = trainer.client.agent_pid
         os.kill(lost, signal.SIGKILL)
@@ -123,7 +125,7 @@ def test_another_agent_goes_on_with_the_only_slot(node: Node, root: Path) -> Non
 def test_storage_that_hangs_is_told_to_who_waits_for_the_only_slot(node: Node, root: Path) -> None:
     trainer = node.trainer(root, config=node.config(commit_timeout_s=1.0), slots=1)
     save_id = new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         eventually("it is given up", lambda: trainer.outcome(60.0).error)
         with pytest.raises(SaveFailedError, match="the storage hangs"):

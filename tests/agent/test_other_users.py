@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import megatron_flashckpt
-from megatron_flashckpt.layout.names import iteration_dir
-from megatron_flashckpt.layout.plan import Layout
+from megatron_flashckpt.file_format.file_names import iteration_dir
+from megatron_flashckpt.layout.template import Layout
 from tests.agent.conftest import Node
 from tests.agent.trainer import FakeTrainer, eventually
 

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.shard_file import header_nbytes
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.shard_file import header_nbytes
 from megatron_flashckpt.verification import verify
 from tests.agent.test_persist import stored
 
@@ -74,7 +74,7 @@ def test_where_pages_have_64_kib_data_is_aligned_to_them_and_loads_anywhere(root
     first, _ = found["writes"]
     assert first[2] % LARGE == 0
     assert all(number % LARGE == 0 for number in found["offsets"])
-    shard = root / names.iteration_dir(5) / names.shard_name(0, "a" * 12)
+    shard = root / file_names.iteration_dir(5) / file_names.shard_name(0, "a" * 12)
     assert header_nbytes(shard.read_bytes()[:8], "it") == LARGE
     assert verify(stored(root, 5)) == [], "read by this process, with pages of 4 KiB"
 

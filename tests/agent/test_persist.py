@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.coverage import read_plan
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import read_all
@@ -50,7 +50,7 @@ def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracke
         assert outcome.seconds > 0
         assert trainer.client.poll().pending == 0
     eventually("tidiness", lambda: not list(root.rglob("*.commit")))
-    shards = {names.shard_name(rank, save_id) for rank in range(world_size)}
+    shards = {file_names.shard_name(rank, save_id) for rank in range(world_size)}
     assert {p.name for p in (root / "iter_0000007").iterdir()} == shards | {
         "manifest.json",
         f"common-{save_id}.msgpack",
@@ -59,7 +59,7 @@ def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracke
     assert {p.name for p in root.iterdir()} == {
         "iter_0000007",
         "latest_checkpointed_iteration.txt",
-        names.HISTORY,
+        file_names.HISTORY,
     }
     common = root / f"iter_0000007/common-{save_id}.msgpack"
     assert common.read_bytes() == f"common of 7 by {save_id}".encode()
@@ -74,7 +74,7 @@ def test_every_shard_opens_with_safetensors_and_holds_the_bytes(
     staged = [trainer.stage(3, save_id) for trainer in trainers]
     assert [trainer.outcome().error for trainer in trainers] == [None] * world_size
     for trainer, data in zip(trainers, staged, strict=True):
-        path = root / "iter_0000003" / names.shard_name(trainer.rank, save_id)
+        path = root / "iter_0000003" / file_names.shard_name(trainer.rank, save_id)
         with safe_open(path, framework="pt") as shard:
             found = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
         position = 0
@@ -134,7 +134,7 @@ def test_successive_saves_each_hold_their_own_bytes(node: Node, root: Path) -> N
     trainer = node.trainer(root)
     for iteration in (1, 2, 3, 4, 5):
         assert trainer.save(iteration).error is None
-        assert (root / names.TRACKER).read_text() == str(iteration)
+        assert (root / file_names.TRACKER).read_text() == str(iteration)
     for iteration in (1, 2, 3, 4, 5):
         expected = content(0, iteration, trainer.layout.nbytes)
         assert read_rank(stored(root, iteration), trainer) == expected
@@ -167,7 +167,9 @@ def test_ranks_in_processes_of_their_own_share_one_agent_and_one_checkpoint(
     assert len(agents) == 1
     checkpoint = stored(root, 4)
     for rank in range(3):
-        with safe_open(root / checkpoint.directory / names.shard_name(rank, save_id), "np") as f:
+        with safe_open(
+            root / checkpoint.directory / file_names.shard_name(rank, save_id), "np"
+        ) as f:
             master = f.get_tensor("master/decoder.weight#0")
         expected = content(rank, 4, checkpoint.shard(rank).template.nbytes)
         assert master.tobytes() == expected[: master.nbytes]

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.commit import commit
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.persisting import persisted
 
 SAVE = "a" * 12
-DIRECTORY = names.iteration_dir(5)
+DIRECTORY = file_names.iteration_dir(5)
 
 
 class Disk:
@@ -75,8 +75,8 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
 def test_all_that_a_load_reads_is_durable_before_the_tracker_names_it(
     root: Path, disk: Disk, renamed: dict[str, Callable[[], None]]
 ) -> None:
-    record = names.record_name(0, SAVE)
-    needed = [names.shard_name(0, SAVE), names.common_name(SAVE), names.MANIFEST]
+    record = file_names.record_name(0, SAVE)
+    needed = [file_names.shard_name(0, SAVE), file_names.common_name(SAVE), file_names.MANIFEST]
 
     def shard_is_durable() -> None:
         assert disk.keeps(root / DIRECTORY / needed[0])
@@ -84,10 +84,10 @@ def test_all_that_a_load_reads_is_durable_before_the_tracker_names_it(
     def all_is_durable() -> None:
         assert [name for name in needed if not disk.keeps(root / DIRECTORY / name)] == []
 
-    renamed |= {record: shard_is_durable, names.TRACKER: all_is_durable}
+    renamed |= {record: shard_is_durable, file_names.TRACKER: all_is_durable}
     commit(persisted(PosixStorage(root), SAVE))
     assert renamed == {}, "both were looked at"
-    assert disk.keeps(root / names.TRACKER)
+    assert disk.keeps(root / file_names.TRACKER)
     print(f"{disk.syncs} syncs of a save of one rank")
 
 
@@ -95,10 +95,10 @@ def test_a_manifest_never_has_its_name_before_what_it_vouches_for_has_its_bytes(
     root: Path, disk: Disk, renamed: dict[str, Callable[[], None]]
 ) -> None:
     def look() -> None:
-        for name in (names.shard_name(0, SAVE), names.common_name(SAVE)):
+        for name in (file_names.shard_name(0, SAVE), file_names.common_name(SAVE)):
             assert (root / DIRECTORY / name).stat().st_ino in disk.contents
 
-    renamed[names.MANIFEST] = look
+    renamed[file_names.MANIFEST] = look
     commit(persisted(PosixStorage(root), SAVE))
     assert renamed == {}
 

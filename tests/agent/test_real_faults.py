@@ -13,7 +13,7 @@ import pytest
 
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.error_classes import TABLE, class_of
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.agent.trainer import eventually, new_save_id
@@ -45,9 +45,9 @@ STEPS = [
     ("write", "manifest.json"),
     ("close", "manifest.json"),
     ("rename", "manifest.json"),
-    ("read", names.TRACKER),
-    ("fsync", names.TRACKER),
-    ("rename", names.TRACKER),
+    ("read", file_names.TRACKER),
+    ("fsync", file_names.TRACKER),
+    ("rename", file_names.TRACKER),
     ("unlink", ".commit"),
 ]
 
@@ -80,7 +80,7 @@ def test_an_error_that_passes_at_any_call_breaks_no_save(
     steps = STEPS if not done else [step for step in STEPS if step[0] in ("rename", "mkdir")]
     for iteration, (call, part) in enumerate(steps, 1):
         number = PASSING[iteration % len(PASSING)]
-        part = part.format(iteration=names.iteration_dir(iteration))
+        part = part.format(iteration=file_names.iteration_dir(iteration))
         faulty.rule(fail(call, number, part, times=1, done=done))
         said = f"{errno.errorcode[number]} at {call} of {part}"
         assert save_all(trainers, iteration) == [None, None], said
@@ -125,10 +125,10 @@ def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
         errors = save_all(trainers, durable + 1)
         assert errors[0] is not None, name
         assert errors == [errors[0]] * 2, name
-        assert str(root / names.iteration_dir(durable + 1)) in errors[0], name
+        assert str(root / file_names.iteration_dir(durable + 1)) in errors[0], name
         assert os.strerror(number) in errors[0], name
         assert errors[0].endswith(class_of(number).remedy), name
-        assert (root / names.TRACKER).read_text() == str(durable)
+        assert (root / file_names.TRACKER).read_text() == str(durable)
         # The other rank may be writing still.
         eventually(f"all files are closed: {name}", lambda: files_open(node, root) == [])
         faulty.heal()
@@ -138,7 +138,7 @@ def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
             durable += 2
             assert save_all(trainers, durable) == [None, None], name
             assert_intact(root, durable, trainers)
-        kept = {names.iteration_dir(number) for number in (durable, durable - 2)}
+        kept = {file_names.iteration_dir(number) for number in (durable, durable - 2)}
         # Files that could not be looked at go once two later saves are committed.
         gone = functools.partial(has_no_strays, root, before, kept)
         eventually(f"nothing stays of {name}", gone)
@@ -172,12 +172,12 @@ def test_a_tracker_that_cannot_be_moved_leaves_the_former_and_both_checkpoints(
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     assert save_all(trainers, 1) == [None, None]
-    faulty.rule(fail("rename", errno.EACCES, names.TRACKER))
+    faulty.rule(fail("rename", errno.EACCES, file_names.TRACKER))
     error = save_all(trainers, 2)[0]
     assert error is not None
-    assert str(root / names.TRACKER) in error
+    assert str(root / file_names.TRACKER) in error
     assert_intact(root, 1, trainers)
-    assert (root / names.iteration_dir(2) / names.MANIFEST).exists()
+    assert (root / file_names.iteration_dir(2) / file_names.MANIFEST).exists()
     faulty.heal()
     assert save_all(trainers, 3) == [None, None]
     assert_intact(root, 3, trainers)
@@ -218,7 +218,7 @@ def test_a_file_system_that_writes_at_the_end_only_fails_saves_by_name(
     error = save_all(trainers, 1)[0]
     assert error is not None
     assert "writes at any position of a file" in error
-    assert not (root / names.TRACKER).exists()
+    assert not (root / file_names.TRACKER).exists()
     assert files_open(node, root) == []
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_flashckpt.agent.record_files import read_records
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.records import (
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import (
     KNOWN_ITEMS,
     CommitRecord,
     Coordinates,
@@ -49,7 +49,7 @@ class _Distant(PosixStorage):
 
 @pytest.fixture
 def records(tmp_path: Path) -> Path:
-    directory = tmp_path / names.iteration_dir(1)
+    directory = tmp_path / file_names.iteration_dir(1)
     directory.mkdir()
     for rank in range(RANKS):
         record = CommitRecord(
@@ -57,7 +57,7 @@ def records(tmp_path: Path) -> Path:
             save_id=SAVE_ID,
             rank=rank,
             coordinates=Coordinates(dp=rank),
-            file=names.shard_name(rank, SAVE_ID),
+            file=file_names.shard_name(rank, SAVE_ID),
             nbytes=1,
             header_digest="",
             template_fingerprint=f"t{rank % 2}",
@@ -65,7 +65,7 @@ def records(tmp_path: Path) -> Path:
             template_nbytes=0,
             placement=(rank,),
         )
-        (directory / names.record_name(rank, SAVE_ID)).write_bytes(encode_record(record))
+        (directory / file_names.record_name(rank, SAVE_ID)).write_bytes(encode_record(record))
     return tmp_path
 
 
@@ -90,7 +90,7 @@ def test_storage_that_answers_at_once_is_read_by_one_thread(
     records: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Whatever this machine is busy with, it counts as at once.
-    monkeypatch.setattr("megatron_flashckpt.agent.several._AT_ONCE_S", 60.0)
+    monkeypatch.setattr("megatron_flashckpt.storage.parallel._AT_ONCE_S", 60.0)
     near = _Distant(records, 0.0)
     read_records(near, 1, SAVE_ID, RANKS)
     assert near.readers == {threading.get_ident()}
@@ -99,7 +99,7 @@ def test_storage_that_answers_at_once_is_read_by_one_thread(
 @pytest.mark.parametrize("wait_s", [0.0, 0.02])
 @pytest.mark.parametrize("rank", [0, RANKS - 1])
 def test_a_damaged_record_is_named(records: Path, wait_s: float, rank: int) -> None:
-    path = records / names.iteration_dir(1) / names.record_name(rank, SAVE_ID)
+    path = records / file_names.iteration_dir(1) / file_names.record_name(rank, SAVE_ID)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match=path.name):
         read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.layout.cost import PlanOrigin, RankCost
+from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 from tests.agent.conftest import Node
 from tests.agent.trainer import new_save_id
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.trainer import eventually, held_back, new_save_id
@@ -112,7 +112,9 @@ def test_a_slab_that_is_replaced_while_it_is_persisted_is_freed_afterwards(
     assert trainer.save(1).error is None
     before = slabs()
     save_id = new_save_id()
-    with held_back(root / names.iteration_dir(2) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(2) / file_names.shard_name(0, save_id)
+    ) as let_go:
         trainer.stage(2, save_id)
         assert trainer.slab is not None
         trainer.slab.close()
@@ -122,4 +124,4 @@ def test_a_slab_that_is_replaced_while_it_is_persisted_is_freed_afterwards(
         let_go()
         assert trainer.outcome().iteration == 2
     eventually("the former slab is freed", lambda: slabs() == before)
-    assert (root / names.iteration_dir(2) / names.MANIFEST).exists()
+    assert (root / file_names.iteration_dir(2) / file_names.MANIFEST).exists()

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from megatron_flashckpt import report_metric
 from megatron_flashckpt.agent.retention import committed, retire, superfluous, why_kept
 from megatron_flashckpt.config import Best, Retention
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.manifest import CommitFacts
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.manifest import CommitFacts
 from megatron_flashckpt.metrics import Metrics, reported
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
@@ -227,11 +227,13 @@ def test_a_save_that_ends_after_a_later_one_costs_nobody_anything(node: Node, ro
     trainer = node.trainer(root, retention=Retention(latest=2))
     save_all(trainer, {1: None, 2: None})
     earlier = new_save_id()
-    with held_back(root / names.iteration_dir(10) / names.shard_name(0, earlier)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(10) / file_names.shard_name(0, earlier)
+    ) as let_go:
         trainer.stage(10, earlier)
         trainer.stage(20, new_save_id())
         assert trainer.outcome().iteration == 20
-        assert (root / names.iteration_dir(2)).exists(), (
+        assert (root / file_names.iteration_dir(2)).exists(), (
             "10 is not durable: 2 and 20 are the latest"
         )
         let_go()
@@ -249,14 +251,14 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     trainer = node.trainer(root, retention=Retention(latest=1))
     trainer.client.adopt(None, 35)  # training goes on from before 99
     elsewhere = tmp_path / "elsewhere"
-    (root / names.iteration_dir(10)).rename(elsewhere)
-    (root / names.iteration_dir(10)).symlink_to(elsewhere)
+    (root / file_names.iteration_dir(10)).rename(elsewhere)
+    (root / file_names.iteration_dir(10)).symlink_to(elsewhere)
     others = {
         # Megatron's own format, a copy by hand, a damaged manifest.
         "iter_0000001/.metadata": b"torch_dist",
         "iter_0000002/mp_rank_00/model_optim_rng.pt": b"torch",
         "iter_0000004/manifest.json": (
-            root / names.iteration_dir(30) / names.MANIFEST
+            root / file_names.iteration_dir(30) / file_names.MANIFEST
         ).read_bytes(),
         "iter_0000006/manifest.json": b"{}",
         "release/mp_rank_00/model_optim_rng.pt": b"release",
@@ -269,7 +271,7 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
     before = sorted(elsewhere.iterdir())
-    shard = next((root / names.iteration_dir(5)).glob("*.safetensors"))
+    shard = next((root / file_names.iteration_dir(5)).glob("*.safetensors"))
     shard.rename(tmp_path / "moved")
     shard.symlink_to(tmp_path / "moved")
     save_all(trainer, {40: None})
@@ -278,11 +280,11 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     eventually("all removals", lambda: all(end in log.read_text() for end in ends))
     assert {name: (root / name).read_bytes() for name in others} == others
     assert sorted(elsewhere.iterdir()) == before
-    assert (root / names.iteration_dir(10)).is_symlink()
-    assert os.listdir(root / names.iteration_dir(5)) == [shard.name], "a link stays"
+    assert (root / file_names.iteration_dir(10)).is_symlink()
+    assert os.listdir(root / file_names.iteration_dir(5)) == [shard.name], "a link stays"
     assert (tmp_path / "moved").exists()
-    assert not list((root / names.iteration_dir(20)).glob("*.json")), "but it is no checkpoint"
-    assert not (root / names.iteration_dir(30)).exists()
+    assert not list((root / file_names.iteration_dir(20)).glob("*.json")), "but it is no checkpoint"
+    assert not (root / file_names.iteration_dir(30)).exists()
     assert read_rank(stored(root, 99), trainer) == content(0, 99, trainer.layout.nbytes)
     assert_intact(root, 40, [trainer])
     assert f"{root}/iter_0000020: stays without a checkpoint" in log.read_text()
@@ -293,7 +295,7 @@ def test_what_cannot_be_removed_is_no_failure_of_the_save(node: Node, root: Path
     trainer = node.trainer(root, retention=Retention(latest=1))
     save_all(trainer, {1: None})
     manifest = stored(root, 1).manifest
-    (root / names.removal_name(1, manifest.save_id)).mkdir()  # in the way of the first step
+    (root / file_names.removal_name(1, manifest.save_id)).mkdir()  # in the way of the first step
     save_all(trainer, {2: None})
     log = node.directory(root) / "agent.log"
     eventually("the attempt", lambda: "cannot remove the checkpoint of" in log.read_text())
@@ -395,8 +397,8 @@ def test_a_checkpoint_saved_again_survives_the_end_of_its_former_removal(
         retire(_Dying(root, 2), rules, retain_interval=None, tracked=2, previous=None)
 
     assert not in_a_process_that_may_die(remove)
-    assert not (root / names.iteration_dir(1) / names.MANIFEST).exists()
-    (root / names.TRACKER).unlink()
+    assert not (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists()
+    (root / file_names.TRACKER).unlink()
     trainer.client.adopt(None, 0)  # from scratch
     save_all(trainer, {1: None, 2: None})
     assert_these_are_left_whole(root, trainer, [1, 2])

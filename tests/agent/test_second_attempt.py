@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.rendezvous import LOG
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
@@ -27,7 +27,7 @@ def start(node: Node, other_node: Node, root: Path, nodes: int) -> list[FakeTrai
 
 def fail(trainers: list[FakeTrainer], root: Path, iteration: int) -> Path:
     """Let a save of all ranks fail; return what must go so that another one works."""
-    obstacle = root / names.iteration_dir(iteration)
+    obstacle = root / file_names.iteration_dir(iteration)
     obstacle.parent.mkdir(exist_ok=True)
     obstacle.write_text("in the way")
     assert None not in save_all(trainers, iteration)
@@ -84,7 +84,9 @@ def test_what_a_later_save_has_made_needless_is_not_written(
     for agent in agents:
         assert_the_agent_leaves(agent)
     # Files of the first attempt may be there: nothing was in their way any more.
-    assert [path.parent.name for path in root.glob("*/manifest.json")] == [names.iteration_dir(3)]
+    assert [path.parent.name for path in root.glob("*/manifest.json")] == [
+        file_names.iteration_dir(3)
+    ]
     for each in (node, other_node)[:nodes]:
         said = (each.directory(root) / LOG).read_text()
         assert "iteration 2 was not saved" in said
@@ -113,8 +115,10 @@ def test_a_trainer_that_comes_back_meanwhile_goes_on_from_memory(node: Node, roo
     agent = trainer.client.agent_pid
     fail([trainer], root, 2).unlink()
     (offer,) = trainer.take()
-    again_id = names.next_attempt(offer.save_id)
-    with held_back(root / names.iteration_dir(2) / names.shard_name(0, again_id)) as let_go:
+    again_id = file_names.next_attempt(offer.save_id)
+    with held_back(
+        root / file_names.iteration_dir(2) / file_names.shard_name(0, again_id)
+    ) as let_go:
         trainer.client.close()
         log = node.directory(root) / LOG
         eventually("the second attempt", lambda: "writing it before leaving" in log.read_text())

@@ -22,7 +22,7 @@ from megatron_flashckpt.agent.rendezvous import SECOND_STARTS
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from megatron_flashckpt.node_link import NodeLink
@@ -50,7 +50,7 @@ def test_a_slot_that_the_first_process_copies_into_is_never_part_of_a_commit(
     second.stopped()
     assert first.process.poll() is None, "it lives"
     assert stored(root, 4).manifest.save_id == "c" * 12
-    assert not (root / names.iteration_dir(2)).exists()
+    assert not (root / file_names.iteration_dir(2)).exists()
 
 
 def test_the_first_process_is_refused_and_told_why(node: Node, root: Path) -> None:

@@ -19,8 +19,8 @@ from megatron_flashckpt.agent.node import Node as AgentNode
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.agent.settings import AgentSettings, differences, settings_of
 from megatron_flashckpt.config import AgentConfig, Config, Trace
-from megatron_flashckpt.layout import names
-from megatron_flashckpt.layout.names import HISTORY
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.file_names import HISTORY
 from tests.agent.conftest import Node
 from tests.agent.trainer import (
     FakeTrainer,
@@ -51,11 +51,11 @@ def config_of(node: Node, values: dict[str, Any]) -> Config:
 
 def writes_two_shards_at_a_time(node: Node, root: Path, second: Second) -> None:
     trainers, save_id = [second(0, 2), second(1, 2)], new_save_id()
-    directory = root / names.iteration_dir(1)
-    with held_back(directory / names.shard_name(0, save_id)):
+    directory = root / file_names.iteration_dir(1)
+    with held_back(directory / file_names.shard_name(0, save_id)):
         for trainer in trainers:
             trainer.stage(1, save_id)
-        record = directory / names.record_name(1, save_id)
+        record = directory / file_names.record_name(1, save_id)
         eventually("rank 1 does not wait for rank 0", record.exists)
 
 
@@ -116,7 +116,7 @@ def writes_what_is_in_memory_only(node: Node, root: Path, second: Second) -> Non
     trainer = second()
     trainer.keep(1)
     trainer.hang_up(leave=True)
-    eventually("it is written", (root / names.TRACKER).exists)
+    eventually("it is written", (root / file_names.TRACKER).exists)
 
 
 def has_a_history(node: Node, root: Path, second: Second) -> None:
@@ -135,7 +135,7 @@ def keeps_one_trace(node: Node, root: Path, second: Second) -> None:
     for iteration in (1, 2):
         assert trainer.save(iteration).error is None
         trainer.client.poll()
-    newest = names.iteration_dir(2)
+    newest = file_names.iteration_dir(2)
     eventually("the second", lambda: list((root / "traces").glob(f"{newest}*.json")))
     eventually("one trace", lambda: len(list((root / "traces").glob("*.json"))) == 1)
 

@@ -12,14 +12,14 @@ import pytest
 from megatron_flashckpt.agent import commit as commit_module
 from megatron_flashckpt.agent.commit import forget, leave_note, outcome_of
 from megatron_flashckpt.errors import StorageError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.persisting import persisted
 from tests.agent.test_persist import stored
 
 SAVE_ID = "a" * 12
-DIRECTORY = names.iteration_dir(5)
+DIRECTORY = file_names.iteration_dir(5)
 OPEN = (False, None)
 PASSING = [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN]
 
@@ -78,7 +78,7 @@ def test_an_error_that_passes_breaks_no_commit(root: Path, number: int, troubled
     for save in saves:
         assert outcome_of(save, 60.0) == (True, None)
     assert [shard.rank for shard in stored(root, 5).manifest.shards] == [0, 1]
-    assert {names.shard_name(rank, SAVE_ID) for rank in range(2)} <= set(
+    assert {file_names.shard_name(rank, SAVE_ID) for rank in range(2)} <= set(
         os.listdir(root / DIRECTORY)
     )
 
@@ -91,7 +91,7 @@ def test_an_error_while_the_tracker_moves_is_retried(root: Path, number: int) ->
     storage.list = lambda directory: PosixStorage.list(storage, directory)  # type: ignore[method-assign]
     assert outcome_of(save, 60.0) == OPEN, "the common state could not be put"
     assert outcome_of(save, 60.0) == (True, None)
-    assert (root / names.TRACKER).read_text() == "5"
+    assert (root / file_names.TRACKER).read_text() == "5"
 
 
 def test_a_node_whose_time_is_over_leaves_its_files_to_the_committing_node(root: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_node_whose_time_is_over_leaves_its_files_to_the_committing_node(root:
     forget(waiting)
     assert len(_of_rank(root, 1)) == 2, "its record and its shard"
     assert outcome_of(committing, 60.0) == (True, None)
-    assert names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
+    assert file_names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
 
 
 def test_a_node_removes_its_files_once_the_committing_node_has_given_up(root: Path) -> None:
@@ -119,11 +119,11 @@ def test_a_node_removes_its_files_once_the_committing_node_has_given_up(root: Pa
 
 def test_a_node_whose_own_rank_has_no_record_removes_its_files(root: Path) -> None:
     save = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    (root / DIRECTORY / names.record_name(1, SAVE_ID)).unlink()
+    (root / DIRECTORY / file_names.record_name(1, SAVE_ID)).unlink()
     save.error, save.failed = "no space", {1}
     assert outcome_of(save, 60.0) == (True, "no space")
     forget(save)
-    assert names.shard_name(1, SAVE_ID) not in os.listdir(root / DIRECTORY)
+    assert file_names.shard_name(1, SAVE_ID) not in os.listdir(root / DIRECTORY)
 
 
 def test_a_node_whose_failed_rank_has_a_record_leaves_its_files_to_the_committing_node(
@@ -135,7 +135,7 @@ def test_a_node_whose_failed_rank_has_a_record_leaves_its_files_to_the_committin
     failed.error, failed.failed = "timed out", {1}
     forget(failed)
     assert outcome_of(committing, 60.0) == (True, None)
-    assert names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
+    assert file_names.shard_name(1, SAVE_ID) in os.listdir(root / DIRECTORY)
 
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
@@ -179,7 +179,7 @@ def test_a_shard_that_is_not_what_its_record_states_is_not_committed(
 ) -> None:
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 2)
     waiting = persisted(PosixStorage(root), SAVE_ID, 1, 2)
-    shard = root / DIRECTORY / names.shard_name(1, SAVE_ID)
+    shard = root / DIRECTORY / file_names.shard_name(1, SAVE_ID)
     if damage == "removed":
         shard.unlink()
     else:
@@ -188,8 +188,8 @@ def test_a_shard_that_is_not_what_its_record_states_is_not_committed(
     assert finished
     assert error is not None
     assert shard.name in error
-    assert not (root / DIRECTORY / names.MANIFEST).exists()
-    assert not (root / names.TRACKER).exists()
+    assert not (root / DIRECTORY / file_names.MANIFEST).exists()
+    assert not (root / file_names.TRACKER).exists()
     assert outcome_of(waiting, 60.0) == (True, error)
 
 
@@ -198,7 +198,7 @@ def test_a_note_is_put_again_until_it_is_there(root: Path) -> None:
     persisted(storage, SAVE_ID)
     storage.trouble(errno.ESTALE, count=2)
     leave_note(storage, 5, SAVE_ID, 0, "no space")
-    assert (root / DIRECTORY / names.failure_name(0, SAVE_ID)).read_text() == "no space"
+    assert (root / DIRECTORY / file_names.failure_name(0, SAVE_ID)).read_text() == "no space"
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt import inspection
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
@@ -40,7 +40,7 @@ def test_members_of_a_group_may_read_and_replace_what_is_in_a_directory_of_their
     finally:
         os.umask(former)
     assert trainer.save(1).error is None
-    eventually("the history", (root / names.HISTORY).exists)
+    eventually("the history", (root / file_names.HISTORY).exists)
     for path in root.rglob("*"):
         status = path.stat()
         assert status.st_gid == GROUP, path
@@ -77,7 +77,7 @@ def test_a_copy_that_is_taken_while_saves_go_on_has_no_checkpoint_by_halves(
     training = threading.Thread(target=train)
     training.start()
     try:
-        eventually("saves go on", (root / names.iteration_dir(3) / names.MANIFEST).exists)
+        eventually("saves go on", (root / file_names.iteration_dir(3) / file_names.MANIFEST).exists)
         take(root, tmp_path / "copy")
     finally:
         stop.set()

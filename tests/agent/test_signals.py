@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.rendezvous import LOG
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
@@ -30,7 +30,9 @@ def test_an_agent_told_to_end_commits_what_is_staged_and_leaves(node: Node, root
     save_id = new_save_id()
     trainer = node.trainer(root)
     agent = trainer.client.agent_pid
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    ) as let_go:
         trainer.stage(1, save_id)
         trainer.client.close()
         os.kill(agent, signal.SIGTERM)
@@ -65,7 +67,7 @@ def test_an_agent_told_to_end_does_not_wait_for_ever_and_another_takes_over(
     trainer = node.trainer(root, config=node.config(sigterm_timeout_s=timeout_s))
     agent, save_id = trainer.client.agent_pid, new_save_id()
     directory = node.directory(root)
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id)
         os.kill(agent, signal.SIGTERM)
         if how == "it is told twice":
@@ -97,7 +99,9 @@ def test_an_agent_told_to_end_writes_what_is_in_memory_only_if_that_is_wanted(
     """Storage is slow: it waits for it, and a second time not."""
     trainer = node.trainer(root, config=node.config(persist_on_leave=wanted))
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    ) as let_go:
         trainer.stage(1, save_id, state=SlotState.KEPT)
         assert trainer.outcome().kept
         trainer.client.close()
@@ -109,7 +113,7 @@ def test_an_agent_told_to_end_writes_what_is_in_memory_only_if_that_is_wanted(
     if wanted:
         assert_intact(root, 1, [trainer])
     else:
-        assert not (root / names.TRACKER).exists()
+        assert not (root / file_names.TRACKER).exists()
 
 
 def test_what_is_in_memory_only_does_not_keep_an_agent_beyond_its_deadline(
@@ -117,14 +121,14 @@ def test_what_is_in_memory_only_does_not_keep_an_agent_beyond_its_deadline(
 ) -> None:
     trainer = node.trainer(root, config=node.config(sigterm_timeout_s=0.5))
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)):
+    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)):
         trainer.stage(1, save_id, state=SlotState.KEPT)
         assert trainer.outcome().kept
         trainer.client.close()
         os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
     assert "told to end: iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
-    assert not (root / names.TRACKER).exists()
+    assert not (root / file_names.TRACKER).exists()
 
 
 def test_a_trainer_that_is_told_to_end_leaves_what_it_has_staged_to_the_agent(
@@ -132,7 +136,9 @@ def test_a_trainer_that_is_told_to_end_leaves_what_it_has_staged_to_the_agent(
 ) -> None:
     """No handler of its own: it ends at once, while storage is slow, and the agent after that."""
     save_id = new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    ) as let_go:
         process = node.process(root, iterations=[1], save_id=save_id, stop="staged")
         agent = process.stopped()
         process.process.send_signal(signal.SIGTERM)

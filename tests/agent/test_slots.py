@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from tests.agent.conftest import Node
@@ -55,10 +55,10 @@ def test_a_slot_whose_copy_was_given_up_is_taken_before_the_only_complete_one(
 def test_acquire_says_busy_until_a_slot_is_persisted(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     first, second = new_save_id(), new_save_id()
-    directory = root / names.iteration_dir(1)
+    directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / names.shard_name(0, first)) as let_go_first,
-        held_back(directory / names.shard_name(0, second)) as let_go_second,
+        held_back(directory / file_names.shard_name(0, first)) as let_go_first,
+        held_back(directory / file_names.shard_name(0, second)) as let_go_second,
     ):
         trainer.stage(1, first)
         trainer.stage(1, second)
@@ -75,10 +75,10 @@ def test_acquire_says_busy_until_a_slot_is_persisted(node: Node, root: Path) -> 
 def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, root: Path) -> None:
     trainer = node.trainer(root)
     ids = [new_save_id(), new_save_id()]
-    directory = root / names.iteration_dir(1)
+    directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / names.shard_name(0, ids[0])) as let_go,
-        held_back(directory / names.shard_name(0, ids[1])),
+        held_back(directory / file_names.shard_name(0, ids[0])) as let_go,
+        held_back(directory / file_names.shard_name(0, ids[1])),
     ):
         for save_id in ids:
             trainer.stage(1, save_id)
@@ -97,10 +97,10 @@ def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, ro
 def test_other_ranks_go_on_while_one_waits_for_a_slot(node: Node, root: Path) -> None:
     first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
     ids = [new_save_id(), new_save_id()]
-    directory = root / names.iteration_dir(1)
+    directory = root / file_names.iteration_dir(1)
     with (
-        held_back(directory / names.shard_name(0, ids[0])) as let_go,
-        held_back(directory / names.shard_name(0, ids[1])),
+        held_back(directory / file_names.shard_name(0, ids[0])) as let_go,
+        held_back(directory / file_names.shard_name(0, ids[1])),
     ):
         for save_id in ids:
             first.stage(1, save_id)

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, save_all
@@ -41,7 +41,7 @@ def is_only_the_checkpoint(directory: Path) -> bool:
         for path in directory.iterdir()
         if path.suffix not in (".safetensors", ".msgpack", ".tmp")
     ]
-    return [path.name for path in left] == [names.MANIFEST]
+    return [path.name for path in left] == [file_names.MANIFEST]
 
 
 def test_what_two_ranks_had_staged_is_committed_by_the_next_agent_and_told(
@@ -49,11 +49,11 @@ def test_what_two_ranks_had_staged_is_committed_by_the_next_agent_and_told(
 ) -> None:
     trainers = [node.trainer(root, rank, 2) for rank in range(2)]
     first, save_id = trainers[0].client.agent_pid, new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(1, save_id)):
+    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)):
         for trainer in trainers:
             trainer.stage(1, save_id)
         kill_agent(first)
-    assert not (root / names.TRACKER).exists()
+    assert not (root / file_names.TRACKER).exists()
     assert [trainer.reconnect() for trainer in trainers] == [(save_id,)] * 2
     assert trainers[0].client.agent_pid == trainers[1].client.agent_pid != first
     for trainer in trainers:
@@ -79,10 +79,10 @@ def test_an_agent_killed_at_any_step_is_succeeded_by_one_that_ends_the_save(
         trainer.stage(2, save_id)
     eventually("the agent's end", lambda: not is_alive(agent))
     assert reached.exists()
-    directory = root / names.iteration_dir(2)
-    shard = directory / names.shard_name(0, save_id)
-    is_durable = (directory / names.record_name(0, save_id)).exists() or (
-        directory / names.MANIFEST
+    directory = root / file_names.iteration_dir(2)
+    shard = directory / file_names.shard_name(0, save_id)
+    is_durable = (directory / file_names.record_name(0, save_id)).exists() or (
+        directory / file_names.MANIFEST
     ).exists()
     before = shard.stat() if is_durable else None
     taken = trainer.reconnect()
@@ -111,12 +111,12 @@ def test_a_save_that_was_overtaken_at_the_first_agent_does_not_move_the_tracker_
     monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:commit.tracker:1:KILL:{tmp_path / 'reached'}")
     trainer = node.trainer(root, retain_interval=100)
     agent, slow, fast = trainer.client.agent_pid, new_save_id(), new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, slow)):
+    with held_back(root / file_names.iteration_dir(1) / file_names.shard_name(0, slow)):
         trainer.stage(1, slow)
         with contextlib.suppress(AgentError):
             trainer.stage(2, fast)
         eventually("the agent's end", lambda: not is_alive(agent))
-    assert (root / names.TRACKER).read_text() == "2"
+    assert (root / file_names.TRACKER).read_text() == "2"
     assert trainer.reconnect() == (slow, fast)
     outcomes = {trainer.outcome().iteration, trainer.outcome().iteration}
     assert outcomes == {1, 2}
@@ -131,13 +131,13 @@ def test_a_rank_that_comes_late_is_told_of_a_save_that_retention_has_removed_sin
     first, second = new_save_id(), new_save_id()
     for iteration, save_id in ((1, first), (2, second)):
         late.stage(iteration, save_id)
-        record = root / names.iteration_dir(iteration) / names.record_name(1, save_id)
+        record = root / file_names.iteration_dir(iteration) / file_names.record_name(1, save_id)
         eventually("its record", record.exists)
     kill_agent(late.client.agent_pid)
     prompt = node.trainer(root, 0, 2, retention=Retention(latest=1))
     assert prompt.save(1, first).error is None
     assert prompt.save(2, second).error is None
-    removed = root / names.iteration_dir(1)
+    removed = root / file_names.iteration_dir(1)
     eventually("its removal", lambda: not removed.exists())
     assert late.reconnect() == (first, second)
     outcomes = [late.outcome(), late.outcome()]
@@ -160,7 +160,7 @@ def test_what_was_staged_is_persisted_though_its_trainer_died_before_the_doorbel
     slot.set_state(SlotState.STAGED)
     trainer.client.close()
     eventually("the mark", lambda: slot.header.state == SlotState.DURABLE)
-    assert (root / names.TRACKER).read_text() == "1"
+    assert (root / file_names.TRACKER).read_text() == "1"
     trainer.reconnect()
     assert trainer.client.poll(0.0).finished == (), "its former life's save is none of its business"
 
@@ -170,7 +170,9 @@ def test_a_rank_that_reconnects_to_the_same_agent_is_told_and_its_slot_is_read_o
 ) -> None:
     trainer = node.trainer(root)
     agent, save_id = trainer.client.agent_pid, new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    ) as let_go:
         trainer.stage(1, save_id)
         assert trainer.reconnect() == (save_id,)
         assert trainer.client.agent_pid == agent
@@ -201,7 +203,7 @@ def test_a_save_that_lacks_a_rank_is_not_committed_by_the_next_agent(
     trainers[0].stage(2, save_id := new_save_id())
     kill_agent(trainers[0].client.agent_pid)
     assert [trainer.reconnect() for trainer in trainers] == [(save_id,), ()]
-    record = root / names.iteration_dir(2) / names.record_name(0, save_id)
+    record = root / file_names.iteration_dir(2) / file_names.record_name(0, save_id)
     eventually("its shard is durable again", record.exists)
     assert trainers[0].client.poll(0.2).pending == 1
     assert_intact(root, 1, trainers)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
@@ -56,7 +56,7 @@ def test_a_save_is_committed_though_all_trainers_were_killed_right_after_staging
     node: Node, root: Path
 ) -> None:
     save_id = new_save_id()
-    shard = root / names.iteration_dir(30) / names.shard_name(0, save_id)
+    shard = root / file_names.iteration_dir(30) / file_names.shard_name(0, save_id)
     with held_back(shard) as let_go:
         ranks = [
             node.process(
@@ -67,11 +67,11 @@ def test_a_save_is_committed_though_all_trainers_were_killed_right_after_staging
         (agent,) = {rank.stopped() for rank in ranks}
         for rank in ranks:
             rank.kill()
-        assert not (root / names.TRACKER).exists(), "the trainers died before the commit"
+        assert not (root / file_names.TRACKER).exists(), "the trainers died before the commit"
         assert is_alive(agent)
         let_go()
-        eventually("the commit", (root / names.TRACKER).exists)
-    assert (root / names.TRACKER).read_text() == "30"
+        eventually("the commit", (root / file_names.TRACKER).exists)
+    assert (root / file_names.TRACKER).read_text() == "30"
     for rank in range(2):
         trainer = node.trainer(root, rank, 2)
         assert trainer.client.agent_pid == agent
@@ -126,7 +126,9 @@ def test_a_rank_without_a_past_is_offered_nothing(node: Node, root: Path) -> Non
 
 def test_a_staged_slot_is_offered_before_it_is_durable(node: Node, root: Path) -> None:
     save_id = new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    ) as let_go:
         first = node.trainer(root)
         data = first.stage(1, save_id)
         first.hang_up()
@@ -136,7 +138,7 @@ def test_a_staged_slot_is_offered_before_it_is_durable(node: Node, root: Path) -
         assert offer.digests is not None, "digested when its trainer hung up"
         assert second.bytes_in(offer.slot) == data
         let_go()
-        eventually("the commit", (root / names.TRACKER).exists)
+        eventually("the commit", (root / file_names.TRACKER).exists)
     (offer,) = eventually("a durable slot", lambda: [o for o in second.take() if o.durable])
     assert offer.digests is not None
 
@@ -205,7 +207,9 @@ def test_the_agent_stays_while_a_rank_that_did_not_leave_may_come_back(
 
 def test_the_agent_ends_what_is_pending_before_it_leaves(node: Node, root: Path) -> None:
     save_id = new_save_id()
-    with held_back(root / names.iteration_dir(1) / names.shard_name(0, save_id)) as let_go:
+    with held_back(
+        root / file_names.iteration_dir(1) / file_names.shard_name(0, save_id)
+    ) as let_go:
         trainer = node.trainer(root, config=node.config(grace_s=0.0))
         agent = trainer.client.agent_pid
         trainer.stage(1, save_id)
@@ -216,7 +220,7 @@ def test_the_agent_ends_what_is_pending_before_it_leaves(node: Node, root: Path)
             time.sleep(0.02)
         let_go()
         eventually("the end of the agent", lambda: not is_alive(agent))
-    assert (root / names.TRACKER).read_text() == "1"
+    assert (root / file_names.TRACKER).read_text() == "1"
     assert list(node.runtime_dir.iterdir()) == []
 
 

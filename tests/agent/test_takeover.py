@@ -21,8 +21,8 @@ from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Cla
 from megatron_flashckpt.agent.incarnations import process_with
 from megatron_flashckpt.agent.takeover import is_live
 from megatron_flashckpt.errors import OtherWriterError
-from megatron_flashckpt.faults import VARIABLE
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.failpoints import VARIABLE
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage import patient
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
@@ -119,7 +119,7 @@ def test_what_was_staged_before_a_restart_is_committed_after_it(
     waking.start()
     second = node.trainer(root, config=config)
     second.claim()
-    eventually("a commit", (root / names.iteration_dir(1) / names.MANIFEST).exists)
+    eventually("a commit", (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists)
     asking.join()
     waking.join()
 
@@ -193,8 +193,8 @@ def test_a_start_waits_for_an_agent_elsewhere_that_commits_what_was_staged(
         staging = threading.Timer(0.5, lambda: slow.stage(1, save_id))
         staging.start()
         other_node.trainer(root).claim(wait_s=60.0)
-        assert (root / names.iteration_dir(1) / names.MANIFEST).exists()
-        assert (root / names.TRACKER).read_text() == "1"
+        assert (root / file_names.iteration_dir(1) / file_names.MANIFEST).exists()
+        assert (root / file_names.TRACKER).read_text() == "1"
         staging.join()
     finally:
         third.close()
@@ -236,7 +236,7 @@ def test_a_node_that_missed_a_run_gives_up_what_nobody_commits_any_more(
     hung = node.trainer(root, 1, 2)
     hung.client.hold(first)
     hung.stage(4, stale := new_save_id())
-    record = root / names.iteration_dir(4) / names.record_name(1, stale)
+    record = root / file_names.iteration_dir(4) / file_names.record_name(1, stale)
     eventually("its record is there", record.exists)
     resumed_from = new_save_id()
     if from_memory:
@@ -296,7 +296,7 @@ def test_a_run_that_took_a_directory_made_anew_keeps_it(
 
 
 def test_what_is_no_claim_is_replaced(node: Node, root: Path, storage: PosixStorage) -> None:
-    storage.put(names.CLAIM, b"garbage")
+    storage.put(file_names.CLAIM, b"garbage")
     trainer = node.trainer(root)
     assert trainer.claim().epoch == 1
     assert trainer.save(1).error is None

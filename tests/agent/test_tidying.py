@@ -17,10 +17,10 @@ from megatron_flashckpt.agent.commit import commit, outcome_of
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.manifests import KnownManifests
 from megatron_flashckpt.agent.retention import finish, retire, survey
-from megatron_flashckpt.agent.several import for_all
 from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.layout import manifest, names
+from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
@@ -32,7 +32,7 @@ from tests.agent.test_persist import stored
 from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
 
 A, B = "a" * 12, "b" * 12
-DIRECTORY = names.iteration_dir(5)
+DIRECTORY = file_names.iteration_dir(5)
 
 
 class Gate(PosixStorage):
@@ -100,7 +100,7 @@ def test_what_a_killed_agent_had_not_tidied_goes_after_the_next_commit(
     for pid in node.agents():
         os.kill(pid, 9)
     save_id = stored(root, 1).manifest.save_id
-    record = root / names.iteration_dir(1) / names.record_name(0, save_id)
+    record = root / file_names.iteration_dir(1) / file_names.record_name(0, save_id)
     record.touch()
     assert node.trainer(root).save(2).error is None
     eventually("its end", lambda: not record.exists())
@@ -131,8 +131,8 @@ def test_tidying_after_a_restart_spares_what_other_nodes_save_again(root: Path) 
     elsewhere = persisted(storage, B, 1, 2)
     tidy(former)
     left = set(os.listdir(root / DIRECTORY))
-    assert {names.shard_name(1, B), names.record_name(1, B)} <= left
-    assert names.record_name(0, A) not in left
+    assert {file_names.shard_name(1, B), file_names.record_name(1, B)} <= left
+    assert file_names.record_name(0, A) not in left
     assert outcome_of(elsewhere, 60.0) == (False, None)
 
 
@@ -148,12 +148,12 @@ def test_saves_of_other_nodes_are_spared_after_training_went_back(
         assert [it.outcome().error for it in (first, second)] == [None, None]
     for trainer in (second, first):
         trainer.client.adopt(ids[10], 10)
-    orphan = root / names.iteration_dir(5) / names.shard_name(0, A)
+    orphan = root / file_names.iteration_dir(5) / file_names.shard_name(0, A)
     orphan.parent.mkdir()
     orphan.touch()
     for iteration in (11, 12):
         second.stage(iteration, ids[iteration])
-    record = root / names.iteration_dir(12) / names.record_name(1, ids[12])
+    record = root / file_names.iteration_dir(12) / file_names.record_name(1, ids[12])
     eventually("a record of the next save", record.exists)
     first.stage(11, ids[11])
     eventually("that older saves are looked for", lambda: not orphan.exists())
@@ -174,9 +174,9 @@ def test_tidying_late_removes_nothing_of_a_later_commit_of_the_same_iteration(ro
     assert verify(stored(root, 5)) == []
     tidy(later)
     assert set(os.listdir(root / DIRECTORY)) == {
-        names.MANIFEST,
-        names.common_name(B),
-        names.shard_name(0, B),
+        file_names.MANIFEST,
+        file_names.common_name(B),
+        file_names.shard_name(0, B),
     }
 
 
@@ -187,7 +187,7 @@ def test_nothing_is_chosen_and_nothing_looked_for_while_a_commit_puts_its_files(
     storage = PosixStorage(root)
     save = persisted(storage, A)
     commit(save)
-    record = root / DIRECTORY / names.record_name(0, A)
+    record = root / DIRECTORY / file_names.record_name(0, A)
     with save.manifests.changing:
         tidying = threading.Thread(target=tidy, args=(save,))
         tidying.start()
@@ -203,8 +203,8 @@ def test_files_that_nfs_keeps_for_a_reader_are_left_and_named_once(
     caplog.set_level("INFO")
     storage = PosixStorage(root)
     commit(persisted(storage, A))
-    (root / DIRECTORY / names.MANIFEST).rename(root / names.removal_name(5, A))
-    (root / names.TRACKER).unlink()
+    (root / DIRECTORY / file_names.MANIFEST).rename(root / file_names.removal_name(5, A))
+    (root / file_names.TRACKER).unlink()
     open_elsewhere = root / DIRECTORY / ".nfs000000000012ab3400000001"
     open_elsewhere.touch()
     for _ in range(3):
@@ -215,7 +215,7 @@ def test_files_that_nfs_keeps_for_a_reader_are_left_and_named_once(
     open_elsewhere.unlink()
     finish(storage)
     assert not (root / DIRECTORY).exists()
-    assert not (root / names.removal_name(5, A)).exists()
+    assert not (root / file_names.removal_name(5, A)).exists()
     retention_module._told_open.clear()
 
 
@@ -240,15 +240,15 @@ class Distant(PosixStorage):
             self._now -= 1
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        self.read_manifests += name.endswith(names.MANIFEST) and nbytes is None
+        self.read_manifests += name.endswith(file_names.MANIFEST) and nbytes is None
         return super().read(name, offset, nbytes)
 
 
 def test_files_of_a_checkpoint_are_deleted_several_at_a_time_on_slow_storage(root: Path) -> None:
     commit(persisted(PosixStorage(root), A))
-    (root / DIRECTORY / names.MANIFEST).rename(root / names.removal_name(5, A))
+    (root / DIRECTORY / file_names.MANIFEST).rename(root / file_names.removal_name(5, A))
     for rank in range(1, 64):
-        (root / DIRECTORY / names.shard_name(rank, A)).touch()
+        (root / DIRECTORY / file_names.shard_name(rank, A)).touch()
     distant = Distant(root)
     finish(distant)
     assert distant.most > 4
@@ -283,10 +283,10 @@ def test_retention_reads_a_manifest_once_and_again_when_it_was_replaced(root: Pa
         ((facts,), _) = survey(storage, [DIRECTORY], known)
         assert facts.save_id == B
     assert storage.read_manifests == 2
-    (root / DIRECTORY / names.MANIFEST).write_bytes(b"{}")
+    (root / DIRECTORY / file_names.MANIFEST).write_bytes(b"{}")
     found, unreadable = survey(storage, [DIRECTORY], known)
     assert (found, list(unreadable)) == ([], [5])
-    (root / DIRECTORY / names.MANIFEST).unlink()
+    (root / DIRECTORY / file_names.MANIFEST).unlink()
     assert survey(storage, [DIRECTORY], known) == ([], {})
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_flashckpt.agent import presence
 from megatron_flashckpt.agent.commit import leave_note, outcome_of
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.persisting import persisted
 
@@ -42,12 +42,12 @@ def test_nodes_that_do_not_commit_ask_for_three_names_and_seldom_list_them_all(r
     first, second = _Counting(root), _Counting(root)
     committing = persisted(first, SAVE_ID, 0, 2)
     waiting = persisted(second, SAVE_ID, 1, 2)
-    (root / names.iteration_dir(5) / names.record_name(1, SAVE_ID)).rename(root / "later")
+    (root / file_names.iteration_dir(5) / file_names.record_name(1, SAVE_ID)).rename(root / "later")
     for _ in range(POLLS):
         assert outcome_of(waiting, 60.0) == OPEN
         assert outcome_of(committing, 60.0) == OPEN
     assert (first.listed, second.listed) == (POLLS, 0)
-    (root / "later").rename(root / names.iteration_dir(5) / names.record_name(1, SAVE_ID))
+    (root / "later").rename(root / file_names.iteration_dir(5) / file_names.record_name(1, SAVE_ID))
     assert outcome_of(committing, 60.0) == (True, None)
     assert outcome_of(waiting, 60.0) == (True, None)
     assert second.listed == 0
@@ -89,7 +89,7 @@ def test_the_node_that_commits_asks_for_the_last_records_by_name(root: Path) -> 
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
     assert outcome_of(saves[0], 60.0) == OPEN
     listed = storage.listed
-    old = storage.list(names.iteration_dir(5))
+    old = storage.list(file_names.iteration_dir(5))
     storage.list = lambda directory: old  # type: ignore[method-assign]
     for _ in range(POLLS):
         assert outcome_of(saves[0], 60.0) == OPEN
@@ -115,7 +115,7 @@ def test_a_node_leaves_its_note_in_the_name_of_a_rank_that_failed(root: Path) ->
     save.metas[2] = save.metas[1]
     save.error, save.failed = "no space", {2}
     assert outcome_of(save, 60.0) == (True, "no space")
-    note = root / names.iteration_dir(5) / names.failure_name(2, SAVE_ID)
+    note = root / file_names.iteration_dir(5) / file_names.failure_name(2, SAVE_ID)
     assert note.read_text() == "no space"
 
 

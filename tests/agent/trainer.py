@@ -29,10 +29,10 @@ from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import Offer, Outcome
 from megatron_flashckpt.agent.takeover import Policy, take
 from megatron_flashckpt.config import AgentConfig, Config, Retention
-from megatron_flashckpt.layout.cost import RankCost
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT, Piece
-from megatron_flashckpt.layout.plan import Layout, PlanCache, order
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.save_cost import RankCost
+from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -17,10 +17,10 @@ from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import write_shard
 from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import Piece, equal_shares
-from megatron_flashckpt.layout.plan import PlanCache, order
-from megatron_flashckpt.layout.records import Coordinates
 from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.layout.template import PlanCache, order
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta

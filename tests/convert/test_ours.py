@@ -13,7 +13,7 @@ from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
 from megatron_flashckpt.convert.to_ours import write_ours
 from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError
-from megatron_flashckpt.layout.names import TRACKER
+from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.verification import verify

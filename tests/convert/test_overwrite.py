@@ -18,7 +18,7 @@ from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.safetensors_export import INDEX
 from megatron_flashckpt.convert.to_ours import write_ours
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.layout.names import TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from tests.convert import rebuilt
 from tests.convert.made import ITERATION, contents, save_as_ranks
 from tests.restore.made import snapshot

@@ -23,7 +23,7 @@ from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
 from megatron_flashckpt.convert.torch_dist import open_torch_dist
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
-from megatron_flashckpt.layout.names import TRACKER
+from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.convert.made import ITERATION, contents, differing, held, whole, with_tensor
 from tests.megatron.jobs import same
 from tests.restore.made import snapshot

@@ -24,10 +24,10 @@ def fork_at(step: str, home: Path) -> None:
     other one leaves by `sys.exit`, which runs what the rank has registered at `atexit`; the rank
     waits for it. Called before any module of the package has bound `faults.reach`.
     """
-    from megatron_flashckpt import faults
+    from megatron_flashckpt import failpoints
 
     point, count = step.split(":")
-    reach, left = faults.reach, int(count)
+    reach, left = failpoints.reach, int(count)
 
     def fork_and_reach(name: str) -> None:
         nonlocal left
@@ -37,7 +37,7 @@ def fork_at(step: str, home: Path) -> None:
                 _fork_both(home)
         reach(name)
 
-    faults.reach = fork_and_reach
+    failpoints.reach = fork_and_reach
 
 
 def _fork_both(home: Path) -> None:

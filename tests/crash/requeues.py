@@ -24,7 +24,7 @@ from megatron_flashckpt.agent.offers import common_saves
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout.names import TRACKER
+from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.config import Retention
-from megatron_flashckpt.layout.names import CLAIM, MANIFEST, TRACKER, iteration_dir
+from megatron_flashckpt.file_format.file_names import CLAIM, MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored

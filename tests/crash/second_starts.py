@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megatron_flashckpt.agent.rendezvous import SOCKET
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout.names import MANIFEST, iteration_dir
+from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir
 from megatron_flashckpt.memory.slot import Slot, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored

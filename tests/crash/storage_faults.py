@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.layout.names import TRACKER
+from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import FakeTrainer, content, is_alive

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.faults import POINTS
+from megatron_flashckpt.failpoints import POINTS
 from tests.crash import storage_faults
 from tests.crash.cells import all_cells, sample
 from tests.crash.families import FAMILIES, family_cells, family_sample

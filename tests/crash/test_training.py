@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.cli import main
-from megatron_flashckpt.faults import VARIABLE
+from megatron_flashckpt.failpoints import VARIABLE
 from tests.megatron.jobs import await_no_agent, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
-from megatron_flashckpt.layout.names import (
+from megatron_flashckpt.file_format.file_names import (
     CLAIM,
     HISTORY,
     MANIFEST,

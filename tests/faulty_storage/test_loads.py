@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.persisting import persisted
 from tests.faulty_storage.library import FaultyStorage, append_only, fail, no_fallocate
@@ -61,8 +61,8 @@ for line in sys.stdin:
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN)
 #: The calls of a load, each with a part of the path of the file.
 STEPS = [
-    ("open", names.TRACKER),
-    ("read", names.TRACKER),
+    ("open", file_names.TRACKER),
+    ("read", file_names.TRACKER),
     ("list", "*"),
     ("list", "iter_"),
     ("stat", "manifest.json"),

@@ -15,9 +15,9 @@ import msgspec
 import torch
 
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
-from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.dtypes import dtype_name

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import xxhash
 
-from megatron_flashckpt.layout.manifest import seal
-from megatron_flashckpt.layout.names import TRACKER, failure_name, record_name, shard_name
+from megatron_flashckpt.file_format.file_names import TRACKER, failure_name, record_name, shard_name
+from megatron_flashckpt.file_format.manifest import seal
 from tests.restore.made import Made
 
 OTHER_SAVE = "ba9876543210"

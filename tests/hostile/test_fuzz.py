@@ -29,10 +29,10 @@ from megatron_flashckpt.cli import main
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError
+from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.inspection import open_checkpoint
-from megatron_flashckpt.layout.names import common_name, failure_name, record_name
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState

@@ -26,8 +26,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.layout.coverage import read_plan
-from megatron_flashckpt.layout.plan import pieces_of
+from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.restore import replicas
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt.layout.dtypes import ITEMSIZE
 from megatron_flashckpt.layout.piece import Piece, Shape
-from megatron_flashckpt.layout.plan import Layout, PlanCache, order
 from megatron_flashckpt.layout.reshard import Box
+from megatron_flashckpt.layout.template import Layout, PlanCache, order
 
 dtypes = st.sampled_from(sorted(ITEMSIZE))
 #: Model code chooses the keys, so anything goes: separators of the format, quotes, other scripts.

@@ -15,18 +15,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
-from megatron_flashckpt.layout.coverage import (
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.exact_match import held_once, stored_tensors
+from megatron_flashckpt.layout.piece import Piece, Shape, equal_shares
+from megatron_flashckpt.layout.read_plan import (
     Read,
     ReadPlan,
     missing_state,
     read_plan,
     superfluous,
 )
-from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.held import held_once, stored_tensors
-from megatron_flashckpt.layout.piece import Piece, Shape, equal_shares
-from megatron_flashckpt.layout.plan import Source, TemplateItem
 from megatron_flashckpt.layout.reshard import Run
+from megatron_flashckpt.layout.template import Source, TemplateItem
 from tests.layout.strategies import dtypes, in_layout_order, kinds, tilings
 from tests.layout.worlds import (
     EXPERTS,

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
-from megatron_flashckpt.layout.coverage import Read, ReadPlan, read_plan
-from megatron_flashckpt.layout.held import NOTHING_HELD, Held, held_once, stored_tensors
+from megatron_flashckpt.layout.exact_match import NOTHING_HELD, Held, held_once, stored_tensors
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import Source
+from megatron_flashckpt.layout.read_plan import Read, ReadPlan, read_plan
 from megatron_flashckpt.layout.reshard import Run
+from megatron_flashckpt.layout.template import Source
 from tests.layout.strategies import in_layout_order
 from tests.layout.test_coverage import HUGE, PLACE, box, cuts, matrix, runs_of, tensors_drawn
 from tests.layout.worlds import run, sizes, source, sources_of, stored_by, wanted_by, whole

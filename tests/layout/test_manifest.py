@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError
-from megatron_flashckpt.layout.manifest import (
-    Manifest,
-    decode_manifest,
-    encode_manifest,
-    merge,
-    seal,
-)
-from megatron_flashckpt.layout.names import (
+from megatron_flashckpt.file_format.commit_record import CommitRecord, Coordinates, encode_items
+from megatron_flashckpt.file_format.file_names import (
     failure_name,
     iteration_dir,
     parse_iteration_dir,
     record_name,
     shard_name,
 )
+from megatron_flashckpt.file_format.manifest import (
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    merge,
+    seal,
+)
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import pieces_of, placement_length
-from megatron_flashckpt.layout.records import CommitRecord, Coordinates, encode_items
+from megatron_flashckpt.layout.template import pieces_of, placement_length
 from tests.layout.strategies import layout_of, moved, piece_lists
 
 PLACE = "iter_0000007/manifest.json"

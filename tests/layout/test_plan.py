@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import (
+from megatron_flashckpt.layout.template import (
     PlanCache,
     PlanCounters,
     build_template,

@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError, LayoutError
-from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import pieces_of, tensor_names
-from megatron_flashckpt.layout.shard_file import (
+from megatron_flashckpt.file_format.shard_file import (
     ALIGNMENT,
     CHUNK_NBYTES,
     MAX_HEADER_NBYTES,
@@ -32,6 +30,8 @@ from megatron_flashckpt.layout.shard_file import (
     header_nbytes,
     refuse_newer,
 )
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.template import pieces_of, tensor_names
 from tests.layout.strategies import layout_of, piece_lists
 
 PLACE = "iter_0000007/rank_00003.safetensors"

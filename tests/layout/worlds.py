@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from megatron_flashckpt.layout.coverage import ReadPlan
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape
-from megatron_flashckpt.layout.plan import Source
+from megatron_flashckpt.layout.read_plan import ReadPlan
 from megatron_flashckpt.layout.reshard import Run, regions
+from megatron_flashckpt.layout.template import Source
 from tests.layout.strategies import in_layout_order, layout_of
 
 #: Bytes of shape `(*global_shape, itemsize)` by (kind, key).

@@ -17,7 +17,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from megatron_flashckpt.layout.plan import pieces_of
+from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import plain
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage

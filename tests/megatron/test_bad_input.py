@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.layout.manifest import seal
+from megatron_flashckpt.file_format.manifest import seal
 from tests.megatron.jobs import REPO, Result, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]

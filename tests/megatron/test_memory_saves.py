@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.layout.names import CLAIM, HISTORY
+from megatron_flashckpt.file_format.file_names import CLAIM, HISTORY
 from tests.megatron.jobs import Result, await_no_agent, differing, run_job, succeeded, tensors
 
 MODEL = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.faults import VARIABLE
+from megatron_flashckpt.failpoints import VARIABLE
 from tests.megatron.jobs import (
     Result,
     await_no_agent,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_flashckpt.config import Best, Retention
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
-from megatron_flashckpt.layout.plan import PlanCache
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slab import Slab

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import PlanCache
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import (
     EMPTY_HEADER,

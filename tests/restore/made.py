@@ -22,12 +22,12 @@ from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.agent.tidying import tidy
-from megatron_flashckpt.layout import manifest, names
-from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, equal_shares
-from megatron_flashckpt.layout.plan import PlanCache, order
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.layout.template import PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
@@ -106,18 +106,18 @@ class Made:
 
     @property
     def directory(self) -> Path:
-        return self.root / names.iteration_dir(self.iteration)
+        return self.root / file_names.iteration_dir(self.iteration)
 
     @property
     def manifest(self) -> Path:
-        return self.directory / names.MANIFEST
+        return self.directory / file_names.MANIFEST
 
     @property
     def common(self) -> Path:
-        return self.directory / names.common_name(self.save_id)
+        return self.directory / file_names.common_name(self.save_id)
 
     def shard(self, rank: int) -> Path:
-        return self.directory / names.shard_name(rank, self.save_id)
+        return self.directory / file_names.shard_name(rank, self.save_id)
 
     def stored(self) -> StoredCheckpoint:
         storage = PosixStorage(self.root)

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError, NotCommittedError
-from megatron_flashckpt.layout.coverage import Read, read_plan
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.read_plan import Read, read_plan
 from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import Part
 from megatron_flashckpt.restore.reader import read_all as read_stored

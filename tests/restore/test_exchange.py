@@ -26,9 +26,9 @@ import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_flashckpt.layout.coverage import read_plan
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.restore import exchange
 from megatron_flashckpt.restore.reader import ChunkReader

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flashckpt.layout.coverage import Read, read_plan
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.read_plan import Read, read_plan
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.restore import gpu
 from megatron_flashckpt.restore.gpu import Gpu

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES
 from tests.megatron.jobs import end
 from tests.restore.made import Made, expected, make
 

@@ -18,7 +18,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.storage.reading import KeptFiles
+from megatron_flashckpt.storage.scatter_read import KeptFiles
 
 
 class Backend(Protocol):

@@ -21,7 +21,7 @@ from megatron_flashckpt.errors import StorageError, is_damage
 from megatron_flashckpt.storage import patient
 from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.storage.reading import BLOCK_NBYTES, KeptFiles
+from megatron_flashckpt.storage.scatter_read import BLOCK_NBYTES, KeptFiles
 
 PASSING = sorted(number for number, of in TABLE.items() if of.may_pass)
 CONTENT = random.Random(1).randbytes(3 * BLOCK_NBYTES + 100)

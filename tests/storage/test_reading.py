@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.storage import reading
-from megatron_flashckpt.storage.reading import read_parts
+from megatron_flashckpt.storage import scatter_read
+from megatron_flashckpt.storage.scatter_read import read_parts
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -20,8 +20,8 @@ def test_parts_of_any_length_are_filled_and_seen_in_order(
     dice = random.Random(seed)
     data = dice.randbytes(dice.randrange(1, 900))
     (tmp_path / "f").write_bytes(data)
-    monkeypatch.setattr(reading, "BLOCK_NBYTES", 64)
-    monkeypatch.setattr(reading, "_MAX_PARTS", 4)
+    monkeypatch.setattr(scatter_read, "BLOCK_NBYTES", 64)
+    monkeypatch.setattr(scatter_read, "_MAX_PARTS", 4)
     preadv = os.preadv
 
     def short(fd: int, parts: list[memoryview], offset: int) -> int:
@@ -34,7 +34,7 @@ def test_parts_of_any_length_are_filled_and_seen_in_order(
             room -= cut[-1].nbytes
         return preadv(fd, cut, offset)
 
-    monkeypatch.setattr(reading.os, "preadv", short)
+    monkeypatch.setattr(scatter_read.os, "preadv", short)
     start = dice.randrange(len(data))
     parts = [bytearray(b"?" * dice.choice((0, 1, 7, 64, 200))) for _ in range(9)]
     seen: list[bytes] = []

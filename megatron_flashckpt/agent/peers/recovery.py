@@ -18,7 +18,7 @@ from megatron_flashckpt.agent.peers.holdings import combine
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.transport import PeerError
 from megatron_flashckpt.agent.slots import RankSlots
-from megatron_flashckpt.faults import reach
+from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 

@@ -24,7 +24,7 @@ from megatron_flashckpt.agent.peers.transport import (
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
 from megatron_flashckpt.agent.slots import RankSlots
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.faults import reach
+from megatron_flashckpt.failpoints import reach
 
 logger = logging.getLogger(__name__)
 

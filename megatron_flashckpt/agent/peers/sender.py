@@ -12,7 +12,7 @@ from megatron_flashckpt.agent.peers import streams
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.topology import Part
 from megatron_flashckpt.agent.peers.transport import Connection, PeerError
-from megatron_flashckpt.faults import reach
+from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)

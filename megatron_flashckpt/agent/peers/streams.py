@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import xxhash
 
 from megatron_flashckpt.agent.peers.messages import CHUNK_NBYTES, Label
-from megatron_flashckpt.layout.shard_file import CHUNK_NBYTES as DIGEST_NBYTES
-from megatron_flashckpt.layout.shard_file import chunk_digest
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES as DIGEST_NBYTES
+from megatron_flashckpt.file_format.shard_file import chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, EMPTY_HEADER, SlotHeader, SlotState
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_flashckpt.agent.peers.topology import Topology
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
@@ -27,7 +27,7 @@ def save_all(made: Cluster, iteration: int) -> str:
     save_id = made.stage(iteration)
     for trainer in made.trainers.values():
         assert trainer.outcome().error is None
-    assert (made.root / names.TRACKER).read_text() == str(iteration)
+    assert (made.root / file_names.TRACKER).read_text() == str(iteration)
     return save_id
 
 

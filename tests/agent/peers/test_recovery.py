@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.layout import names
+from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.test_persist import read_rank, stored
@@ -94,19 +94,19 @@ def test_a_save_that_a_lost_node_had_not_persisted_is_made_durable_by_its_replac
         made.start("copy")
         assert {made.stage(5)} == {made.trainers[rank].outcome().save_id for rank in range(2)}
         save_id = new_save_id()
-        shard = made.root / names.iteration_dir(10) / names.shard_name(1, save_id)
+        shard = made.root / file_names.iteration_dir(10) / file_names.shard_name(1, save_id)
         with held_back(shard) as let_go:
             made.stage(10, save_id)
             made.await_held(10, 1)
             made.lose(1)
             let_go()
-        assert (made.root / names.TRACKER).read_text() == "5"
+        assert (made.root / file_names.TRACKER).read_text() == "5"
         made.start("copy")
         made.trainers[1].client.recover((save_id,))
         assert_recovered(made, 1, [10])
         for trainer in made.trainers.values():
             trainer.client.adopt(save_id, 10)
-        eventually("the commit", lambda: (made.root / names.TRACKER).read_text() == "10")
+        eventually("the commit", lambda: (made.root / file_names.TRACKER).read_text() == "10")
         for rank, trainer in made.trainers.items():
             expected = content(rank, 10, trainer.layout.nbytes)
             assert read_rank(stored(made.root, 10), trainer) == expected

@@ -16,7 +16,7 @@ import torch
 
 from megatron_flashckpt.checkpointer import SaveRequest
 from megatron_flashckpt.config import AgentConfig
-from megatron_flashckpt.layout.records import Coordinates
+from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.trainer import eventually

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 
 from megatron_flashckpt.held_slot import HeldSlot
-from megatron_flashckpt.layout.coverage import read_plan
-from megatron_flashckpt.layout.plan import Source
+from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.layout.template import Source
 from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.stager import Stager

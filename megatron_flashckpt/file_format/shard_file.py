@@ -25,7 +25,7 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.layout.dtypes import ITEMSIZE
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.layout.plan import Placement, Template, TemplateItem, pieces_of, placed
+from megatron_flashckpt.layout.template import Placement, Template, TemplateItem, pieces_of, placed
 
 #: Bytes of the data section that one digest covers.
 CHUNK_NBYTES = 4 * 1024 * 1024

@@ -14,18 +14,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.layout.columns import (
-    Columns,
-    Rows,
-    Variant,
-    hulls,
-    stored_columns,
-)
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.held import NOTHING_HELD, Held
+from megatron_flashckpt.layout.exact_match import NOTHING_HELD, Held
 from megatron_flashckpt.layout.piece import RANK_STATE, UNUSED, Piece, Shape
-from megatron_flashckpt.layout.plan import Source, stored_items
 from megatron_flashckpt.layout.reshard import Box, Run, intersection, overlap
+from megatron_flashckpt.layout.stored_index import Columns, Rows, Variant, hulls, stored_columns
+from megatron_flashckpt.layout.template import Source, stored_items
 
 
 class Read(NamedTuple):

@@ -11,8 +11,8 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.errors import CorruptCheckpointError
-from megatron_flashckpt.layout.cost import SaveCost
-from megatron_flashckpt.layout.manifest import HEAD_NBYTES, CommitFacts
+from megatron_flashckpt.file_format.manifest import HEAD_NBYTES, CommitFacts
+from megatron_flashckpt.layout.save_cost import SaveCost
 
 _DIGEST_NBYTES = 8
 

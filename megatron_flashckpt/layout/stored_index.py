@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
 from megatron_flashckpt.layout.piece import Piece, Shape
-from megatron_flashckpt.layout.plan import Source, TemplateItem, placement_length
 from megatron_flashckpt.layout.reshard import Box, Run
+from megatron_flashckpt.layout.template import Source, TemplateItem, placement_length
 
 Numbers = npt.NDArray[np.int64]
 _Hull = tuple[Shape, Shape]

@@ -10,8 +10,8 @@ import xxhash
 
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.copies import CopySum
-from megatron_flashckpt.layout.cost import RankCost
-from megatron_flashckpt.layout.plan import Placement, TemplateItem
+from megatron_flashckpt.layout.save_cost import RankCost
+from megatron_flashckpt.layout.template import Placement, TemplateItem
 
 _DIGEST_NBYTES = 8
 

@@ -19,9 +19,9 @@ import msgspec
 import xxhash
 
 from megatron_flashckpt.errors import LayoutError
-from megatron_flashckpt.layout.cost import PlanOrigin
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece, Shape
+from megatron_flashckpt.layout.save_cost import PlanOrigin
 
 
 class TemplateItem(msgspec.Struct, frozen=True, array_like=True, gc=False):

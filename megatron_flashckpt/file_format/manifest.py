@@ -14,23 +14,18 @@ import xxhash
 
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
-from megatron_flashckpt.layout.copies import compared
-from megatron_flashckpt.layout.cost import SaveCost, combine
-from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
-from megatron_flashckpt.layout.names import is_shard_name
-from megatron_flashckpt.layout.plan import (
-    Placement,
-    Template,
-    TemplateItem,
-    placement_length,
-)
-from megatron_flashckpt.layout.records import (
+from megatron_flashckpt.file_format.commit_record import (
     KNOWN_ITEMS,
     CommitRecord,
     Coordinates,
     decode_items,
 )
-from megatron_flashckpt.layout.shard_file import refuse_newer
+from megatron_flashckpt.file_format.file_names import is_shard_name
+from megatron_flashckpt.file_format.shard_file import refuse_newer
+from megatron_flashckpt.layout.copies import compared
+from megatron_flashckpt.layout.dtypes import ITEMSIZE, itemsize
+from megatron_flashckpt.layout.save_cost import SaveCost, combine
+from megatron_flashckpt.layout.template import Placement, Template, TemplateItem, placement_length
 
 _T = TypeVar("_T")
 

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from megatron_flashckpt.layout.columns import LIMIT
 from megatron_flashckpt.layout.piece import Piece, Shape
-from megatron_flashckpt.layout.plan import Source, TemplateItem, piece_of, placement_length
 from megatron_flashckpt.layout.reshard import Run
+from megatron_flashckpt.layout.stored_index import LIMIT
+from megatron_flashckpt.layout.template import Source, TemplateItem, piece_of, placement_length
 
 # No named tuple: to make one of these for each of 20,000 items takes twice the time.
 Tensors = Mapping[tuple[str, str, str, Shape], int]
