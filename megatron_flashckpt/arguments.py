@@ -58,8 +58,8 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
     Raises:
         FlashCkptError: as `load_args_from_checkpoint`.
     """
+    from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
     from megatron_flashckpt.megatron_lm import plain, side_state
-    from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 
     storage = PatientStorage(PosixStorage(root))
     refused: FlashCkptError | None = None
@@ -80,7 +80,7 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
 
 def _candidates(storage: Storage, step: int | None) -> Iterator[int]:
     """Yield the iterations to try: the one that is named, then older ones if they may be used."""
-    from megatron_flashckpt import inspection
+    from megatron_flashckpt.catalog import listing
     from megatron_flashckpt.recovery import named_in
     from megatron_flashckpt.session import session
 
@@ -89,6 +89,6 @@ def _candidates(storage: Storage, step: int | None) -> Iterator[int]:
         return
     yield named
     if session.config.damaged == "fall_back" and not step:
-        for iteration in reversed(inspection.committed_iterations(storage)):
+        for iteration in reversed(listing.committed_iterations(storage)):
             if iteration < named:
                 yield iteration

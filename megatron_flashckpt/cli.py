@@ -17,10 +17,12 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt import __version__, inspection, report
+from megatron_flashckpt import __version__, report
 from megatron_flashckpt.agent import claim, foreground
-from megatron_flashckpt.agent.retention import retire, superfluous
 from megatron_flashckpt.agent.takeover import is_live
+from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.retention import retire, superfluous
+from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import (
     add_row,
@@ -42,7 +44,6 @@ from megatron_flashckpt.errors import (
 )
 from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.planning import command as plan
-from megatron_flashckpt.verification import nbytes_to_read, verify
 
 _PIPE_COLUMNS = 4096
 
@@ -145,9 +146,9 @@ def _iteration(text: str) -> int:
 
 
 def _ls(args: argparse.Namespace, out: Console) -> int:
-    storage = inspection.save_directory(args.directory)
-    found = inspection.checkpoints(storage)
-    tracker, tracked = inspection.tracker(storage), inspection.tracked_iteration(storage)
+    storage = listing.save_directory(args.directory)
+    found = listing.checkpoints(storage)
+    tracker, tracked = listing.tracker(storage), listing.tracked_iteration(storage)
     named = tracker if tracked is None else iteration_dir(tracked)
     kept_by = report.kept_by(storage, tracked)
     if found:
@@ -181,11 +182,11 @@ def _ls(args: argparse.Namespace, out: Console) -> int:
 
 
 def _inspect(args: argparse.Namespace, out: Console) -> int:
-    storage = inspection.save_directory(args.directory)
+    storage = listing.save_directory(args.directory)
     iteration = args.iteration
     if iteration is None:
-        iteration = inspection.chosen_iteration(storage)
-    summary = inspection.summary(inspection.open_checkpoint(storage, iteration))
+        iteration = listing.chosen_iteration(storage)
+    summary = listing.summary(listing.open_checkpoint(storage, iteration))
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(summary), indent=2))
         return 0
@@ -221,18 +222,18 @@ def _inspect(args: argparse.Namespace, out: Console) -> int:
 
 
 def _verify(args: argparse.Namespace, out: Console) -> int:
-    storage = inspection.save_directory(args.directory)
+    storage = listing.save_directory(args.directory)
     if args.all:
-        iterations = inspection.loadable_iterations(storage)
+        iterations = listing.loadable_iterations(storage)
     elif args.iteration is not None:
         iterations = [args.iteration]
     else:
-        iterations = [inspection.chosen_iteration(storage)]
+        iterations = [listing.chosen_iteration(storage)]
     intact = True
     for iteration in iterations:
         name = iteration_dir(iteration)
         try:
-            stored = inspection.open_checkpoint(storage, iteration)
+            stored = listing.open_checkpoint(storage, iteration)
         except FlashCkptError as error:
             # Of a checkpoint that was asked for by number, absence is no damage but a mistake.
             if isinstance(error, NotCommittedError) and not args.all:
@@ -255,7 +256,7 @@ def _verify(args: argparse.Namespace, out: Console) -> int:
 
 
 def _prune(args: argparse.Namespace, out: Console) -> int:
-    storage, rules = inspection.save_directory(args.directory), load_config().retention
+    storage, rules = listing.save_directory(args.directory), load_config().retention
     if rules == Retention():
         raise ConfigError(
             "'retention' has no rule, so every checkpoint is kept; set one in the file that "
@@ -263,7 +264,7 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
         )
     which: dict[str, Any] = {
         "retain_interval": None,
-        "tracked": inspection.tracked_iteration(storage),
+        "tracked": listing.tracked_iteration(storage),
         "previous": None,
     }
     if not args.dry_run and (writer := is_live(storage)) is not None:

@@ -69,10 +69,13 @@ POINTS = {
     # The agent, tidying up after a commit. Its trainers may have been told.
     "leftover.file": ("agent.leftovers", "one more file that is of no checkpoint is removed"),
     "commit.tidy": ("agent.tidying", "only the checkpoint is left in its directory"),
-    "retain.chosen": ("agent.retention", "an older checkpoint is to be deleted; it is whole"),
-    "retain.hidden": ("agent.retention", "its manifest is beside the tracker; its files are there"),
-    "retain.file": ("agent.retention", "one more of its files is deleted"),
-    "retain.deleted": ("agent.retention", "its directory is gone; the moved manifest is not"),
+    "retain.chosen": ("catalog.retention", "an older checkpoint is to be deleted; it is whole"),
+    "retain.hidden": (
+        "catalog.retention",
+        "its manifest is beside the tracker; its files are there",
+    ),
+    "retain.file": ("catalog.retention", "one more of its files is deleted"),
+    "retain.deleted": ("catalog.retention", "its directory is gone; the moved manifest is not"),
     "commit.done": ("agent.tidying", "all is as it should be in storage"),
     # Agents with `redundancy`: of the node that sends a checkpoint, and of the one that holds it.
     "send.labelled": ("agent.peers.redundancy", "its digests are known; no holder knows of it"),

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.failpoints import reach
@@ -35,7 +36,6 @@ from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.collector import held_off
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.collectives import exchange_blobs, from_first, gathered, together
 from megatron_flashckpt.restore.exchange import buffers_nbytes, exchange
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads, read_all

@@ -14,14 +14,14 @@ import queue
 import msgspec
 
 from megatron_flashckpt.agent.client import AgentClient
-from megatron_flashckpt.agent.history import PastSave, told_of
 from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.catalog.history import PastSave, told_of
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
 from megatron_flashckpt.node_link import NodeLink
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import OpenTraces, Recorder
 

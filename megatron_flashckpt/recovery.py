@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from megatron_flashckpt import foreign, inspection
+from megatron_flashckpt.catalog import foreign, listing
+from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -28,7 +29,6 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.file_format.manifest import decode_facts
 from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.restore.checkpoint import read_manifest
 from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.storage.base import Storage
 
@@ -62,7 +62,7 @@ def named_in(storage: Storage, step: int | None) -> Named:
     if step is not None:
         return _unless_others(storage, step)
     try:
-        text = inspection.tracker(storage)
+        text = listing.tracker(storage)
     except StorageError as error:
         if not is_damage(error):
             raise
@@ -75,7 +75,7 @@ def named_in(storage: Storage, step: int | None) -> Named:
         if ahead is None:
             _warn_of_nameless(storage, text)
         return Named(ahead)
-    iteration = inspection.iteration_in(text)
+    iteration = listing.iteration_in(text)
     if iteration is None:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")
@@ -123,7 +123,7 @@ def _cut_short(storage: Storage, tracked: int) -> int | None:
 
 
 def _newest_named(storage: Storage, problem: str) -> Named:
-    committed = inspection.committed_iterations(storage)
+    committed = listing.committed_iterations(storage)
     return Named(committed[-1], problem) if committed else Named(None)
 
 
@@ -143,7 +143,7 @@ def _unless_others(storage: Storage, iteration: int) -> Named:
 
 def _warn_of_nameless(storage: Storage, tracker: str | None) -> None:
     """Nobody removes a tracker by mistake; but a job that starts anew should say what it leaves."""
-    committed = [] if tracker == _RELEASE else inspection.committed_iterations(storage)
+    committed = [] if tracker == _RELEASE else listing.committed_iterations(storage)
     if committed:
         logger.warning(
             "%s: has no %s, so none of its checkpoints is loaded; to go on from the newest, write "
@@ -273,7 +273,7 @@ class Candidates:
             tried = self._tried_in_storage()
             left = [
                 iteration
-                for iteration in inspection.committed_iterations(self._storage)
+                for iteration in listing.committed_iterations(self._storage)
                 if iteration not in tried
             ]
             older = [iteration for iteration in left if gone or iteration < min(tried)]

@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt import inspection
-from megatron_flashckpt.agent import history
-from megatron_flashckpt.agent.retention import committed, survey, why_kept
+from megatron_flashckpt.catalog import history, listing
+from megatron_flashckpt.catalog.retention import committed, survey, why_kept
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.console import add_row, human_size, human_time, new_table, say
 from megatron_flashckpt.errors import FlashCkptError, for_listing
@@ -65,7 +64,7 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
     stored = {commit.save_id: commit for commit in commits}
     # A later line about a save is by an agent that took over from the one that wrote the earlier.
     past = {save.save_id: save for save in history.read(storage) if save.save_id not in stored}
-    here = {one.iteration: one for one in inspection.checkpoints(storage)}
+    here = {one.iteration: one for one in listing.checkpoints(storage)}
     found = []
     for commit in stored.values():
         one = here.get(commit.iteration)
@@ -73,7 +72,7 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
             Row(
                 iteration=commit.iteration,
                 save_id=commit.save_id,
-                state=inspection.COMMITTED if one is None else one.state,
+                state=listing.COMMITTED if one is None else one.state,
                 ended_at=commit.committed_at,
                 cost=commit.cost,
                 gb_per_s=_speed(commit.cost),
@@ -103,7 +102,7 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
         Row(
             iteration=iteration,
             save_id=None,
-            state=inspection.UNREADABLE,
+            state=listing.UNREADABLE,
             ended_at=None,
             remark=for_listing(str(error)),
         )
@@ -114,7 +113,7 @@ def rows(storage: Storage, reasons: dict[int, list[str]]) -> list[Row]:
 
 
 def _what_became_of(
-    save: history.PastSave, one: inspection.Found | None, storage: Storage
+    save: history.PastSave, one: listing.Found | None, storage: Storage
 ) -> tuple[str, str]:
     """Return state and remark of a save that was committed and of which no manifest tells.
 
@@ -123,9 +122,9 @@ def _what_became_of(
     """
     if one is None:
         return REMOVED, ""
-    if one.state in (inspection.COMMITTED, inspection.DAMAGED):
+    if one.state in (listing.COMMITTED, listing.DAMAGED):
         return REPLACED, "the iteration was saved again"
-    if one.state == inspection.MEGATRON:
+    if one.state == listing.MEGATRON:
         return REPLACED, f"{one.directory} is in Megatron's own format '{one.remark}'"
     try:
         left = storage.list(one.directory)
@@ -162,8 +161,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace, out: Console) -> int:
     """Print the report, and draw it if asked for."""
-    storage = inspection.save_directory(args.directory)
-    reasons = kept_by(storage, inspection.tracked_iteration(storage))
+    storage = listing.save_directory(args.directory)
+    reasons = kept_by(storage, listing.tracked_iteration(storage))
     found = rows(storage, reasons or {})
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(found), indent=2))
@@ -185,12 +184,12 @@ def _print(found: list[Row], out: Console, *, with_rules: bool) -> None:
     for row in found:
         cells = [str(row.iteration), row.state, _clock(row.ended_at), *_cells(row)]
         if with_rules:
-            nothing = "nothing" if row.state == inspection.COMMITTED else ""
+            nothing = "nothing" if row.state == listing.COMMITTED else ""
             cells.append(", ".join(row.kept_by) or nothing)
         add_row(table, out, *cells, row.error or row.remark)
     out.print(table)
     failed = f"{sum(row.state == FAILED for row in found)} failed"
-    wrong = sum(row.state in (inspection.DAMAGED, inspection.UNREADABLE) for row in found)
+    wrong = sum(row.state in (listing.DAMAGED, listing.UNREADABLE) for row in found)
     damaged = f", {wrong} damaged or unreadable" if wrong else ""
     costs = sorted(row.cost.blocked_s for row in found if row.cost is not None)
     median = f", median blocked {human_time(costs[len(costs) // 2])}" if costs else ""

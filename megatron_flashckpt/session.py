@@ -18,10 +18,10 @@ from typing import Any
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.catalog.listing import tracked_iteration
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
-from megatron_flashckpt.inspection import tracked_iteration
 from megatron_flashckpt.loop_timer import LoopTimer
 from megatron_flashckpt.megatron_lm import around
 from megatron_flashckpt.megatron_lm.stock import checkpointing

@@ -25,12 +25,12 @@ from synthetic import SAVE_ID, Model, World
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -226,7 +226,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "agent.history",
+        "catalog.history",
         (
             "append",
             "storage.put(HISTORY, text, durable='contents')",
@@ -295,7 +295,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "agent.retention",
+        "catalog.retention",
         (
             "_hide",
             "storage.move(manifest, file_names.removal_name(iteration, save_id))",

@@ -33,12 +33,13 @@ LAYERS = (
     {"file_format"},
     {"tracing"},
     {"memory"},
+    {"catalog"},
     {"agent", "restore", "megatron_lm"},
     {"joining"},
-    {"node_link", "node_memory", "probe", "scalars", "loop_timer", "foreign"},
+    {"node_link", "node_memory", "probe", "scalars", "loop_timer"},
     {"peering", "outstanding", "run_id", "save_reports", "save_request", "shared_templates"},
     {"claiming"},
-    {"checkpointer", "inspection", "verification"},
+    {"checkpointer"},
     {"convert", "planning", "report"},
     {"session", "saved_job", "held_slot", "in_memory"},
     {"load_plan", "cli"},
@@ -67,12 +68,12 @@ TORCH_FREE = (
     "storage",
     "file_format",
     "tracing",
+    "catalog",
     "agent",
 )
 TORCH_FREE += ("planning", "memory.slot", "memory.slab")
 #: Not when they start; a command that needs torch may import it when it runs.
-TORCH_FREE_AT_START = ("cli", "console", "convert.command", "inspection", "report")
-TORCH_FREE_AT_START += ("verification",)
+TORCH_FREE_AT_START = ("cli", "console", "convert.command", "report")
 #: All others get what they need to know of Megatron from these.
 KNOW_MEGATRON = {
     "megatron_lm",

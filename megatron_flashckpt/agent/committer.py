@@ -10,12 +10,12 @@ import time
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit import forget, outcome_of, tell_again
-from megatron_flashckpt.agent.history import PastSave, append
 from megatron_flashckpt.agent.leftovers import Sweeper
-from megatron_flashckpt.agent.manifests import KnownManifests
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.agent.tidying import Tidier, tidy
+from megatron_flashckpt.catalog.history import PastSave, append
+from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 

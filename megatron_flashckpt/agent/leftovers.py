@@ -17,7 +17,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from megatron_flashckpt.agent.manifests import KnownManifests
+from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names

@@ -6,8 +6,8 @@ import dataclasses
 
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence
-from megatron_flashckpt.agent.history import PastSave
-from megatron_flashckpt.agent.manifests import KnownManifests
+from megatron_flashckpt.catalog.history import PastSave
+from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.memory.slot import SlotMeta

@@ -15,7 +15,6 @@ from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit import forget, is_persisted, leave_note
 from megatron_flashckpt.agent.committer import Committer
 from megatron_flashckpt.agent.flow import give_way
-from megatron_flashckpt.agent.history import told_of
 from megatron_flashckpt.agent.node import Node, Trainer
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import (
@@ -27,6 +26,7 @@ from megatron_flashckpt.agent.persist import (
 )
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
+from megatron_flashckpt.catalog.history import told_of
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.failpoints import reach

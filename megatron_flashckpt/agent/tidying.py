@@ -15,7 +15,7 @@ from collections.abc import Callable
 from megatron_flashckpt.agent.commit import tracked_iteration
 from megatron_flashckpt.agent.leftovers import Leftovers, beside
 from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.retention import finish, hide
+from megatron_flashckpt.catalog.retention import finish, hide
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_flashckpt import foreign, inspection
+from megatron_flashckpt.catalog import foreign, listing
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.destination import RELEASE
 from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
@@ -200,7 +200,7 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
             f"{root}: is one checkpoint; give the directory that holds it: "
             f"{root.absolute().parent} --iteration {own}"
         )
-    text = inspection.tracker(PosixStorage(root))
+    text = listing.tracker(PosixStorage(root))
     if text is None:
         raise NotCommittedError(
             f"{tracker}: does not exist, so nothing says which iteration to convert; give the "
@@ -208,7 +208,7 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
         )
     if text == RELEASE:
         return root / RELEASE, 0
-    number = inspection.iteration_in(text)
+    number = listing.iteration_in(text)
     if number is None:
         raise ConfigError(f"{tracker}: {text!r} is no iteration; choose one with --iteration N")
     return _directory(root, number)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region, rounded
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.file_format.commit_record import Coordinates
@@ -23,7 +24,6 @@ from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, torch_dtype
 from megatron_flashckpt.megatron_lm.hyper_parameters import merge, without_held
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.base import Storage
 
 #: Headers of shard files that are kept.

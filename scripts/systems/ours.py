@@ -26,6 +26,7 @@ from workload import State
 
 from megatron_flashckpt import held_slot
 from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.catalog import stored_checkpoint
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.shard_file import new_chunk_digest
@@ -36,7 +37,6 @@ from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.expectation import expect
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.restore import checkpoint
 from megatron_flashckpt.storage.posix import PosixStorage
 from systems.base import COMMON, System
 
@@ -201,7 +201,7 @@ class Ours(System):
         with (
             mock.patch.object(os, "preadv", timed("copied", os.preadv)),
             mock.patch.object(held_slot, "new_chunk_digest", TimedDigest),
-            mock.patch.object(checkpoint, "new_chunk_digest", TimedDigest),
+            mock.patch.object(stored_checkpoint, "new_chunk_digest", TimedDigest),
         ):
             yield took
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_flashckpt import run_id
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentRefusedError, UnsupportedError
@@ -22,7 +23,6 @@ from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save_reports import SaveReports
 from megatron_flashckpt.session import Session, _Open
-from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
 from tests.agent.trainer import eventually, held_back

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from megatron_flashckpt import node_link
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slot import SlotState
-from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
 from tests.agent.test_persist import stored

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_flashckpt.agent import history
-from megatron_flashckpt.agent.history import PastSave
+from megatron_flashckpt.catalog import history
+from megatron_flashckpt.catalog.history import PastSave
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost, combine
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.trainer import new_save_id

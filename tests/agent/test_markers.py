@@ -14,13 +14,13 @@ from megatron_flashckpt.agent import commit as commit_module
 from megatron_flashckpt.agent import presence, record_files
 from megatron_flashckpt.agent.commit import commit, forget, outcome_of
 from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.retention import retire
 from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.catalog.retention import retire
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.persisting import persisted
 from tests.agent.test_faulty_storage import agent_here

@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import header_nbytes
-from megatron_flashckpt.verification import verify
 from tests.agent.test_persist import stored
 
 LARGE = 2**16

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt import report_metric
-from megatron_flashckpt.agent.retention import committed, retire, superfluous, why_kept
+from megatron_flashckpt.catalog.retention import committed, retire, superfluous, why_kept
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt import inspection
+from megatron_flashckpt.catalog import listing
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import content, eventually
@@ -82,7 +82,7 @@ def test_a_copy_that_is_taken_while_saves_go_on_has_no_checkpoint_by_halves(
     finally:
         stop.set()
         training.join()
-    found = inspection.committed_iterations(PosixStorage(tmp_path / "copy"))
+    found = listing.committed_iterations(PosixStorage(tmp_path / "copy"))
     assert found[:2] == [1, 2]
     for iteration in found:
         checkpoint = stored(tmp_path / "copy", iteration)

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import committer as committer_module
-from megatron_flashckpt.agent import retention as retention_module
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.commit import commit, outcome_of
 from megatron_flashckpt.agent.fence import Fence
-from megatron_flashckpt.agent.manifests import KnownManifests
-from megatron_flashckpt.agent.retention import finish, retire, survey
 from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.catalog import retention as retention_module
+from megatron_flashckpt.catalog.manifest_facts import KnownManifests
+from megatron_flashckpt.catalog.retention import finish, retire, survey
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.agent.conftest import Node
 from tests.agent.persisting import persisted
 from tests.agent.test_commit import iterations_in

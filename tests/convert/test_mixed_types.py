@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.convert.options import Options
@@ -18,9 +20,7 @@ from megatron_flashckpt.convert.to_legacy import write_legacy
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import UNUSED
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.convert.made import held, save_as_ranks
 from tests.convert.rebuilt import ITERATION, arguments, contents
 from tests.restore.made import snapshot

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
 from megatron_flashckpt.convert.to_ours import write_ours
 from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import TRACKER
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
 from tests.megatron.jobs import same
 from tests.restore.made import snapshot

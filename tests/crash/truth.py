@@ -7,6 +7,8 @@ import os
 import re
 from pathlib import Path
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.file_format.file_names import (
     CLAIM,
@@ -19,9 +21,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.crash.job import CellError, eventually
 
 _OF_A_CHECKPOINT = re.compile(

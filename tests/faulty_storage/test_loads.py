@@ -22,7 +22,7 @@ LOAD = """
 import json, logging, os, sys
 from megatron_flashckpt import inspection
 from megatron_flashckpt.errors import FlashCkptError, is_damage
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage import patient
 from megatron_flashckpt.storage.posix import PosixStorage
 

@@ -25,6 +25,8 @@ import xxhash
 
 from megatron_flashckpt.agent.commit import forget, outcome_of
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.catalog.listing import open_checkpoint
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
@@ -32,13 +34,11 @@ from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.held_slot import HeldSlot
-from megatron_flashckpt.inspection import open_checkpoint
 from megatron_flashckpt.megatron_lm import plain, side_state
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
 from megatron_flashckpt.recovery import Candidates, named_in
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
 from tests.hostile.lies import FORGED, PLAIN, Scene, Tell

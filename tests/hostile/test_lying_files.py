@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt import FORMAT_VERSION
+from megatron_flashckpt.catalog.listing import open_checkpoint
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.cli import main
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -26,9 +28,7 @@ from megatron_flashckpt.errors import (
     StorageError,
     for_command,
 )
-from megatron_flashckpt.inspection import open_checkpoint
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.restore.made import Made, make, read_all, snapshot
 
 OTHER_SAVE = "ba9876543210"

@@ -26,10 +26,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.restore import replicas
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -17,9 +17,9 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.layout.template import pieces_of
 from megatron_flashckpt.megatron_lm import plain
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.trainer import eventually
 from tests.forked.job import free_port, run_forked

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.ours import open_ours
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.megatron.jobs import (
     Result,
     assemble,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import history
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog import history
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import Result, await_no_agent, run_job, succeeded
 

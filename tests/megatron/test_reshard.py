@@ -26,10 +26,10 @@ import pytest
 import torch
 import xxhash
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.planning import gpt_size
 from megatron_flashckpt.planning.command import sizes_of
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import REPO, TINY, Result, assemble, run_job, succeeded
 from tests.megatron.layouts import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.retention import committed
+from megatron_flashckpt.catalog.retention import committed
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import run_job, succeeded
 

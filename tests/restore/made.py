@@ -22,6 +22,7 @@ from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending import PendingSave
 from megatron_flashckpt.agent.persist import persist_slot
 from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.dtypes import itemsize
@@ -30,7 +31,6 @@ from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, order
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import read_all as read_stored
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -15,15 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError, NotCommittedError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import Part
 from megatron_flashckpt.restore.reader import read_all as read_stored
 from megatron_flashckpt.storage.posix import PosixStorage
-from megatron_flashckpt.verification import verify
 from tests.restore.made import (
     TP,
     WORLD,
@@ -187,7 +187,7 @@ def test_the_manifest_of_another_iteration_is_refused(made: Made) -> None:
 
 def test_reading_headers_and_bytes_does_not_import_torch() -> None:
     code = (
-        "import sys; import megatron_flashckpt.restore.reader, megatron_flashckpt.verification;"
+        "import sys; import megatron_flashckpt.restore.reader, megatron_flashckpt.catalog.verify;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import Source
 from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.stager import Stager
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage

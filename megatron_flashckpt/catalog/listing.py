@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from megatron_flashckpt import foreign
+from megatron_flashckpt.catalog import foreign
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -25,7 +26,6 @@ from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.shard_file import decode_header, header_nbytes
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.storage.posix import PosixStorage
 

@@ -6,10 +6,10 @@ import concurrent.futures
 import threading
 from collections.abc import Callable
 
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.file_format.file_names import MANIFEST
 from megatron_flashckpt.layout.completeness import incomplete
-from megatron_flashckpt.restore.checkpoint import StoredCheckpoint
 
 #: Files read at the same time: hides the latency of network storage; each holds one 4 MiB chunk.
 _THREADS = 4

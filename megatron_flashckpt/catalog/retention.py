@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
-from megatron_flashckpt.agent.manifests import KnownManifests
+from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.errors import FlashCkptError, for_listing
 from megatron_flashckpt.failpoints import reach
