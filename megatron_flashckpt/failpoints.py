@@ -42,19 +42,25 @@ POINTS = {
     "load.adopted": ("resume", "the agent knows where training goes on from"),
     # The agent, talking.
     "agent.attached": (
-        "agent.conversation",
+        "agent.request_handler",
         "a trainer's slab is the agent's too; not answered yet",
     ),
-    "agent.granted": ("agent.conversation", "a slot is emptied for a trainer; not answered yet"),
-    "agent.enqueued": ("agent.saves", "a staged slot waits to be persisted; not answered yet"),
+    "agent.granted": ("agent.request_handler", "a slot is emptied for a trainer; not answered yet"),
+    "agent.enqueued": ("agent.persister", "a staged slot waits to be persisted; not answered yet"),
     # The agent, persisting one shard.
-    "persist.created": ("agent.persist", "the shard file has its name and its space; no bytes"),
-    "persist.chunk": ("agent.persist", "one more chunk is written"),
-    "persist.chunks": ("agent.persist", "all chunks are written; the header is not"),
-    "persist.header": ("agent.persist", "the header is written; nothing is durable for certain"),
+    "persist.created": (
+        "agent.shard_writer",
+        "the shard file has its name and its space; no bytes",
+    ),
+    "persist.chunk": ("agent.shard_writer", "one more chunk is written"),
+    "persist.chunks": ("agent.shard_writer", "all chunks are written; the header is not"),
+    "persist.header": (
+        "agent.shard_writer",
+        "the header is written; nothing is durable for certain",
+    ),
     "file.synced": ("storage.posix", "the shard file's bytes are durable; its name may not be"),
-    "persist.durable": ("agent.persist", "the shard is durable; there is no commit record"),
-    "persist.record": ("agent.persist", "the commit record is there"),
+    "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
+    "persist.record": ("agent.shard_writer", "the commit record is there"),
     # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
     "put.written": ("storage.posix", "the temporary file is written; the name is not there"),
     "put.renamed": ("storage.posix", "the file has its name, which may not be durable"),
@@ -63,11 +69,11 @@ POINTS = {
     "commit.common": ("agent.commit", "the common state is there; there is no manifest"),
     "commit.manifest": ("agent.commit", "the manifest is durable; the tracker is where it was"),
     "commit.tracker": ("agent.commit", "the tracker names this checkpoint; nothing is tidied up"),
-    "save.failed": ("agent.committer", "a save failed for good; its files are there"),
+    "save.failed": ("agent.commit_thread", "a save failed for good; its files are there"),
     "forget.file": ("agent.commit", "one more file of a failed save is removed"),
-    "save.marked": ("agent.committer", "the slots are DURABLE or FAILED; no trainer was told"),
+    "save.marked": ("agent.commit_thread", "the slots are DURABLE or FAILED; no trainer was told"),
     # The agent, tidying up after a commit. Its trainers may have been told.
-    "leftover.file": ("agent.leftovers", "one more file that is of no checkpoint is removed"),
+    "leftover.file": ("agent.cleanup", "one more file that is of no checkpoint is removed"),
     "commit.tidy": ("agent.tidying", "only the checkpoint is left in its directory"),
     "retain.chosen": ("catalog.retention", "an older checkpoint is to be deleted; it is whole"),
     "retain.hidden": (

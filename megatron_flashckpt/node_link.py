@@ -19,8 +19,8 @@ from megatron_flashckpt.agent.protocol import (
     Outcomes,
     PeersOpened,
 )
-from megatron_flashckpt.agent.rendezvous import agent_directory, holder
 from megatron_flashckpt.agent.run_messages import BeginRun, whose
+from megatron_flashckpt.agent.socket_dir import agent_directory, holder
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError, StorageError
 from megatron_flashckpt.memory import cuda

@@ -22,9 +22,9 @@ from megatron.core import package_info
 
 import megatron_flashckpt
 from megatron_flashckpt import node_memory, probe
-from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.agent.save_directory import ensure
+from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import FlashCkptError, StorageError
@@ -37,7 +37,7 @@ from megatron_flashckpt.megatron_lm.features import exists, has_async_utils
 from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.memory.available import shown
+from megatron_flashckpt.memory.host_memory import shown
 from megatron_flashckpt.node_link import slab_nbytes
 from megatron_flashckpt.node_memory import Need
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together

@@ -23,8 +23,8 @@ from rich.table import Table
 from synthetic import SAVE_ID, Model, World
 
 from megatron_flashckpt.agent.commit import commit
-from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.shard_writer import write_shard
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.read_plan import read_plan

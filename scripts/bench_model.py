@@ -17,7 +17,7 @@ from bench_resources import write_raw
 from rich.console import Console
 from rich.table import Table
 
-from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.agent.shard_writer import persist_slot
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.template import PlanCache

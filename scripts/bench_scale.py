@@ -17,7 +17,7 @@ from rich.console import Console
 from synthetic import LLAMA_405B, SAVE_ID, World
 
 from megatron_flashckpt.agent.commit import outcome_of
-from megatron_flashckpt.agent.pending import PendingSave
+from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_record

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_flashckpt.agent.flow import Flow
-from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.agent.shard_writer import write_shard
+from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.config import AgentConfig, ShareOut
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES

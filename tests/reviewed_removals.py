@@ -54,7 +54,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "agent.rendezvous",
+        "agent.socket_dir",
         (
             "_entered",
             "entry.unlink()",
@@ -235,7 +235,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "agent.leftovers",
+        "agent.cleanup",
         (
             "_delete",
             "storage.delete(name)",
@@ -280,7 +280,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "agent.persist",
+        "agent.shard_writer",
         (
             "durable_shard",
             "storage.create(f'{directory}/{shard_name(meta.rank, save_id)}', nbytes)",
@@ -322,7 +322,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "agent.traces",
+        "agent.trace_files",
         (
             "Traces._prune",
             "path.unlink(missing_ok=True)",

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import get_args
 
 from megatron_flashckpt import failpoints
-from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.server import Agent
+from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 from megatron_flashckpt.storage.direct_io import DirectMode
 

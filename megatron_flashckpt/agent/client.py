@@ -21,7 +21,6 @@ from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED, why_not_started
-from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, agent_directory, holder
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
     BeginRun,
@@ -32,6 +31,7 @@ from megatron_flashckpt.agent.run_messages import (
 )
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import AgentSettings, settings_of
+from megatron_flashckpt.agent.socket_dir import LOCK, LOG, SOCKET, agent_directory, holder
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
 from megatron_flashckpt.layout.save_cost import RankCost

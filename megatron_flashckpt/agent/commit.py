@@ -18,15 +18,15 @@ import time
 
 import xxhash
 
+from megatron_flashckpt.agent.commit_records import check_shards, read_records, why_gone
 from megatron_flashckpt.agent.markers import (
     manifest_head,
     put_marker,
     read_marker,
     remove_markers,
 )
-from megatron_flashckpt.agent.pending import PendingSave, gave_up
+from megatron_flashckpt.agent.pending_save import PendingSave, gave_up
 from megatron_flashckpt.agent.presence import look
-from megatron_flashckpt.agent.record_files import check_shards, read_records, why_gone
 from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,

@@ -10,11 +10,11 @@ import logging
 import threading
 import time
 
-from megatron_flashckpt.agent.committer import Committer
-from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab
-from megatron_flashckpt.agent.slots import RankSlots
-from megatron_flashckpt.memory.available import shown
+from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.memory.host_memory import shown
 from megatron_flashckpt.memory.slab import Slab
 
 logger = logging.getLogger(__name__)

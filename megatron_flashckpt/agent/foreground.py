@@ -22,11 +22,11 @@ from typing import NoReturn
 from megatron_flashckpt import failpoints
 from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.node import AgentOptions
 from megatron_flashckpt.agent.reception import raise_limit
-from megatron_flashckpt.agent.rendezvous import LOG, SOCKET, agent_directory, holder
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.server import Agent
+from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory, holder
+from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError

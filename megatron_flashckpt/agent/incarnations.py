@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.rendezvous import SECOND_STARTS
+from megatron_flashckpt.agent.socket_dir import SECOND_STARTS
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ import msgspec
 
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Claim
-from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.incarnations import process_with
-from megatron_flashckpt.agent.node import Node
+from megatron_flashckpt.agent.state import Node
 from megatron_flashckpt.errors import FlashCkptError, OvertakenError
 
 logger = logging.getLogger(__name__)

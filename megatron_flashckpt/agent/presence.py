@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from megatron_flashckpt.agent.pending import PendingSave
+from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.file_format import file_names
 
 #: Seconds per rank of the job before a node that does not commit lists the directory at all, and

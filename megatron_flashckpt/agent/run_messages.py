@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from megatron_flashckpt.agent.settings import AgentSettings
-from megatron_flashckpt.memory.available import shown
+from megatron_flashckpt.memory.host_memory import shown
 
 #: Ranks that a message lists at most.
 _SHOWN = 8

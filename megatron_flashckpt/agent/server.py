@@ -9,15 +9,15 @@ from __future__ import annotations
 import logging
 import time
 
-from megatron_flashckpt.agent.committer import Committer
-from megatron_flashckpt.agent.conversation import Conversations
+from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.keeper import ClaimKeeper
-from megatron_flashckpt.agent.node import AgentOptions, Node
-from megatron_flashckpt.agent.pending import awaited_by
+from megatron_flashckpt.agent.pending_save import awaited_by
+from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import Reception, Strangers
-from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent.request_handler import Conversations
+from megatron_flashckpt.agent.state import AgentOptions, Node
 from megatron_flashckpt.agent.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)

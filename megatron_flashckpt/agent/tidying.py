@@ -12,9 +12,9 @@ import queue
 import threading
 from collections.abc import Callable
 
+from megatron_flashckpt.agent.cleanup import Leftovers, beside
 from megatron_flashckpt.agent.commit import tracked_iteration
-from megatron_flashckpt.agent.leftovers import Leftovers, beside
-from megatron_flashckpt.agent.pending import PendingSave
+from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.retention import finish, hide
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach

@@ -14,8 +14,8 @@ import socket
 import time
 from pathlib import Path
 
-from megatron_flashckpt.agent import rendezvous
-from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SECOND_STARTS, SOCKET
+from megatron_flashckpt.agent import socket_dir
+from megatron_flashckpt.agent.socket_dir import LOCK, LOG, SECOND_STARTS, SOCKET
 from megatron_flashckpt.errors import AgentError
 
 logger = logging.getLogger(__name__)
@@ -105,12 +105,12 @@ class Upkeep:
         whole = self._has(LOCK, os.fstat(self._lock)) and self._has(SOCKET, self._socket)
         if not whole or now - self._found_at > _FIND_S:
             self._found_at = now
-            directory = rendezvous.directory_of(
+            directory = socket_dir.directory_of(
                 self.directory.name, self._runtime_dir, parents=False
             )
             whole = whole and directory == self.directory
             if not self._runtime_dir:
-                _touch(*rendezvous.shared_paths(directory.name))
+                _touch(*socket_dir.shared_paths(directory.name))
             if directory != self.directory or not self._has(LOCK, os.fstat(self._lock)):
                 lock = _locked(directory)
                 os.close(self._lock)
@@ -152,7 +152,7 @@ class Upkeep:
             if not keep_log:
                 (self.directory / LOG).unlink(missing_ok=True)
                 (self.directory / LOCK).unlink(missing_ok=True)
-                rendezvous.leave(self.directory, self._runtime_dir)
+                socket_dir.leave(self.directory, self._runtime_dir)
         os.close(self._lock)
 
 

@@ -13,7 +13,7 @@ import os
 
 from megatron_flashckpt import forks
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, StorageError
-from megatron_flashckpt.memory.available import available_nbytes, process_limits, shown
+from megatron_flashckpt.memory.host_memory import available_nbytes, process_limits, shown
 from megatron_flashckpt.memory.mapping import (
     allocate,
     create_memory,

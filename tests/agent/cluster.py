@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.socket_dir import LOG
 from tests.agent.conftest import Node
 from tests.agent.trainer import FakeTrainer, eventually, is_alive, new_save_id
 

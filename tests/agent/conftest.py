@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent.rendezvous import agent_directory
 from megatron_flashckpt.agent.save_directory import ensure
+from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.config import Config
 from tests.agent.trainer import (
     FakeTrainer,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.shard_writer import persist_slot
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slab import Slab

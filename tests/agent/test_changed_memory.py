@@ -13,14 +13,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent.committer import Committer
-from megatron_flashckpt.agent.node import AgentOptions, Trainer
-from megatron_flashckpt.agent.node import Node as AgentNode
+from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.protocol import Offer
-from megatron_flashckpt.agent.rendezvous import LOG
-from megatron_flashckpt.agent.saves import Saves
 from megatron_flashckpt.agent.settings import settings_of
-from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.socket_dir import LOG
+from megatron_flashckpt.agent.state import AgentOptions, Trainer
+from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names

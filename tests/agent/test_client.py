@@ -14,7 +14,7 @@ import pytest
 
 from megatron_flashckpt.agent import protocol
 from megatron_flashckpt.agent.client import AgentClient, connect
-from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
+from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt import node_memory, starting
-from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, whose
+from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory import slab
-from megatron_flashckpt.memory.available import Limit
+from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.node_link import NodeLink, slab_nbytes
 from megatron_flashckpt.node_memory import Need
 from tests.agent.conftest import Node

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent import saves as saves_module
-from megatron_flashckpt.agent.committer import Committer
-from megatron_flashckpt.agent.node import AgentOptions, Node, Trainer
-from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent import persister as saves_module
+from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.settings import settings_of
-from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.state import AgentOptions, Node, Trainer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState

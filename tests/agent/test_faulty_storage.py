@@ -17,10 +17,10 @@ from unittest import mock
 
 import pytest
 
-from megatron_flashckpt.agent import commit, saves
-from megatron_flashckpt.agent.node import AgentOptions
-from megatron_flashckpt.agent.saves import Saves
+from megatron_flashckpt.agent import commit, persister
+from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.server import Agent
+from megatron_flashckpt.agent.state import AgentOptions
 from megatron_flashckpt.agent.upkeep import Upkeep
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
@@ -108,7 +108,7 @@ def test_an_io_error_anywhere_fails_the_save_on_every_rank_and_leaves_nothing_of
 ) -> None:
     monkeypatch.setattr(commit, "_TROUBLE_S", 0.5)
     monkeypatch.setattr(commit, "_NOTE_RETRIES_S", ())
-    monkeypatch.setattr(saves, "_WRITE_RETRIES_S", (0.01, 0.01))
+    monkeypatch.setattr(persister, "_WRITE_RETRIES_S", (0.01, 0.01))
     with agent_here(node, root):
         trainers = [node.trainer(root, rank, 2) for rank in range(2)]
         assert save_all(trainers, 1) == [None, None]
@@ -202,7 +202,7 @@ def test_an_agent_that_is_told_to_end_digests_nothing_more(
     node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Digests of what dead trainers left serve a restart, and that memory is about to go."""
-    monkeypatch.setattr(saves, "_WRITE_RETRIES_S", ())
+    monkeypatch.setattr(persister, "_WRITE_RETRIES_S", ())
     digested = threading.Event()
     began: list[int] = []
 
@@ -211,7 +211,7 @@ def test_an_agent_that_is_told_to_end_digests_nothing_more(
         digested.wait(PATIENCE_S)
         return ()
 
-    monkeypatch.setattr(saves, "digest_slot", slow_digest)
+    monkeypatch.setattr(persister, "digest_slot", slow_digest)
     faults.fail("open")
     try:
         with agent_here(node, root, persist_on_leave=False):
@@ -228,7 +228,7 @@ def test_an_agent_that_is_told_to_end_digests_nothing_more(
 def test_an_agent_whose_note_of_a_failure_hangs_can_be_ended(
     node: Node, root: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saves, "_END_S", 0.2)
+    monkeypatch.setattr(persister, "_END_S", 0.2)
     with agent_here(node, root):  # which asserts the agent's end
         trainer = node.trainer(root)
         assert trainer.save(1).error is None

@@ -16,7 +16,7 @@ import pytest
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import ENDED, IDLE, TRAINING, Claim, RunKey
 from megatron_flashckpt.agent.fence import Fence, FencedStorage
-from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import CorruptCheckpointError, OvertakenError
 from megatron_flashckpt.failpoints import VARIABLE

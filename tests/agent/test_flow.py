@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt.agent.flow import Flow, Pace
-from megatron_flashckpt.agent.persist import persist_slot
-from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.shard_writer import persist_slot
+from megatron_flashckpt.agent.socket_dir import LOG
+from megatron_flashckpt.agent.write_limits import Flow, Pace
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState

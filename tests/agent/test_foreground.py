@@ -17,7 +17,7 @@ import pytest
 from megatron_flashckpt import joining
 from megatron_flashckpt.agent.claim import INTERVAL_S
 from megatron_flashckpt.agent.life import AgentFacts, Life, life_of
-from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
+from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.node_link import NodeLink
 from tests.agent.conftest import Node

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import committer
+from megatron_flashckpt.agent import commit_thread
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -65,8 +65,8 @@ class Stuck(PosixStorage):
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
-    monkeypatch.setattr("megatron_flashckpt.agent.node.PosixStorage", Stuck)
-    monkeypatch.setattr(committer, "_HUNG_S", 0.1)
+    monkeypatch.setattr("megatron_flashckpt.agent.state.PosixStorage", Stuck)
+    monkeypatch.setattr(commit_thread, "_HUNG_S", 0.1)
     for event in (Stuck.back, Stuck.removing, Stuck.sized):
         event.clear()
     yield Stuck

@@ -133,7 +133,7 @@ def test_no_save_is_durable_before_its_last_shard_is() -> None:
 
 
 def test_settings_are_those_that_the_agent_gets() -> None:
-    from megatron_flashckpt.agent.node import AgentOptions
+    from megatron_flashckpt.agent.state import AgentOptions
 
     named = set(AgentOptions.__struct_fields__)
     assert {"history", "trace_directory", "trace_keep"} <= named

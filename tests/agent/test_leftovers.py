@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import leftovers
-from megatron_flashckpt.agent.leftovers import Sweeper
+from megatron_flashckpt.agent import cleanup
+from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import temporary_name
@@ -169,7 +169,7 @@ def test_a_directory_that_is_made_again_is_looked_into_again(node: Node, root: P
 def test_what_a_slow_look_has_found_is_removed_after_a_later_commit(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leftovers, "_LOOK_S", 0.01)
+    monkeypatch.setattr(cleanup, "_LOOK_S", 0.01)
     assert node.trainer(root).save(5).error is None
     eventually("tidiness", lambda: not list(root.rglob("*.commit")))
     (orphan,) = plant(root, 5, file_names.shard_name(7, "aaaaaaaaaaaa"))

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent import commit as commit_module
-from megatron_flashckpt.agent import presence, record_files
+from megatron_flashckpt.agent import commit_records, presence
 from megatron_flashckpt.agent.commit import commit, forget, outcome_of
-from megatron_flashckpt.agent.pending import PendingSave
+from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.catalog.retention import retire
 from megatron_flashckpt.catalog.verify import verify
@@ -204,7 +204,7 @@ def test_records_that_were_tidied_up_are_not_missed_by_a_node_that_awaits_the_ma
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Storage has refused the marker, and the job keeps no history."""
-    monkeypatch.setattr(record_files, "_GONE_S", 0.0)
+    monkeypatch.setattr(commit_records, "_GONE_S", 0.0)
     monkeypatch.setattr(presence, "_FIRST_S", 0.0)  # it lists the directory at once
     saves = pair(root, A)
     commit(saves[0])
@@ -258,7 +258,7 @@ def test_an_agent_that_waits_reads_no_manifest(
         def present(self, directory: str, names: Iterable[str]) -> set[str]:
             return super().present(directory, names)
 
-    monkeypatch.setattr("megatron_flashckpt.agent.node.PosixStorage", Noting)
+    monkeypatch.setattr("megatron_flashckpt.agent.state.PosixStorage", Noting)
     first = node.trainer(root, 0, 2)
     with agent_here(other_node, root):
         second = other_node.trainer(root, 1, 2)

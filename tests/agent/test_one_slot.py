@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import rendezvous
-from megatron_flashckpt.agent.rendezvous import SOCKET, agent_directory, holder
+from megatron_flashckpt.agent import socket_dir
+from megatron_flashckpt.agent.socket_dir import SOCKET, agent_directory, holder
 from megatron_flashckpt.config import AgentConfig, Config
 from tests.agent.test_rendezvous import NOBODY, as_root, run_as_nobody
 from tests.agent.trainer import FakeTrainer, eventually, is_alive
@@ -28,7 +28,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path.chmod(0o755)
     (path / "tmp").mkdir()
     (path / "tmp").chmod(0o1777)
-    monkeypatch.setattr(rendezvous, "_TEMPORARY", path / "tmp")
+    monkeypatch.setattr(socket_dir, "_TEMPORARY", path / "tmp")
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     yield path
     shutil.rmtree(path)
@@ -216,11 +216,11 @@ def test_a_lock_that_somebody_keeps_is_waited_for_and_then_done_without(
             fcntl.flock(fd, fcntl.LOCK_UN)
 
     with monkeypatch.context() as patched:
-        patched.setattr(rendezvous.time, "sleep", sleep)
+        patched.setattr(socket_dir.time, "sleep", sleep)
         assert found().parent == others[0]
     shutil.rmtree(others[0])
     fcntl.flock(fd, fcntl.LOCK_EX)
-    monkeypatch.setattr(rendezvous, "_LOCK_S", 0.05)
+    monkeypatch.setattr(socket_dir, "_LOCK_S", 0.05)
     assert found().parent.parent == usual.parent
     os.close(fd)
 
@@ -228,14 +228,14 @@ def test_a_lock_that_somebody_keeps_is_waited_for_and_then_done_without(
 def test_a_link_that_another_process_makes_at_that_moment_is_followed(
     machine: Path, session: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entered, looks = rendezvous._entered, []
+    entered, looks = socket_dir._entered, []
 
     def look(entry: Path) -> Path | None:
         looks.append(entry)
         return None if len(looks) == 1 else entered(entry)  # it was not there yet
 
     place = found(session)
-    monkeypatch.setattr(rendezvous, "_entered", look)
+    monkeypatch.setattr(socket_dir, "_entered", look)
     assert found() == place
     assert len(looks) == 2
 

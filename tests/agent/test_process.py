@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_flashckpt import cpu_list
 from megatron_flashckpt.agent import process
-from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.socket_dir import LOG
 from tests.agent.conftest import Node
 from tests.agent.test_foreground import Foreground, foreground
 from tests.agent.trainer import eventually

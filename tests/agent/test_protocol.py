@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.rendezvous import SOCKET
+from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotState

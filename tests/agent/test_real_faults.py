@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.error_classes import TABLE, class_of
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.reception import MOST_SILENT, Reception, Strangers
-from megatron_flashckpt.agent.rendezvous import SOCKET
+from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node

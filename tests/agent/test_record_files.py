@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.record_files import read_records
+from megatron_flashckpt.agent.commit_records import read_records
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import (

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.client import connect
-from megatron_flashckpt.agent.rendezvous import SOCKET, agent_directory, private_directory
 from megatron_flashckpt.agent.save_directory import ensure
+from megatron_flashckpt.agent.socket_dir import SOCKET, agent_directory, private_directory
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent import client as client_module
-from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.agent.save_directory import identity_of
+from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored

@@ -18,8 +18,8 @@ from megatron_flashckpt.agent.incarnations import (
     SecondStarts,
     process_of,
 )
-from megatron_flashckpt.agent.rendezvous import SECOND_STARTS
-from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.socket_dir import SECOND_STARTS
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names

@@ -14,10 +14,10 @@ import pytest
 
 from megatron_flashckpt import peering
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.node import AgentOptions
-from megatron_flashckpt.agent.node import Node as AgentNode
-from megatron_flashckpt.agent.rendezvous import LOG
 from megatron_flashckpt.agent.settings import AgentSettings, differences, settings_of
+from megatron_flashckpt.agent.socket_dir import LOG
+from megatron_flashckpt.agent.state import AgentOptions
+from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import AgentConfig, Config, Trace
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import HISTORY

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.rendezvous import LOG, SOCKET
+from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node

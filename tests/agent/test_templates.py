@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import conversation, templates
-from megatron_flashckpt.agent.templates import TemplateStore
+from megatron_flashckpt.agent import request_handler, template_store
+from megatron_flashckpt.agent.template_store import TemplateStore
 from megatron_flashckpt.memory.slot import SlotMeta, decoded_meta
 from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
@@ -50,9 +50,9 @@ def test_a_rank_that_waits_gets_the_template_when_it_is_there(store: TemplateSto
 def test_one_other_rank_computes_if_the_first_takes_too_long(
     store: TemplateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(templates, "_COMPUTING_S", 0.0)
+    monkeypatch.setattr(template_store, "_COMPUTING_S", 0.0)
     assert get(store, 0) == COMPUTE
-    monkeypatch.setattr(templates, "_COMPUTING_S", 60.0)
+    monkeypatch.setattr(template_store, "_COMPUTING_S", 60.0)
     assert [get(store, rank) for rank in (1, 2)] == [COMPUTE, WAIT]
 
 
@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_up_leaves_its_template_to_another(node: Node, root: P
     )
     asking.start()
     first.hang_up()
-    asking.join(templates._COMPUTING_S * 0.8)
+    asking.join(template_store._COMPUTING_S * 0.8)
     assert asked == [None]
 
 
@@ -80,7 +80,7 @@ def test_no_rank_waits_while_the_agent_decodes_what_another_has_staged(
         return decoded_meta(encoded, index)
 
     # By both ways to the decoder.
-    monkeypatch.setattr(conversation, "decoded_meta", slow)
+    monkeypatch.setattr(request_handler, "decoded_meta", slow)
     monkeypatch.setattr("megatron_flashckpt.memory.slot.decoded_meta", slow)
     with agent_here(node, root):
         first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import committer as committer_module
+from megatron_flashckpt.agent import commit_thread as committer_module
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.commit import commit, outcome_of
 from megatron_flashckpt.agent.fence import Fence
@@ -48,7 +48,7 @@ class Gate(PosixStorage):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    monkeypatch.setattr("megatron_flashckpt.agent.node.PosixStorage", Gate)
+    monkeypatch.setattr("megatron_flashckpt.agent.state.PosixStorage", Gate)
     Gate.opened.clear()
     yield Gate.opened
     Gate.opened.set()

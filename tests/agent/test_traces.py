@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent.traces import Traces
+from megatron_flashckpt.agent.trace_files import Traces
 from megatron_flashckpt.config import Config, Trace
 from megatron_flashckpt.tracing import EARLY, SAVE, WAIT, OpenTraces, Recorder, Span, phase
 from tests.agent.conftest import Node

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.client import _SilentHolder
-from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, holder
+from megatron_flashckpt.agent.socket_dir import LOCK, LOG, SOCKET, holder
 from tests.agent.conftest import Node
 from tests.agent.trainer import eventually, is_alive, suspend
 

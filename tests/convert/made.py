@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from megatron_flashckpt.agent.commit import commit
-from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.persist import write_shard
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.shard_writer import write_shard
 from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.convert.contents import Contents, GlobalTensor
 from megatron_flashckpt.file_format.commit_record import Coordinates

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_flashckpt.agent.offers import common_saves
-from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import TRACKER

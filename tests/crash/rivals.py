@@ -12,7 +12,7 @@ import dataclasses
 import threading
 from pathlib import Path
 
-from megatron_flashckpt.agent.rendezvous import LOG
+from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import CLAIM, MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.memory.slot import SlotState

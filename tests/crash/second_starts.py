@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_flashckpt.agent.rendezvous import SOCKET
+from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir

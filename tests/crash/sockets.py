@@ -18,7 +18,7 @@ import socket
 import threading
 from pathlib import Path
 
-from megatron_flashckpt.agent.rendezvous import LOCK, LOG, SOCKET, holder
+from megatron_flashckpt.agent.socket_dir import LOCK, LOG, SOCKET, holder
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir

@@ -28,7 +28,7 @@ from megatron.training.initialize import initialize_megatron
 
 from megatron_flashckpt import node_memory, starting
 from megatron_flashckpt.checkpointing import save_checkpoint
-from megatron_flashckpt.memory.available import Limit
+from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.session import session
 
 RANK = int(os.environ["RANK"])

@@ -10,7 +10,7 @@ import re
 import signal
 from pathlib import Path
 
-from megatron_flashckpt.agent.rendezvous import LOG, agent_directory
+from megatron_flashckpt.agent.socket_dir import LOG, agent_directory
 from tests.agent.test_departed import slabs
 from tests.agent.trainer import agents_under, eventually, is_alive
 from tests.megatron.jobs import run_job

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.memory.available import Limit, available_nbytes, limits
+from megatron_flashckpt.memory.host_memory import Limit, available_nbytes, limits
 
 GIB = 2**30
 GROUPS = Path("/sys/fs/cgroup/memory")

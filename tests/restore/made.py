@@ -19,8 +19,8 @@ import torch
 import xxhash
 
 from megatron_flashckpt.agent.commit import commit
-from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.persist import persist_slot
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.shard_writer import persist_slot
 from megatron_flashckpt.agent.tidying import tidy
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.file_format import file_names, manifest

@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from megatron_flashckpt.agent.peers import messages as m
-from megatron_flashckpt.agent.peers import streams
-from megatron_flashckpt.agent.peers.holdings import combine
+from megatron_flashckpt.agent.peers import slot_bytes
+from megatron_flashckpt.agent.peers.holder import combine
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.transport import PeerError
-from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
@@ -131,7 +131,7 @@ def recover(
         try:
             for piece in plan.pieces:
                 _fill(slab, index, plan.label, piece, ask)
-            damage = streams.damage(slab, index, plan.label)
+            damage = slot_bytes.damage(slab, index, plan.label)
         except PeerError as error:
             damage = str(error)
         if damage is not None:
@@ -141,7 +141,7 @@ def recover(
         label, slot = plan.label, slab.slots[index]
         reach("recover.filled")
         # Verified, and now vouched for by the slot itself.
-        slot.set_meta(streams.description(slab, index, label))
+        slot.set_meta(slot_bytes.description(slab, index, label))
         slot.set_header(
             SlotHeader(
                 SlotState.KEPT if label.memory_only else SlotState.STAGED,
@@ -181,7 +181,7 @@ def _fill(slab: Slab, index: int, label: Label, piece: _Piece, ask: Ask) -> None
                     total[: len(data)] = data
                 elif len(data):
                     combine(total, 0, data)
-            streams.write(slab, index, label, piece.start + at, memoryview(total))
+            slot_bytes.write(slab, index, label, piece.start + at, memoryview(total))
 
 
 def _requests(read: _Read, piece: _Piece) -> Iterator[m.Request]:
@@ -191,4 +191,4 @@ def _requests(read: _Read, piece: _Piece) -> Iterator[m.Request]:
 
 
 def _steps(piece: _Piece) -> Iterator[tuple[int, int]]:
-    return streams.steps(0, piece.end - piece.start)
+    return slot_bytes.steps(0, piece.end - piece.start)

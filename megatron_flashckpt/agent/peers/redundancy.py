@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 
 from megatron_flashckpt.agent.peers import messages as m
-from megatron_flashckpt.agent.peers import recovery, streams
-from megatron_flashckpt.agent.peers.holdings import HoldError, Holdings
+from megatron_flashckpt.agent.peers import recovery, slot_bytes
+from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.sender import Link, Parcel
 from megatron_flashckpt.agent.peers.topology import Topology
@@ -22,7 +22,7 @@ from megatron_flashckpt.agent.peers.transport import (
     new_identity,
 )
 from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened, Recover
-from megatron_flashckpt.agent.slots import RankSlots
+from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import reach
 
@@ -148,16 +148,16 @@ class Redundancy:
     def _labelled(self, rank: int, slots: RankSlots, index: int) -> Label | None:
         """Return the label of a slot, made once; None if it was overwritten meanwhile."""
         in_slots = {
-            (other, streams.header_of(theirs.slab, each).save_id)
+            (other, slot_bytes.header_of(theirs.slab, each).save_id)
             for other, theirs in self._own().items()
             for each in range(len(theirs.infos))
         }
-        key = (rank, streams.header_of(slots.slab, index).save_id)
+        key = (rank, slot_bytes.header_of(slots.slab, index).save_id)
         with self._lock:
             self._labels = {each: label for each, label in self._labels.items() if each in in_slots}
             if key in self._labels:
                 return self._labels[key]
-        label = streams.label_of(rank, slots.slab, index)
+        label = slot_bytes.label_of(rank, slots.slab, index)
         if label is not None:
             with self._lock:
                 self._labels[rank, label.save_id] = label
@@ -175,7 +175,7 @@ class Redundancy:
         slots = self._own().get(rank)
         if slots is not None and save_id is not None:
             for index in range(len(slots.infos)):
-                if streams.holds(slots.slab, index, save_id):
+                if slot_bytes.holds(slots.slab, index, save_id):
                     self.staged(rank, slots, index)
 
     def _send_again(self, request: m.SendAgain) -> None:
@@ -188,7 +188,7 @@ class Redundancy:
         for rank, slots in self._own().items():
 
             def age(index: int, slots: RankSlots = slots) -> int:
-                return streams.header_of(slots.slab, index).iteration
+                return slot_bytes.header_of(slots.slab, index).iteration
 
             # Of what waits to be sent to one holder the last stays, so the newest is the last.
             for index in sorted(range(len(slots.infos)), key=age):
@@ -238,10 +238,10 @@ class Redundancy:
         if slots is None:
             return
         for index in range(len(slots.infos)):
-            save_id = streams.header_of(slots.slab, index).save_id
+            save_id = slot_bytes.header_of(slots.slab, index).save_id
             with self._lock:
                 label = self._labels.get((rank, save_id))
-            if label is not None and streams.holds(slots.slab, index, save_id):
+            if label is not None and slot_bytes.holds(slots.slab, index, save_id):
                 yield slots, index, label
 
     def _find(self, rank: int) -> m.Found:
@@ -255,7 +255,7 @@ class Redundancy:
     def _read_slot(self, request: m.ReadSlot) -> bytes:
         for slots, index, label in self._in_slots(request.rank):
             if label.save_id == request.save_id:
-                data = streams.read(slots.slab, index, label, request.start, request.nbytes)
+                data = slot_bytes.read(slots.slab, index, label, request.start, request.nbytes)
                 if data is not None:
                     return data
         raise HoldError(f"rank {request.rank} has that save no longer")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from megatron_flashckpt.agent.peers import messages as m
-from megatron_flashckpt.agent.peers import streams
+from megatron_flashckpt.agent.peers import slot_bytes
 from megatron_flashckpt.agent.peers.messages import Label
 from megatron_flashckpt.agent.peers.topology import Part
 from megatron_flashckpt.agent.peers.transport import Connection, PeerError
@@ -137,7 +137,7 @@ class Link:
             if self._connection is None:
                 self._connection = self._connect()
         label, part = parcel.label, parcel.part
-        if not streams.holds(parcel.slab, parcel.index, label.save_id):
+        if not slot_bytes.holds(parcel.slab, parcel.index, label.save_id):
             raise _OvertakenError(_TAKEN)
         reply, _ = self._connection.ask(m.Begin(part, label))
         if isinstance(reply, m.Taken) and reply.already:
@@ -152,10 +152,10 @@ class Link:
     def _chunks(self, parcel: Parcel) -> Iterator[tuple[m.Request, bytes]]:
         label, part = parcel.label, parcel.part
         begin, end = part.bounds(label.nbytes)
-        for start, nbytes in streams.steps(begin, end):
+        for start, nbytes in slot_bytes.steps(begin, end):
             if self._closing:
                 raise _OvertakenError("the agent leaves, or its peers changed")
-            data = streams.read(parcel.slab, parcel.index, label, start, nbytes)
+            data = slot_bytes.read(parcel.slab, parcel.index, label, start, nbytes)
             if data is None:
                 raise _OvertakenError(_TAKEN)
             reach("send.chunk")

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_flashckpt.agent.peers import holdings
-from megatron_flashckpt.agent.peers.holdings import HoldError, Holdings
+from megatron_flashckpt.agent.peers import holder
+from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
 from megatron_flashckpt.agent.peers.messages import Held, Label
 from megatron_flashckpt.agent.peers.topology import Lane, Part
 from megatron_flashckpt.memory.slot import SlabGeometry
@@ -71,7 +71,7 @@ def test_parity_gives_back_each_contribution_from_the_others() -> None:
         total = bytearray(held.read(lane, "save10", 0, 8000))
         for rank in lane:
             if rank != lost:
-                holdings.combine(total, 0, data[rank])
+                holder.combine(total, 0, data[rank])
         assert total == data[lost].ljust(8000, b"\0")
 
 
@@ -105,7 +105,7 @@ def test_memory_that_held_parity_before_starts_from_zero() -> None:
         for rank in lane:
             give(held, lane, rank, iteration, data[rank])
         total = bytearray(held.read(lane, f"save{iteration}", 0, 2000))
-        holdings.combine(total, 0, data[0])
+        holder.combine(total, 0, data[0])
         assert total == data[1]
 
 
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_declined(act: Callable[[Holdings], object], reason
 def test_a_node_without_the_memory_declines_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Holdings()
     give(held, (0,), 0, 10, b"data")
-    monkeypatch.setattr(holdings, "available_nbytes", lambda: 2**20)
+    monkeypatch.setattr(holder, "available_nbytes", lambda: 2**20)
     with pytest.raises(HoldError, match=r"\d\.0 MiB of memory left and needs 3\.0 GiB"):
         held.begin(Part((0,), 0, 1), label(0, 20, 3 * 2**30))
     assert iterations(held, 0) == [10]
@@ -205,7 +205,7 @@ def test_dropped_memory_is_freed_by_a_thread_of_its_own(
     drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers wait for whoever adopts, and other nodes for whoever begins."""
-    monkeypatch.setattr(holdings.mmap, "mmap", NotedMemory)
+    monkeypatch.setattr(holder.mmap, "mmap", NotedMemory)
     NotedMemory.freed_by.clear()
     held = Holdings()
     give(held, (0,), 0, 10, b"data")

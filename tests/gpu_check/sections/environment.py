@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.memory import cuda
-from megatron_flashckpt.memory.available import available_nbytes
+from megatron_flashckpt.memory.host_memory import available_nbytes
 from tests.gpu_check import machine
 from tests.gpu_check.report import Report
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.memory.available import available_nbytes
+from megatron_flashckpt.memory.host_memory import available_nbytes
 from tests.gpu_check.agents import end_agents
 from tests.gpu_check.report import Report
 

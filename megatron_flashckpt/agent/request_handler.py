@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.committer import Committer
+from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.departed import Departed
 from megatron_flashckpt.agent.incarnations import (
     RankProcess,
@@ -22,12 +22,12 @@ from megatron_flashckpt.agent.incarnations import (
     SecondStarts,
     process_of,
 )
-from megatron_flashckpt.agent.node import Node, Trainer
+from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.reception import GREETING_NBYTES, Strangers
 from megatron_flashckpt.agent.run_messages import AskHeld, BeginRun, Configure, Configured, Held
-from megatron_flashckpt.agent.saves import Saves
-from megatron_flashckpt.agent.slots import RankSlots
-from megatron_flashckpt.agent.templates import TemplateStore
+from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.agent.template_store import TemplateStore
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.memory.slab import Slab

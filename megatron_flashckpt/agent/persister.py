@@ -13,19 +13,19 @@ import msgspec
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit import forget, is_persisted, leave_note
-from megatron_flashckpt.agent.committer import Committer
-from megatron_flashckpt.agent.flow import give_way
-from megatron_flashckpt.agent.node import Node, Trainer
-from megatron_flashckpt.agent.pending import PendingSave
-from megatron_flashckpt.agent.persist import (
+from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.settings import AgentSettings
+from megatron_flashckpt.agent.shard_writer import (
     DurableShard,
     digest_slot,
     put_record,
     slot_shard,
     stored_digests,
 )
-from megatron_flashckpt.agent.settings import AgentSettings
-from megatron_flashckpt.agent.slots import RankSlots, SlotInfo, only_in_memory
+from megatron_flashckpt.agent.slot_table import RankSlots, SlotInfo, only_in_memory
+from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.agent.write_limits import give_way
 from megatron_flashckpt.catalog.history import told_of
 from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import AgentError, FlashCkptError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from megatron_flashckpt.agent.pending import PendingSave
+from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.history import told_of
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names

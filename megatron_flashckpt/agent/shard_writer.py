@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
-from megatron_flashckpt.agent.flow import Flow
+from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_record

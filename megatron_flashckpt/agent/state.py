@@ -12,14 +12,14 @@ import msgspec
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence, FencedStorage
-from megatron_flashckpt.agent.flow import Flow, Pace
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.incarnations import Incarnations
 from megatron_flashckpt.agent.life import AgentFacts, own_life
 from megatron_flashckpt.agent.save_directory import HeldDirectory
 from megatron_flashckpt.agent.settings import AgentSettings, differences
-from megatron_flashckpt.agent.slots import RankSlots
-from megatron_flashckpt.agent.traces import Traces
+from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.agent.trace_files import Traces
+from megatron_flashckpt.agent.write_limits import Flow, Pace
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix import PosixStorage
 

@@ -9,10 +9,10 @@ import threading
 import time
 
 from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.agent.commit import forget, outcome_of, tell_again
-from megatron_flashckpt.agent.leftovers import Sweeper
-from megatron_flashckpt.agent.node import Node, Trainer
-from megatron_flashckpt.agent.pending import PendingSave, awaited_by, gave_up
+from megatron_flashckpt.agent.pending_save import PendingSave, awaited_by, gave_up
+from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.tidying import Tidier, tidy
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_flashckpt.agent.freeing import free
 from megatron_flashckpt.agent.peers.messages import Held, Label
 from megatron_flashckpt.agent.peers.topology import Lane, Part
-from megatron_flashckpt.memory.available import available_nbytes, shown
+from megatron_flashckpt.memory.host_memory import available_nbytes, shown
 
 logger = logging.getLogger(__name__)
 
