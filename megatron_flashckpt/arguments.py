@@ -59,7 +59,7 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
         FlashCkptError: as `load_args_from_checkpoint`.
     """
     from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-    from megatron_flashckpt.megatron_lm import plain, side_state
+    from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 
     storage = PatientStorage(PosixStorage(root))
     refused: FlashCkptError | None = None
@@ -67,7 +67,7 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
         try:
             stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
             name = f"{stored.place}/{common_name(stored.manifest.save_id)}"
-            return plain.decode_dict(stored.common(), name, side_state.COMMON_STATE)
+            return side_state_codec.decode_dict(stored.common(), name, side_state.COMMON_STATE)
         except FlashCkptError as error:
             if not is_damage(error):
                 raise

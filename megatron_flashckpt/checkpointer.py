@@ -34,8 +34,8 @@ from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.megatron_lm.expectation import Expected
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.size_estimate import Expected
 from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, EncodedMeta, Slot, SlotHeader, SlotState

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flashckpt import resume, starting
-from megatron_flashckpt.megatron_lm import around, side_state
-from megatron_flashckpt.megatron_lm.description import describe
-from megatron_flashckpt.megatron_lm.features import feature, has_async_utils, takes
+from megatron_flashckpt.megatron_lm import announcements, side_state
+from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils, takes
+from megatron_flashckpt.megatron_lm.job_description import describe
 from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps, left_to_megatron
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
@@ -59,14 +59,14 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
     checkpointer = session.checkpointer(margs.save)
     wait = wait_of(session.config.wait)
     until_durable = wait == "durable" and not call.non_persistent
-    announced = around.announce_save(
+    announced = announcements.announce_save(
         margs,
         call.iteration,
         margs.save,
         memory_only=call.non_persistent,
         pending=checkpointer.pending,
     )
-    with around.save_hooks():
+    with announcements.save_hooks():
         starting.check_alone(call.model, call.optimizer)
         chunks = unwrap(call.model)
         optimizer = None if getattr(margs, "no_save_optim", False) else call.optimizer
@@ -103,7 +103,7 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         session.saved(margs.save, announced, report, memory_only=call.non_persistent)
         if not report.skipped:
             if not call.non_persistent:
-                around.announce_staged(margs, announced)
+                announcements.announce_staged(margs, announced)
             _announce_cost(call, report, until_durable=until_durable)
         if until_durable:
             session.finalize(blocking=True, announces=False)
@@ -128,7 +128,7 @@ def _announce_cost(call: SaveCall, report: SaveReport, *, until_durable: bool) -
 def _left_to_megatron(margs: Any) -> bool:
     flag = left_to_megatron(margs)
     if flag is not None:
-        around.announce_left_to_megatron(flag)
+        announcements.announce_left_to_megatron(flag)
     return flag is not None
 
 

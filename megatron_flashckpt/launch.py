@@ -17,14 +17,14 @@ from megatron_flashckpt.errors import FlashCkptError
 def install() -> None:
     """Put our functions in the place of Megatron's, in every module that has imported them."""
     from megatron_flashckpt import arguments, checkpointing, starting
-    from megatron_flashckpt.megatron_lm import around, features, stock
+    from megatron_flashckpt.megatron_lm import announcements, compat, stock
 
     stock.replace("checkpointing", "save_checkpoint", checkpointing.save_checkpoint)
     stock.replace("checkpointing", "load_checkpoint", checkpointing.load_checkpoint)
     stock.replace("checkpointing", "load_args_from_checkpoint", arguments.load_args_from_checkpoint)
-    stock.replace("training", "evaluate", around.evaluate_and_report)
+    stock.replace("training", "evaluate", announcements.evaluate_and_report)
     starting.watch()
-    if features.has_async_utils():
+    if compat.has_async_utils():
         from megatron_flashckpt import async_utils
 
         stock.replace(

@@ -30,7 +30,7 @@ from megatron_flashckpt.layout.reshard import Run, overlap
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, torch_dtype
+from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
 from megatron_flashckpt.restore.collectives import (
     Said,
     attempt,

@@ -31,7 +31,7 @@ from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
 from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, StoredStates, plan_load
 from megatron_flashckpt.load_side_state import SideReads, SideState
-from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, plain, side_state
+from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, side_state, side_state_codec
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -331,7 +331,7 @@ def _side(
 
     def look() -> tuple[Any, Any]:
         name = f"{found.place}/{common_name(origin.save_id)}"
-        common = plain.decode_dict(supply.common, name, side_state.COMMON_STATE)
+        common = side_state_codec.decode_dict(supply.common, name, side_state.COMMON_STATE)
         reads = fetched
         if reads is None:
             reads = SideReads(found, rank)

@@ -14,10 +14,10 @@ from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.in_memory import InMemory, held_in_memory
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import Loaded, load_from_memory, load_from_storage
-from megatron_flashckpt.megatron_lm import around, side_state
-from megatron_flashckpt.megatron_lm.features import feature, takes
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm import announcements, side_state
+from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
@@ -93,10 +93,10 @@ def _load_newest(
     while (current := candidates.current) is not None:
         try:
             if isinstance(current, InMemory):
-                around.announce_loading(margs, load_dir, current.offer.iteration)
+                announcements.announce_loading(margs, load_dir, current.offer.iteration)
                 loaded = load_from_memory(request, state, _rank(), current, session.config)
             else:
-                around.announce_loading(margs, load_dir, current)
+                announcements.announce_loading(margs, load_dir, current)
                 assert storage is not None
                 loaded = load_from_storage(
                     request, state, _rank(), storage, current, session.config
@@ -199,7 +199,9 @@ def _go_on(
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     origin = loaded.origin
-    around.announce_loaded(load_dir, iteration, (origin.iteration, origin.source), _said(loaded))
+    announcements.announce_loaded(
+        load_dir, iteration, (origin.iteration, origin.source), _said(loaded)
+    )
     return iteration, common["num_floating_point_operations_so_far"]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.tracing import Recorder
 
 RankState = Callable[[ModelGeometry], dict[str, Any]]

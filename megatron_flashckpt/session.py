@@ -23,9 +23,9 @@ from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
 from megatron_flashckpt.loop_timer import LoopTimer
-from megatron_flashckpt.megatron_lm import around
+from megatron_flashckpt.megatron_lm import announcements
+from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
 from megatron_flashckpt.megatron_lm.stock import checkpointing
-from megatron_flashckpt.megatron_lm.writers import write_scalars
 from megatron_flashckpt.run_id import Run
 from megatron_flashckpt.save_reports import SaveReports
 from megatron_flashckpt.save_request import SaveReport
@@ -42,8 +42,8 @@ _Agreed = tuple[frozenset[str], frozenset[str], frozenset[str]]
 class _Open:
     checkpointer: Checkpointer
     reports: SaveReports
-    announced: dict[int, around.AnnouncedSave] = dataclasses.field(default_factory=dict)
-    unwritten: around.AnnouncedSave | None = None
+    announced: dict[int, announcements.AnnouncedSave] = dataclasses.field(default_factory=dict)
+    unwritten: announcements.AnnouncedSave | None = None
     """The last save, if it was skipped or is for memory only."""
     checked: tuple[Any, ...] = ()
     """Model chunks and optimizer that passed the self-check of all ranks last."""
@@ -99,7 +99,9 @@ class Session:
         given, root = root, os.path.abspath(root)
         self._forget_inherited()
         if root not in self._open:
-            around.ask_for_memory_saves(checkpointing().get_args(), self.config.memory_interval)
+            announcements.ask_for_memory_saves(
+                checkpointing().get_args(), self.config.memory_interval
+            )
             made = Checkpointer(given, self.config)
             if root in self._agreed:
                 # Megatron ends asynchronous saves before it saves for the last time.
@@ -164,7 +166,7 @@ class Session:
         self._open[os.path.abspath(root)].reports.found(iteration)
 
     def saved(
-        self, root: str, save: around.AnnouncedSave, report: SaveReport, *, memory_only: bool
+        self, root: str, save: announcements.AnnouncedSave, report: SaveReport, *, memory_only: bool
     ) -> None:
         """Remember what to say when `save` is committed, or report why it was skipped."""
         if report.is_repeat:
@@ -201,7 +203,7 @@ class Session:
             if last:
                 self._write_last(each)
             if blocking and announces and each.checkpointer.pending:
-                around.announce_drain(checkpointing().get_args())
+                announcements.announce_drain(checkpointing().get_args())
             outcomes = each.checkpointer.wait() if blocking else each.checkpointer.poll()
             # Whoever follows the log or the latest artifact must end up with the newest.
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
@@ -216,7 +218,9 @@ class Session:
     def _write_last(self, each: _Open) -> None:
         """Save to storage what was called for last, if it was skipped or is in memory only."""
         save, each.unwritten = each.unwritten, None
-        if save is None or around.saves_after_training(checkpointing().get_args(), save.iteration):
+        if save is None or announcements.saves_after_training(
+            checkpointing().get_args(), save.iteration
+        ):
             return
         try:
             if each.checkpointer.write_last() is None:
@@ -247,7 +251,7 @@ class Session:
             each.reports.failed(outcome)
             return False
         if save is not None:
-            around.announce_committed(checkpointing().get_args(), save)
+            announcements.announce_committed(checkpointing().get_args(), save)
         each.reports.committed(outcome)
         return True
 

@@ -32,11 +32,11 @@ from megatron_flashckpt.layout.completeness import Tally, tally
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
 from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
-from megatron_flashckpt.megatron_lm.expectation import Expected, expect
-from megatron_flashckpt.megatron_lm.features import exists, has_async_utils
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.compat import exists, has_async_utils
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.size_estimate import Expected, expect
 from megatron_flashckpt.memory.host_memory import shown
 from megatron_flashckpt.node_link import slab_nbytes
 from megatron_flashckpt.node_memory import Need

@@ -15,7 +15,7 @@ from megatron_flashckpt.file_format.manifest import decode_manifest, encode_mani
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
-from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.memory.collector import held_off
 
 SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)

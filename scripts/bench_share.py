@@ -25,7 +25,7 @@ from synthetic import Model, World
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
 from megatron_flashckpt.restore.replicas import Sharing, read_with_replicas
 from megatron_flashckpt.restore.targets import Targets

@@ -18,7 +18,7 @@ import torch
 from megatron_flashckpt.convert.parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import MASTER
-from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
 
 #: Megatron's name of the masters in a buffer.
 MAIN = "param"

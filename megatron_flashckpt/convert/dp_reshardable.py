@@ -23,8 +23,8 @@ from megatron_flashckpt.convert.dcp import Reader
 from megatron_flashckpt.convert.parts import ByKey, Part, by_kind, global_tensors, local_tensor
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT
-from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
-from megatron_flashckpt.megatron_lm.rank_models import rank_models
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 
 _BUCKET = re.compile(
     r"(?:chained_(?P<sub>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."

@@ -39,7 +39,7 @@ from megatron_flashckpt.file_format.file_names import (
 )
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.megatron_lm.legacy_gpt import is_legacy_gpt
+from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import is_legacy_gpt
 from megatron_flashckpt.storage.posix import PosixStorage
 
 

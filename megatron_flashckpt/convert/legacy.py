@@ -22,9 +22,10 @@ from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError,
 from megatron_flashckpt.file_format.file_names import parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.megatron_lm import hyper_parameters, legacy_gpt
-from megatron_flashckpt.megatron_lm.local_model import RankModel
-from megatron_flashckpt.megatron_lm.rank_models import rank_models
+from megatron_flashckpt.megatron_lm import hyper_parameters
+from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
+from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 
 #: Problems of one kind that a message names.
 _SHOWN = 4

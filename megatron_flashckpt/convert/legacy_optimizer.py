@@ -12,8 +12,8 @@ from megatron_flashckpt.convert import buckets
 from megatron_flashckpt.convert.parts import Part, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import MASTER
-from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.param_groups import described, differing
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
 
 Weights = dict[tuple[int, str], torch.Tensor]
 """Parameters of a rank by chunk and name."""

@@ -10,7 +10,7 @@ import torch
 
 from megatron_flashckpt.convert.contents import GlobalTensor, read_region
 from megatron_flashckpt.layout.reshard import Box
-from megatron_flashckpt.megatron_lm.runs import Geometry, Run
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
 ByKey = dict[str, GlobalTensor]
 

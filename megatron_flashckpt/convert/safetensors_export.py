@@ -24,7 +24,7 @@ from megatron_flashckpt.convert.destination import new_directory
 from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box, intersection
-from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 
 INDEX = "model.safetensors.index.json"
 

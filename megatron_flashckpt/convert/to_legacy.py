@@ -24,9 +24,9 @@ from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.convert.parts import ByKey, by_kind, local_tensor
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
-from megatron_flashckpt.megatron_lm import legacy_gpt
-from megatron_flashckpt.megatron_lm.local_model import Chunk, RankModel
-from megatron_flashckpt.megatron_lm.rank_models import rank_models
+from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, RankModel
+from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 
 
 def write_legacy(contents: Contents, root: Path, options: Options) -> Path:

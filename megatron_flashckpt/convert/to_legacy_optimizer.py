@@ -14,7 +14,7 @@ from megatron_flashckpt.convert.legacy_optimizer import grouped
 from megatron_flashckpt.convert.parts import ByKey, local_dtype, local_tensor
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
-from megatron_flashckpt.megatron_lm.local_model import LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
 
 _Chunks = list[tuple[int, list[LocalTensor]]]
 

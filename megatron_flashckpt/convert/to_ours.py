@@ -29,8 +29,8 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.template import Layout, PlanCache, order
 from megatron_flashckpt.megatron_lm import side_state
-from megatron_flashckpt.megatron_lm.description import describe
-from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.job_description import describe
+from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix import PosixStorage
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import optimizer_state
-from megatron_flashckpt.megatron_lm.offload import below
+from megatron_flashckpt.megatron_lm.cpu_offload import below
 from megatron_flashckpt.megatron_lm.optimizer_state import (
     BUFFERS,
     RANGE_MAP,

@@ -7,7 +7,7 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import Piece
-from megatron_flashckpt.megatron_lm.runs import Geometry
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
 # A save makes one of these for each tensor. As structs that the garbage collector need not know of
 # (nothing refers back to them) they take a fifth of the time of named tuples.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.optimizer_state import (
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
-from megatron_flashckpt.megatron_lm.group_parameters import held_keys
-from megatron_flashckpt.megatron_lm.offload import (
+from megatron_flashckpt.megatron_lm.cpu_offload import (
     below,
     finish_loading,
     groups_below,
     is_offloading,
 )
+from megatron_flashckpt.megatron_lm.group_parameters import held_keys
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.optimizer_state import sub_optimizers
 from megatron_flashckpt.megatron_lm.param_groups import (
     EXPERT,

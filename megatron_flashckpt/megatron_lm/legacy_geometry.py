@@ -15,9 +15,9 @@ from megatron.core import parallel_state
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.megatron_lm.legacy_gpt import Cut, Layer, geometry
-from megatron_flashckpt.megatron_lm.runs import Geometry
+from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import Cut, Layer, geometry
 from megatron_flashckpt.megatron_lm.stock import checkpointing
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
 _LAYER = re.compile(r"(?P<layers>language_model\.encoder\.layers)\.(?P<index>\d+)\.(?P<rest>.*)")
 

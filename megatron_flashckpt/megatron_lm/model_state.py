@@ -36,11 +36,11 @@ from megatron_flashckpt.megatron_lm.cutting import (
     section,
     to_fill,
 )
-from megatron_flashckpt.megatron_lm.dtypes import SIXTEEN_BIT, dtype_name
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry, signature
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
 from megatron_flashckpt.megatron_lm.repeats import Repeat, Written
-from megatron_flashckpt.megatron_lm.runs import Geometry
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
+from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, dtype_name
 
 
 class _Replicated(msgspec.Struct, frozen=True, eq=False, gc=False):

@@ -17,7 +17,7 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import MASTER
-from megatron_flashckpt.megatron_lm.offload import is_offloading, steppers
+from megatron_flashckpt.megatron_lm.cpu_offload import is_offloading, steppers
 from megatron_flashckpt.megatron_lm.stock import OPTIMIZER_HOMES, stock_module
 
 _optimizers = stock_module("optimizer.optimizer", OPTIMIZER_HOMES)

@@ -12,7 +12,7 @@ import importlib
 
 import torch
 
-from megatron_flashckpt.megatron_lm.features import exists
+from megatron_flashckpt.megatron_lm.compat import exists
 
 #: Modules of megatron.core, and the function of each that recognizes classes it can quantize into.
 _RECOGNIZERS = {"fp8_utils": "is_float8tensor", "fp4_utils": "is_nvfp4tensor"}

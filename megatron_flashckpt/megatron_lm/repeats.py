@@ -20,10 +20,10 @@ import torch
 
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm.cpu_offload import is_offloading
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.megatron_lm.offload import is_offloading
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
-from megatron_flashckpt.megatron_lm.runs import Geometry
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
 _dtype_of = operator.attrgetter("dtype")
 _requires_grad = operator.attrgetter("requires_grad")

@@ -12,7 +12,7 @@ from megatron.core import package_info
 
 import megatron_flashckpt
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
-from megatron_flashckpt.megatron_lm import features
+from megatron_flashckpt.megatron_lm import compat
 from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable, unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 
@@ -38,7 +38,7 @@ def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> No
     """
     # After a failed check the later checks would fail for the same reason, so they do not run.
     lines = (
-        features.missing(args)
+        compat.missing(args)
         or _of_geometry(state, chunks) + unaccounted(chunks, optimizer)
         or _of_quantized(chunks, optimizer)
         or of_derived(state, chunks, optimizer)

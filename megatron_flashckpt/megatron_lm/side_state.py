@@ -19,10 +19,10 @@ from megatron.core import tensor_parallel
 
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
-from megatron_flashckpt.megatron_lm import plain
+from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.hyper_parameters import hyper_parameters
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:
     Raises:
         UnsupportedError: a load could not restore some values; names the place and type of each.
     """
-    encoded = plain.encode(state)
+    encoded = side_state_codec.encode(state)
     nbytes = _LENGTH_NBYTES + len(encoded)
     padded = -(-nbytes // RANK_STATE_STEP) * RANK_STATE_STEP
     framed = bytearray(padded)
@@ -152,8 +152,8 @@ def unframe(framed: bytes, place: str) -> dict[str, Any]:
     """
     end = _LENGTH_NBYTES + int.from_bytes(framed[:_LENGTH_NBYTES], "little")
     encoded = framed[_LENGTH_NBYTES:end]
-    state = plain.decode_dict(encoded, place, _RANK_STATE)
-    if lost := plain.left_out(encoded, place):
+    state = side_state_codec.decode_dict(encoded, place, _RANK_STATE)
+    if lost := side_state_codec.left_out(encoded, place):
         logger.warning(
             "%s: the load leaves out side state that this process cannot restore: %s",
             place,
@@ -178,7 +178,7 @@ def extra_states_nbytes(chunks: list[Any], geometry: ModelGeometry) -> int:
         # Megatron's own linear layers always return None, TransformerEngine's may return it until
         # their first forward in FP8.
         if state is not None or quantized:
-            nbytes += len(plain.encode({name: state})) + EXTRA_STATE_NBYTES
+            nbytes += len(side_state_codec.encode({name: state})) + EXTRA_STATE_NBYTES
             nbytes += _AMAX_NBYTES * history * getattr(module, "num_gemms", _NUM_GEMMS)
     return nbytes
 
@@ -256,4 +256,4 @@ def encode_common(state: dict[str, Any]) -> bytes:
     Raises:
         UnsupportedError: a load could not restore some values outside of Megatron's args.
     """
-    return plain.encode(state, lossy=("args",))
+    return side_state_codec.encode(state, lossy=("args",))

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm.arguments import refuse_unknown
+from megatron_flashckpt.megatron_lm.stock_arguments import refuse_unknown
 
 _HOMES = ("megatron.training", "megatron")
 #: Optimizers moved to the library in core 0.6.

@@ -34,9 +34,9 @@ from megatron_flashckpt.in_memory import held_in_memory
 from megatron_flashckpt.load_plan import LoadRequest
 from megatron_flashckpt.loading import load_from_memory, load_from_storage
 from megatron_flashckpt.megatron_lm import side_state
-from megatron_flashckpt.megatron_lm.expectation import expect
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.storage.posix import PosixStorage
 from systems.base import COMMON, System
 

@@ -13,9 +13,9 @@ import torch
 
 from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm import plain, side_state
-from megatron_flashckpt.megatron_lm.expectation import SIDE_NBYTES, expect
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm import side_state, side_state_codec
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.size_estimate import SIDE_NBYTES, expect
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
@@ -121,7 +121,7 @@ def test_one_slab_is_made_for_a_job_whose_modules_have_extra_states(
     assert slab_of(job.checkpointer) is made[0]
     for module in modules:
         module.has_stepped = True
-    assert len(plain.encode(rank_state(state.geometry(chunks)))) > SIDE_NBYTES
+    assert len(side_state_codec.encode(rank_state(state.geometry(chunks)))) > SIDE_NBYTES
     assert job.checkpointer.rehearse(chunks, None, rank_state)
     assert slab_of(job.checkpointer) is made[0]
     assert job.save(1, rank_state=rank_state) is None

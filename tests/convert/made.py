@@ -22,7 +22,7 @@ from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.layout.template import PlanCache, order
 from megatron_flashckpt.megatron_lm import side_state
-from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.posix import PosixStorage
 

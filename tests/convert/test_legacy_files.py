@@ -22,7 +22,7 @@ from megatron_flashckpt.errors import (
     MissingStateError,
     UnsupportedError,
 )
-from megatron_flashckpt.megatron_lm.rank_models import rank_models
+from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 from tests.convert.rebuilt import ITERATION, arguments, contents
 from tests.convert.tensors import assert_equal, wholes
 

@@ -21,7 +21,7 @@ from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage

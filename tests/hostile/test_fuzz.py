@@ -34,7 +34,7 @@ from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.held_slot import HeldSlot
-from megatron_flashckpt.megatron_lm import plain, side_state
+from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
 from megatron_flashckpt.recovery import Candidates, named_in
@@ -127,7 +127,7 @@ def load(scene: Scene) -> tuple[int | None, list[torch.Tensor]]:
         try:
             stored = open_checkpoint(storage, current)
             name = common_name(stored.manifest.save_id)
-            plain.decode_dict(stored.common(), name, side_state.COMMON_STATE)
+            side_state_codec.decode_dict(stored.common(), name, side_state.COMMON_STATE)
             try:
                 found = read(stored, WANTED)
             except MissingStateError:

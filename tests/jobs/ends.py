@@ -51,12 +51,12 @@ def is_committed(iteration: int) -> bool:
 
 def swap() -> None:
     from megatron_flashckpt import async_utils, checkpointing, starting
-    from megatron_flashckpt.megatron_lm import features
+    from megatron_flashckpt.megatron_lm import compat
 
     training.save_checkpoint = checkpointing.save_checkpoint
     training.load_checkpoint = checkpointing.load_checkpoint
     if "OLD_LOOP" in os.environ:
-        features.has_async_utils = checkpointing.has_async_utils = lambda: False
+        compat.has_async_utils = checkpointing.has_async_utils = lambda: False
         starting.has_async_utils = lambda: False
         starting.watch()
     else:

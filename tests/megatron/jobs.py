@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.layout.template import pieces_of
-from megatron_flashckpt.megatron_lm import plain
+from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.trainer import eventually
 from tests.forked.job import free_port, run_forked
@@ -267,7 +267,7 @@ def differing(
 def side_state(tensor: torch.Tensor) -> dict:
     framed = tensor.numpy().tobytes()
     length = int.from_bytes(framed[:8], "little")
-    return plain.decode(framed[8 : 8 + length], "the shard")
+    return side_state_codec.decode(framed[8 : 8 + length], "the shard")
 
 
 def same(one: object, other: object) -> bool:

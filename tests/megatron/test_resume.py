@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.megatron_lm.expectation import SIDE_NBYTES
+from megatron_flashckpt.megatron_lm.size_estimate import SIDE_NBYTES
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import (
     Result,

@@ -13,9 +13,13 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.copy_check import Comparison
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.megatron_lm.expectation import _compared_nbytes, _tensors_after_step, expect
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
+from megatron_flashckpt.megatron_lm.size_estimate import (
+    _compared_nbytes,
+    _tensors_after_step,
+    expect,
+)
 from tests.forked.nursery import CPU_MEGATRON
 from tests.jobs.stand_ins import FusedAdam
 from tests.megatron_lm.test_model_state import Job

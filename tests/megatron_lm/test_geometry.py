@@ -7,7 +7,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm.geometry import _geometry
+from megatron_flashckpt.megatron_lm.model_geometry import _geometry
 
 TP, RANK = 2, 1
 

@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.megatron_lm import hyper_parameters as hyper_module
-from megatron_flashckpt.megatron_lm import plain
+from megatron_flashckpt.megatron_lm import side_state_codec
 from megatron_flashckpt.megatron_lm.hyper_parameters import (
     check,
     completed,
@@ -422,7 +422,7 @@ def counted(inner: torch.optim.Optimizer, steps: int) -> Any:
     for _ in range(steps):
         inner.step()
     (entry,) = hyper_parameters(wrapped(inner))
-    return plain.decode(plain.encode([entry]), "the checkpoint")
+    return side_state_codec.decode(side_state_codec.encode([entry]), "the checkpoint")
 
 
 @pytest.mark.parametrize("saving", [True, False], ids=["from a graph", "from no graph"])

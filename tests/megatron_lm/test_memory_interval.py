@@ -7,7 +7,7 @@ from argparse import Namespace
 import pytest
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm.around import ask_for_memory_saves
+from megatron_flashckpt.megatron_lm.announcements import ask_for_memory_saves
 
 
 @pytest.mark.parametrize(

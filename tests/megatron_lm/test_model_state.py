@@ -16,7 +16,7 @@ from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.megatron_lm.runs import Geometry, Run
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
 
 def halves() -> Geometry:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.hyper_parameters import (
     check,
     completed,
@@ -22,6 +21,7 @@ from megatron_flashckpt.megatron_lm.hyper_parameters import (
     merge,
     without_held,
 )
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.param_groups import HELD, matches
 from tests.megatron_lm.test_hyper_parameters import adam, chained, rates, stepped, wrapped
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
-from megatron_flashckpt.megatron_lm import plain
+from megatron_flashckpt.megatron_lm import side_state_codec
 
 PLACE = "iter_0000007/common.msgpack"
 TAG = "__flashckpt__"
@@ -55,12 +55,12 @@ Pair = collections.namedtuple("Pair", "a b")
 
 
 def round_trip(value):
-    return plain.decode(plain.encode(value), PLACE)
+    return side_state_codec.decode(side_state_codec.encode(value), PLACE)
 
 
 def lossy_round_trip(value):
-    encoded = plain.encode({"args": value, "iteration": 7}, lossy=("args",))
-    found = plain.decode(encoded, PLACE)
+    encoded = side_state_codec.encode({"args": value, "iteration": 7}, lossy=("args",))
+    found = side_state_codec.decode(encoded, PLACE)
     assert found.pop("iteration") == 7
     return found.get("args")
 
@@ -68,7 +68,7 @@ def lossy_round_trip(value):
 def refusal(value) -> str:
     """Return the message with which `encode` refuses `value`."""
     with pytest.raises(UnsupportedError) as refused:
-        plain.encode(value)
+        side_state_codec.encode(value)
     return str(refused.value)
 
 
@@ -179,7 +179,7 @@ def test_a_named_tuple_comes_back_as_one(pair):
 )
 def test_nothing_but_a_named_tuple_that_is_there_is_made(path, items):
     made = {TAG: "namedtuple", "class": path, "value": items}
-    assert plain.decode(saved({"a": made, "b": 1}), PLACE) == {"b": 1}
+    assert side_state_codec.decode(saved({"a": made, "b": 1}), PLACE) == {"b": 1}
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,11 @@ def test_a_buffer_comes_back_with_its_contents_whatever_its_position(contents):
 
 def test_a_tensor_comes_back_on_the_cpu_without_the_rest_of_its_storage():
     whole = torch.arange(1_000_000, dtype=torch.float32, requires_grad=True)
-    encoded = plain.encode({"slice": whole[10:13], "parameter": torch.nn.Parameter(torch.ones(2))})
+    encoded = side_state_codec.encode(
+        {"slice": whole[10:13], "parameter": torch.nn.Parameter(torch.ones(2))}
+    )
     assert len(encoded) < 10_000
-    back = plain.decode(encoded, PLACE)
+    back = side_state_codec.decode(encoded, PLACE)
     assert back["slice"].tolist() == [10.0, 11.0, 12.0]
     assert type(back["parameter"]) is torch.Tensor
     assert not back["slice"].requires_grad
@@ -283,9 +285,9 @@ def test_a_tensor_comes_back_on_the_cpu_without_the_rest_of_its_storage():
 
 def test_what_was_encoded_does_not_change_with_the_original_tensor():
     tensor = torch.zeros(2)
-    tree = plain.to_plain({"t": tensor})
+    tree = side_state_codec.to_plain({"t": tensor})
     tensor.fill_(7)
-    assert plain.from_plain(tree)["t"].tolist() == [0.0, 0.0]
+    assert side_state_codec.from_plain(tree)["t"].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -368,7 +370,7 @@ def test_a_value_without_a_plain_form_is_left_out_under_a_lossy_key(unknown):
 def test_only_values_under_lossy_keys_may_be_left_out():
     tree = {"args": {"f": len}, "scheduler": {"f": len}}
     with pytest.raises(UnsupportedError, match=r"state: scheduler\.f \(builtin_function"):
-        plain.encode(tree, lossy=("args",))
+        side_state_codec.encode(tree, lossy=("args",))
     assert refusal([len]) == refusal_of("[0] (builtin_function_or_method)")
 
 
@@ -417,7 +419,7 @@ def test_a_lossy_value_without_a_plain_form_comes_back_as_none():
 
 
 def test_any_reader_of_the_format_shows_what_is_there_and_what_was_left_out():
-    encoded = plain.encode({"lr": 0.5, "betas": (0.9, 1), "f": len}, lossy=("f",))
+    encoded = side_state_codec.encode({"lr": 0.5, "betas": (0.9, 1), "f": len}, lossy=("f",))
     tree = msgspec.msgpack.decode(encoded)
     betas = {TAG: "tuple", "value": [0.9, 1]}
     kind = "builtins:builtin_function_or_method"
@@ -455,7 +457,7 @@ def test_a_pickle_bomb_is_corrupt_and_does_not_go_off(tmp_path, bomb, write, wra
     made = tmp_path / "made"
     encoded = write(wrap(bomb(made)))
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: side state is damaged"):
-        plain.decode(encoded, PLACE)
+        side_state_codec.decode(encoded, PLACE)
     assert not made.exists()
 
 
@@ -472,16 +474,16 @@ def test_a_pickle_bomb_is_corrupt_and_does_not_go_off(tmp_path, bomb, write, wra
 )
 def test_a_few_bytes_that_claim_to_be_more_than_any_memory_are_corrupt(encoded):
     with pytest.raises(CorruptCheckpointError, match=PLACE):
-        plain.decode(encoded, PLACE)
+        side_state_codec.decode(encoded, PLACE)
 
 
 def test_tags_in_each_other_without_end_are_corrupt():
     tree = 1
     for _ in range(400):  # what is decoded may be nested deeper than what is restored
         tree = {TAG: "tuple", "value": [tree]}
-    assert plain.decode(saved({"args": 1}), PLACE) == {"args": 1}
+    assert side_state_codec.decode(saved({"args": 1}), PLACE) == {"args": 1}
     with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: .*RecursionError"):
-        plain.decode(saved({"args": tree}), PLACE)
+        side_state_codec.decode(saved({"args": tree}), PLACE)
 
 
 @pytest.mark.parametrize("bomb", [Bomb, Shell])
@@ -497,7 +499,7 @@ def test_the_bombs_above_are_live(tmp_path, bomb):
 )
 def test_broken_bytes_are_corrupt(encoded):
     with pytest.raises(CorruptCheckpointError, match=rf"(?s){PLACE}: .*--ckpt-step"):
-        plain.decode(encoded, PLACE)
+        side_state_codec.decode(encoded, PLACE)
 
 
 @pytest.mark.parametrize(
@@ -529,17 +531,17 @@ def test_broken_bytes_are_corrupt(encoded):
 )
 def test_a_tagged_value_that_contradicts_itself_is_corrupt(tree):
     with pytest.raises(CorruptCheckpointError, match=PLACE):
-        plain.decode(saved({"a": tree}), PLACE)
+        side_state_codec.decode(saved({"a": tree}), PLACE)
 
 
 @pytest.mark.parametrize("tag", ["no such tag", 7, None, [1], "repr"])
 def test_an_unknown_tag_is_left_out(tag):
-    assert plain.decode(saved({"a": {TAG: tag, "value": 1}, "b": 2}), PLACE) == {"b": 2}
+    assert side_state_codec.decode(saved({"a": {TAG: tag, "value": 1}, "b": 2}), PLACE) == {"b": 2}
 
 
 def test_a_type_that_is_not_known_is_left_out():
     tree = {"a": msgspec.msgpack.Ext(5, b"x"), "d": {TAG: "dtype", "value": "torch.none"}, "b": 2}
-    assert plain.decode(saved(tree), PLACE) == {"b": 2}
+    assert side_state_codec.decode(saved(tree), PLACE) == {"b": 2}
 
 
 def enum_tag(path: str, name: str) -> bytes:
@@ -563,7 +565,7 @@ def enum_tag(path: str, name: str) -> bytes:
     ],
 )
 def test_what_is_no_member_of_an_imported_enum_is_left_out(path, name):
-    assert plain.decode(enum_tag(path, name), PLACE) == {"b": 2}
+    assert side_state_codec.decode(enum_tag(path, name), PLACE) == {"b": 2}
 
 
 def test_an_enum_made_inside_a_function_is_left_out():
@@ -582,11 +584,11 @@ def test_an_enum_of_a_module_that_is_not_imported_is_left_out_and_nothing_is_imp
     monkeypatch.syspath_prepend(tmp_path)
     import flashckpt_colours
 
-    encoded = plain.encode({"e": flashckpt_colours.Paint.RED, "b": 2})
-    assert plain.decode(encoded, PLACE)["e"] is flashckpt_colours.Paint.RED
+    encoded = side_state_codec.encode({"e": flashckpt_colours.Paint.RED, "b": 2})
+    assert side_state_codec.decode(encoded, PLACE)["e"] is flashckpt_colours.Paint.RED
     monkeypatch.delitem(sys.modules, "flashckpt_colours")
     before = set(sys.modules)
-    assert plain.decode(encoded, PLACE) == {"b": 2}
+    assert side_state_codec.decode(encoded, PLACE) == {"b": 2}
     assert set(sys.modules) == before
 
 
@@ -595,5 +597,7 @@ def test_a_module_that_imports_on_attribute_access_is_not_asked(monkeypatch):
     lazy = types.ModuleType("flashckpt_lazy")
     lazy.__getattr__ = lambda name: asked.append(name)
     monkeypatch.setitem(sys.modules, "flashckpt_lazy", lazy)
-    assert plain.decode(enum_tag("flashckpt_lazy:Colour.Inner", "RED"), PLACE) == {"b": 2}
+    assert side_state_codec.decode(enum_tag("flashckpt_lazy:Colour.Inner", "RED"), PLACE) == {
+        "b": 2
+    }
     assert asked == []

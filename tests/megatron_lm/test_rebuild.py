@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm.local_model import RankModel
-from megatron_flashckpt.megatron_lm.rebuild import rank_models
+from megatron_flashckpt.megatron_lm.rebuild.model import rank_models
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
 from tests.convert.rebuilt import arguments
 
 LAYOUTS = {

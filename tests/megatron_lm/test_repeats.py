@@ -17,10 +17,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Rang
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
-from megatron_flashckpt.megatron_lm.runs import Geometry, Run
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
 #: Elements of each parameter that this rank owns. The first range goes through both halves of a
 #: fused tensor, the second is a whole parameter, the third is of one that another rank writes.

@@ -14,8 +14,8 @@ import torch
 from megatron.core import tensor_parallel
 
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
-from megatron_flashckpt.megatron_lm import plain, side_state
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm import side_state, side_state_codec
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.side_state import (
     EXTRA_STATE_NBYTES,
     encode_common,
@@ -303,7 +303,7 @@ def test_a_load_logs_the_values_that_it_leaves_out(caplog: pytest.LogCaptureFixt
 def test_only_megatrons_args_may_hold_what_a_load_leaves_out() -> None:
     args = argparse.Namespace(provider=len, lr=0.5)
     common = {"args": args, "iteration": 7, "opt_param_scheduler": {"num_steps": 3}}
-    assert plain.decode(encode_common(common), PLACE) == {
+    assert side_state_codec.decode(encode_common(common), PLACE) == {
         **common,
         "args": argparse.Namespace(lr=0.5),
     }
@@ -345,7 +345,7 @@ def test_there_is_room_for_extra_states_that_come_with_the_first_step(
     room = extra_states_nbytes([only], here)
     for module in modules:
         module.has_stepped = True
-    after = len(plain.encode(extra_states([only], here)))
+    after = len(side_state_codec.encode(extra_states([only], here)))
     assert after <= room
     assert room <= after + layers * (EXTRA_STATE_NBYTES + 256)
     assert extra_states_nbytes([only], here) >= after, "also for states that are there already"

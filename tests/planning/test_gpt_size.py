@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.megatron_lm.rebuild import rank_models
+from megatron_flashckpt.megatron_lm.rebuild.model import rank_models
 from megatron_flashckpt.planning import gpt_size
 from tests.convert.rebuilt import arguments
 

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import read_plan
-from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.restore import exchange
 from megatron_flashckpt.restore.reader import ChunkReader
 from megatron_flashckpt.restore.targets import Targets

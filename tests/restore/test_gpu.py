@@ -18,7 +18,7 @@ import torch
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
-from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.restore import gpu
 from megatron_flashckpt.restore.gpu import Gpu
 from megatron_flashckpt.restore.reader import ChunkReader, Part, chunk_reads, read_all

@@ -19,7 +19,7 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
-from megatron_flashckpt.megatron_lm.dtypes import torch_dtype
+from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.restore.reader import (
     ChunkReader,
     Part,

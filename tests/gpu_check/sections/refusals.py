@@ -110,16 +110,16 @@ def _job(values: torch.Tensor) -> Any:
 
 def _check_settings(report: Report, how: str) -> None:
     """Load the learning rate and the step of one optimizer into another."""
-    from megatron_flashckpt.megatron_lm import plain
+    from megatron_flashckpt.megatron_lm import side_state_codec
     from megatron_flashckpt.megatron_lm.hyper_parameters import (
         hyper_parameters,
         load_hyper_parameters,
     )
 
     saving, loading = _optimizer(how, 0.5, steps=3), _optimizer(how, 0.25, steps=1)
-    encoded = plain.encode(hyper_parameters(saving))
+    encoded = side_state_codec.encode(hyper_parameters(saving))
     before = _read_by_a_graph(loading)
-    load_hyper_parameters(loading, plain.decode(encoded, "the checkpoint"))
+    load_hyper_parameters(loading, side_state_codec.decode(encoded, "the checkpoint"))
     after = _read_by_a_graph(loading)
     for name in before:
         same = before[name] is after[name]

@@ -63,12 +63,12 @@ def _tracker(graph_safe: bool) -> Any:
 
 
 def _check(report: Report, what: str, draw: Callable[[], torch.Tensor]) -> None:
-    from megatron_flashckpt.megatron_lm import plain, side_state
+    from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 
     draw()
-    encoded = plain.encode(side_state.rng_state())
+    encoded = side_state_codec.encode(side_state.rng_state())
     expected = [draw(), draw()]
-    side_state.load_rng_state(plain.decode(encoded, "the checkpoint"))
+    side_state.load_rng_state(side_state_codec.decode(encoded, "the checkpoint"))
     again = [draw(), draw()]
     same = all(map(torch.equal, expected, again))
     fresh = not torch.equal(*expected)

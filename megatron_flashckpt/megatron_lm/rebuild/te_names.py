@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor
 
 _EXPERT = re.compile(r"(.*\.experts)\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)")
 

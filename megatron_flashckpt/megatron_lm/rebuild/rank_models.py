@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_flashckpt.megatron_lm import legacy_gpt
-from megatron_flashckpt.megatron_lm.local_model import RankModel
+from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import RankModel
 
 
 def rank_models(args: Any) -> list[RankModel]:
@@ -17,6 +17,6 @@ def rank_models(args: Any) -> list[RankModel]:
     if legacy_gpt.is_legacy_gpt(args):
         return legacy_gpt.rank_models(args)
     # Only now: a Megatron of early 2024, whose jobs trained the legacy GPT, cannot import it.
-    from megatron_flashckpt.megatron_lm import rebuild
+    from megatron_flashckpt.megatron_lm.rebuild import model
 
-    return rebuild.rank_models(args)
+    return model.rank_models(args)

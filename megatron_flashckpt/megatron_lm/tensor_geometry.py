@@ -11,7 +11,7 @@ import torch
 
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.piece import Piece, Shape
-from megatron_flashckpt.megatron_lm.dtypes import dtype_name
+from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 
 
 class Part(NamedTuple):

@@ -28,9 +28,9 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import UNUSED, Shape
 from megatron_flashckpt.megatron_lm import legacy_geometry
-from megatron_flashckpt.megatron_lm.features import takes
+from megatron_flashckpt.megatron_lm.compat import takes
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
-from megatron_flashckpt.megatron_lm.runs import Geometry, Run
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
 #: A tensor that falls into more runs than this, shorter than that, is not cut but transposed.
 _MANY_RUNS, _SHORT_RUN = 1024, 16

@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import Shape
-from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
-from megatron_flashckpt.megatron_lm.runs import Geometry, Run
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 
 #: The word embeddings, on the first pipeline stage.
 WORDS = "language_model.embedding.word_embeddings.weight"

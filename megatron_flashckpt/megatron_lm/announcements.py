@@ -18,9 +18,9 @@ import torch
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
-from megatron_flashckpt.megatron_lm.features import feature
+from megatron_flashckpt.megatron_lm.compat import feature
+from megatron_flashckpt.megatron_lm.metric_writers import wandb_is_over
 from megatron_flashckpt.megatron_lm.stock import checkpointing, original
-from megatron_flashckpt.megatron_lm.writers import wandb_is_over
 from megatron_flashckpt.metrics import report_metric
 
 FORMAT = "flashckpt"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from megatron_flashckpt.layout.piece import Shape
-from megatron_flashckpt.megatron_lm.runs import Geometry
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.megatron_lm import gpt, parallel, te_names
-from megatron_flashckpt.megatron_lm.geometry import ModelGeometry, model_geometry
-from megatron_flashckpt.megatron_lm.local_model import Chunk, LocalTensor, RankModel
+from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry, model_geometry
 from megatron_flashckpt.megatron_lm.optimizer_state import is_expert
+from megatron_flashckpt.megatron_lm.rebuild import gpt, te_names
+from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel
 from megatron_flashckpt.megatron_lm.stock import stock_module
 
 _REMEDY = (
