@@ -82,7 +82,7 @@ def _candidates(storage: Storage, step: int | None) -> Iterator[int]:
     """Yield the iterations to try: the one that is named, then older ones if they may be used."""
     from megatron_flashckpt.catalog import listing
     from megatron_flashckpt.recovery import named_in
-    from megatron_flashckpt.session import session
+    from megatron_flashckpt.save.session import session
 
     named = named_in(storage, int(step) if step else None).iteration
     if named is None:

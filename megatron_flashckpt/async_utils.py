@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_flashckpt import starting
 from megatron_flashckpt.megatron_lm.job_flags import left_to_megatron
 from megatron_flashckpt.megatron_lm.stock import bind, checkpointing, original, stock_module
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save import startup
+from megatron_flashckpt.save.session import session
 
 
 def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> None:
     named = bind(stock, args, kwargs)
     margs = checkpointing().get_args()
     if margs.save and not named.get("terminate", False) and not left_to_megatron(margs):
-        starting.watch()
+        startup.watch()
         session.checkpointer(margs.save).start_run()
     last = bool(named.get("terminate", False))
     session.finalize(blocking=bool(named["blocking"]), last=last)

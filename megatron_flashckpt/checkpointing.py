@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_flashckpt import resume, starting
+from megatron_flashckpt import resume
 from megatron_flashckpt.megatron_lm import announcements, side_state
 from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils, takes
 from megatron_flashckpt.megatron_lm.job_description import describe
@@ -25,8 +25,9 @@ from megatron_flashckpt.megatron_lm.stock import (
     original,
     unwrap,
 )
-from megatron_flashckpt.save_request import SaveReport, SaveRequest
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save import startup
+from megatron_flashckpt.save.request import SaveReport, SaveRequest
+from megatron_flashckpt.save.session import session
 from megatron_flashckpt.waits import wait_of
 
 
@@ -67,7 +68,7 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         pending=checkpointer.pending,
     )
     with announcements.save_hooks():
-        starting.check_alone(call.model, call.optimizer)
+        startup.check_alone(call.model, call.optimizer)
         chunks = unwrap(call.model)
         optimizer = None if getattr(margs, "no_save_optim", False) else call.optimizer
         dataloader = feature("maybe_save_dataloader_state")
@@ -169,12 +170,12 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
         left: tuple[int, Any] = original("checkpointing", "load_checkpoint")(*args, **kwargs)
         return left
     # What cannot be saved is not loaded for training either.
-    starting.check(call.model, call.optimizer)
-    starting.claim()
+    startup.check(call.model, call.optimizer)
+    startup.claim()
     loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
-    starting.begin(call.model, call.optimizer)
+    startup.begin(call.model, call.optimizer)
     return loaded
 
 
@@ -182,4 +183,4 @@ def __getattr__(name: str) -> Any:
     return getattr(checkpointing(), name)
 
 
-starting.watch_from_import()
+startup.watch_from_import()

@@ -26,13 +26,16 @@ VARIABLE = "FLASHCKPT_FAULT"
 #: Every point: the module that reaches it, and what has happened (and what has not) by then.
 POINTS = {
     # Trainers, saving. Those of `stage` but its half are reached in the copy thread.
-    "save.granted": ("checkpointer", "the agent gave a slot, which is EMPTY"),
-    "save.staging": ("checkpointer", "the slot is STAGING and says what it will hold; no bytes"),
-    "stage.half": ("memory.stager", "what the next forward may change is copied, the rest is not"),
-    "stage.copied": ("checkpointer", "all bytes are copied; the slot is still STAGING"),
-    "stage.staged": ("checkpointer", "the slot is STAGED; the doorbell was not rung"),
-    "stage.rung": ("checkpointer", "the agent has answered the doorbell"),
-    "save.told": ("outstanding", "the agent told an outcome: the slot is DURABLE or FAILED"),
+    "save.granted": ("save.checkpointer", "the agent gave a slot, which is EMPTY"),
+    "save.staging": (
+        "save.checkpointer",
+        "the slot is STAGING and says what it will hold; no bytes",
+    ),
+    "stage.half": ("save.stager", "what the next forward may change is copied, the rest is not"),
+    "stage.copied": ("save.checkpointer", "all bytes are copied; the slot is still STAGING"),
+    "stage.staged": ("save.checkpointer", "the slot is STAGED; the doorbell was not rung"),
+    "stage.rung": ("save.checkpointer", "the agent has answered the doorbell"),
+    "save.told": ("save.outcomes", "the agent told an outcome: the slot is DURABLE or FAILED"),
     # Trainers, loading. Nothing of the model is overwritten before `load.planned`.
     "load.taken": ("in_memory", "the agent gave back the slab of this rank's former life, if any"),
     "load.planned": ("loading", "all is checked and nothing of the tensors read"),

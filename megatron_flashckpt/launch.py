@@ -16,14 +16,15 @@ from megatron_flashckpt.errors import FlashCkptError
 
 def install() -> None:
     """Put our functions in the place of Megatron's, in every module that has imported them."""
-    from megatron_flashckpt import arguments, checkpointing, starting
+    from megatron_flashckpt import arguments, checkpointing
     from megatron_flashckpt.megatron_lm import announcements, compat, stock
+    from megatron_flashckpt.save import startup
 
     stock.replace("checkpointing", "save_checkpoint", checkpointing.save_checkpoint)
     stock.replace("checkpointing", "load_checkpoint", checkpointing.load_checkpoint)
     stock.replace("checkpointing", "load_args_from_checkpoint", arguments.load_args_from_checkpoint)
     stock.replace("training", "evaluate", announcements.evaluate_and_report)
-    starting.watch()
+    startup.watch()
     if compat.has_async_utils():
         from megatron_flashckpt import async_utils
 
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
 def _run(script: str) -> None:
     """Run the script; exit with status 1 if its last save is not durable and it exits with 0."""
     from megatron_flashckpt import exit_status
-    from megatron_flashckpt.session import session
+    from megatron_flashckpt.save.session import session
 
     try:
         runpy.run_path(script, run_name="__main__")

@@ -35,11 +35,11 @@ from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, side_stat
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.restore.collectives import exchange_blobs, from_first, gathered, together
 from megatron_flashckpt.restore.exchange import buffers_nbytes, exchange
 from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads, read_all
 from megatron_flashckpt.restore.replicas import ReadReport, Sharing, read_with_replicas
+from megatron_flashckpt.save.gc_pause import held_off
 from megatron_flashckpt.saved_job import SavedJob
 from megatron_flashckpt.storage.base import Storage
 

@@ -23,7 +23,7 @@ from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.recovery import Candidates, Named, named_in, with_save
 from megatron_flashckpt.restore.collectives import from_first
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 

@@ -16,7 +16,7 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
-from megatron_flashckpt.memory.collector import held_off
+from megatron_flashckpt.save.gc_pause import held_off
 
 SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)
 LOADING = World(LLAMA_405B, tp=4, pp=8, dp=512)

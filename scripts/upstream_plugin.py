@@ -93,7 +93,7 @@ def _put_ours_in_place() -> None:
     from megatron_flashckpt import checkpointing, launch
     from megatron_flashckpt.file_format.file_names import iteration_dir
     from megatron_flashckpt.megatron_lm import stock
-    from megatron_flashckpt.session import session
+    from megatron_flashckpt.save.session import session
 
     @functools.wraps(checkpointing.save_checkpoint)
     def save_and_wait(*args: Any, **kwargs: Any) -> None:
@@ -239,7 +239,7 @@ def _meet() -> bool:
     if outcomes == {b"skipped"}:
         return False
     if OURS:
-        from megatron_flashckpt.session import session
+        from megatron_flashckpt.save.session import session
 
         session.close(leave=True)
     from megatron.core import num_microbatches_calculator, parallel_state

@@ -454,7 +454,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "probe",
+        "save.probe",
         (
             "_write",
             "storage.create(draft, 2 * _HALF)",

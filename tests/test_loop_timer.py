@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megatron_flashckpt.loop_timer import LoopTimer
+from megatron_flashckpt.save.loop_timer import LoopTimer
 from megatron_flashckpt.tracing import Recorder
 from tests.agent.trainer import PATIENCE_S
 

@@ -8,10 +8,10 @@ import resource
 
 import pytest
 
-from megatron_flashckpt import node_memory
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit, ProcessLimit, limits, process_limits
-from megatron_flashckpt.node_memory import Need, around, check, gather_needs, neighbours
+from megatron_flashckpt.save import node_memory
+from megatron_flashckpt.save.node_memory import Need, around, check, gather_needs, neighbours
 
 GIB = 2**30
 BEGIN = (

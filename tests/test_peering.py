@@ -6,15 +6,15 @@ import socket
 
 import pytest
 
-from megatron_flashckpt import peering
 from megatron_flashckpt.agent.offers import lacking_ranks, newest_saves
 from megatron_flashckpt.agent.protocol import PeerNode
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.save import peer_setup
 
 
 def test_ranks_with_the_same_agent_are_a_node_in_the_order_of_their_first_ranks() -> None:
     one, other = ("10.0.0.1", 7, "key1"), ("10.0.0.2", 7, "key2")
-    assert peering.nodes_of([other, other, one, None, one]) == (
+    assert peer_setup.nodes_of([other, other, one, None, one]) == (
         PeerNode("10.0.0.2", 7, "key2", (0, 1)),
         PeerNode("10.0.0.1", 7, "key1", (2, 4)),
     )
@@ -22,7 +22,7 @@ def test_ranks_with_the_same_agent_are_a_node_in_the_order_of_their_first_ranks(
 
 def test_two_agents_behind_one_address_are_two_nodes() -> None:
     agents = [("10.0.0.1", 7, "key1"), ("10.0.0.1", 8, "key2")]
-    assert [node.ranks for node in peering.nodes_of([*agents, agents[0]])] == [(0, 2), (1,)]
+    assert [node.ranks for node in peer_setup.nodes_of([*agents, agents[0]])] == [(0, 2), (1,)]
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
@@ -30,7 +30,7 @@ def test_a_rendezvous_on_loopback_is_reached_by_loopback(
     monkeypatch: pytest.MonkeyPatch, master: str
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", master)
-    assert peering.own_address() in ("127.0.0.1", "::1")
+    assert peer_setup.own_address() in ("127.0.0.1", "::1")
 
 
 def test_a_name_that_only_here_means_loopback_is_not_given_to_others(
@@ -44,8 +44,8 @@ def test_a_name_that_only_here_means_loopback_is_not_given_to_others(
         return "127.0.1.1" if host == "node7" else "10.1.2.3"
 
     monkeypatch.setenv("MASTER_ADDR", "node7")
-    monkeypatch.setattr(peering, "_source_address", source)
-    assert peering.own_address() == "10.1.2.3"
+    monkeypatch.setattr(peer_setup, "_source_address", source)
+    assert peer_setup.own_address() == "10.1.2.3"
     assert asked == ["node7", "192.0.2.1"]
 
 
@@ -56,7 +56,7 @@ def test_a_rendezvous_without_an_address_names_the_setting(monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_ADDR", "no-such-host")
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(AgentError, match=r"way to no-such-host .*set 'agent\.address'"):
-        peering.own_address()
+        peer_setup.own_address()
 
 
 def test_ranks_that_lack_all_of_the_newest_saves_ask_for_them() -> None:

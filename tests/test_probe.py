@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_flashckpt import probe
 from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.save import probe
 from megatron_flashckpt.storage.base import Writer, probe_name
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.trainer import eventually

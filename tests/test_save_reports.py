@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.save_reports import SaveReports, level_on
+from megatron_flashckpt.save.reports import SaveReports, level_on
 
 RANKS, PER_NODE = 1024, 8
 ERROR = f"/ckpt/iter_0000008/rank_00017-0.safetensors: {'cannot write; ' * 18}free some space"

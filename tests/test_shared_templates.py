@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from megatron_flashckpt import shared_templates
-from megatron_flashckpt.shared_templates import _JobStore
+from megatron_flashckpt.save import shared_templates
+from megatron_flashckpt.save.shared_templates import _JobStore
 
 
 class Nodes:

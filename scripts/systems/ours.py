@@ -27,7 +27,6 @@ from workload import State
 from megatron_flashckpt import held_slot
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog import stored_checkpoint
-from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.shard_file import new_chunk_digest
 from megatron_flashckpt.in_memory import held_in_memory
@@ -37,6 +36,7 @@ from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
+from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.posix import PosixStorage
 from systems.base import COMMON, System
 

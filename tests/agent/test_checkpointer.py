@@ -10,9 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from megatron_flashckpt import run_id
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentRefusedError, UnsupportedError
 from megatron_flashckpt.file_format import file_names
@@ -21,8 +19,10 @@ from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
-from megatron_flashckpt.save_reports import SaveReports
-from megatron_flashckpt.session import Session, _Open
+from megatron_flashckpt.save import run_id
+from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
+from megatron_flashckpt.save.reports import SaveReports
+from megatron_flashckpt.save.session import Session, _Open
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
 from tests.agent.trainer import eventually, held_back
@@ -268,7 +268,7 @@ def test_a_rank_that_cannot_save_takes_part_in_what_the_others_wait_for(
         said.append((value, how))
         return value
 
-    monkeypatch.setattr("megatron_flashckpt.checkpointer.reduce_int", reduce)
+    monkeypatch.setattr("megatron_flashckpt.save.checkpointer.reduce_int", reduce)
     with pytest.raises(UnsupportedError):
         job.checkpointer.save(job.request(1, rank_state=lambda _: {"it": _Unsupported()}))
     assert said == [(2, "max")]

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt import node_memory, starting
 from megatron_flashckpt.agent.run_messages import BeginRun, HeldSlab, whose
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory import slab
 from megatron_flashckpt.memory.host_memory import Limit
-from megatron_flashckpt.node_link import NodeLink, slab_nbytes
-from megatron_flashckpt.node_memory import Need
+from megatron_flashckpt.save import node_memory, startup
+from megatron_flashckpt.save.agent_link import NodeLink, slab_nbytes
+from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.test_resources import open_files
@@ -235,7 +235,7 @@ def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
         root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
     )
     expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0, compared_nbytes=0)
-    return starting._fitting(checkpointer, expected)
+    return startup._fitting(checkpointer, expected)
 
 
 @pytest.mark.parametrize("missing_nbytes", [0, 1])

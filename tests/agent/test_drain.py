@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt import run_id
 from megatron_flashckpt.agent.client import connect
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.save import run_id
+from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
 from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive

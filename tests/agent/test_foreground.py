@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt import joining
 from megatron_flashckpt.agent.claim import INTERVAL_S
 from megatron_flashckpt.agent.life import AgentFacts, Life, life_of
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.save import joining
+from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_signals import watched

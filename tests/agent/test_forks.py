@@ -25,17 +25,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_flashckpt import exit_status, forks
-from megatron_flashckpt import session as session_module
-from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.launch import _run
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
-from megatron_flashckpt.memory.step_hook import StepHook
-from megatron_flashckpt.save_reports import SaveReports
-from megatron_flashckpt.session import Session, _Open
+from megatron_flashckpt.save import session as session_module
+from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.reports import SaveReports
+from megatron_flashckpt.save.session import Session, _Open
+from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import NUMEL, RUN, Job
 from tests.agent.trainer import PATIENCE_S, eventually, held_back

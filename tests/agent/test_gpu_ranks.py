@@ -14,11 +14,11 @@ import msgspec
 import pytest
 import torch
 
-from megatron_flashckpt import node_link
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.save import agent_link
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
 from tests.agent.test_persist import stored
@@ -181,7 +181,7 @@ def test_a_driver_that_hangs_does_not_keep_a_job_with_graphs_from_training(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(node_link, "_PINNING_S", 0.1)
+    monkeypatch.setattr(agent_link, "_PINNING_S", 0.1)
     job = make(5)
     may_lock = threading.Event()
     gpus.refusals["cudaHostRegister"] = may_lock.wait

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
@@ -19,7 +18,8 @@ from megatron_flashckpt.megatron_lm.size_estimate import SIDE_NBYTES, expect
 from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
-from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.checkpointer import Checkpointer
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
 from tests.agent.trainer import eventually

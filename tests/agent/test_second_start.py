@@ -25,7 +25,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
-from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import PATIENCE_S, FakeTrainer, eventually, is_alive, new_save_id, suspend

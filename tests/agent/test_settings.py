@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_flashckpt import peering
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.settings import AgentSettings, differences, settings_of
 from megatron_flashckpt.agent.socket_dir import LOG
@@ -21,6 +20,7 @@ from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import AgentConfig, Config, Trace
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import HISTORY
+from megatron_flashckpt.save import peer_setup
 from tests.agent.conftest import Node
 from tests.agent.trainer import (
     FakeTrainer,
@@ -240,10 +240,10 @@ def test_the_node_takes_what_no_save_shows(tmp_path: Path) -> None:
 
 def test_settings_that_stay_are_named(caplog: pytest.LogCaptureFixture) -> None:
     opened = p.PeersOpened(p.Identity("public", "secret"), "10.0.0.1", 7, threads=2)
-    peering._say_what_stays(3, opened, "10.0.0.1", Config())
+    peer_setup._say_what_stays(3, opened, "10.0.0.1", Config())
     assert caplog.text == ""
     config = Config(agent=AgentConfig(peer_threads=4))
-    peering._say_what_stays(3, opened, "10.0.0.2", config)
+    peer_setup._say_what_stays(3, opened, "10.0.0.2", config)
     assert "rank 3: the agent of this node, which an earlier run started, keeps" in caplog.text
     assert "agent.address '10.0.0.1', not '10.0.0.2' and agent.peer_threads 2, not 4" in caplog.text
     assert "end the agents of all nodes before the job starts" in caplog.text

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from megatron_flashckpt import claiming
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Claim, RunKey
 from megatron_flashckpt.agent.incarnations import process_with
@@ -23,6 +22,7 @@ from megatron_flashckpt.agent.takeover import is_live
 from megatron_flashckpt.errors import OtherWriterError
 from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.save import claiming
 from megatron_flashckpt.storage import patient
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node

@@ -29,7 +29,7 @@ from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import entries
 from megatron_flashckpt.megatron_lm.stock import unwrap
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save.session import session
 from tests.crash.start import Life
 from tests.megatron.jobs import TINY
 

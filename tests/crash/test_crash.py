@@ -28,7 +28,7 @@ from tests.crash.truth import await_tidy, check_storage, check_tidy
 
 #: Modules whose steps ranks come to.
 OF_RANKS = (
-    *("checkpointer", "memory.stager", "outstanding", "in_memory", "loading", "resume"),
+    *("save.checkpointer", "save.stager", "save.outcomes", "in_memory", "loading", "resume"),
     "restore.exchange",
 )
 

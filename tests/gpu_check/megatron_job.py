@@ -35,8 +35,8 @@ import megatron.training.training as training
 import pretrain_gpt_tiny as tiny
 from megatron.training import get_args
 
-from megatron_flashckpt.checkpointer import Checkpointer
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.session import session
 
 SCHEDULE = json.loads(os.environ["SCHEDULE"])
 #: Bytes that are copied to the host at once to be digested.

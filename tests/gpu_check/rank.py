@@ -15,7 +15,6 @@ import msgspec
 import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.read_plan import read_plan
@@ -24,6 +23,7 @@ from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.trainer import agents_under, config_of, eventually, is_alive
 

@@ -50,15 +50,16 @@ def is_committed(iteration: int) -> bool:
 
 
 def swap() -> None:
-    from megatron_flashckpt import async_utils, checkpointing, starting
+    from megatron_flashckpt import async_utils, checkpointing
     from megatron_flashckpt.megatron_lm import compat
+    from megatron_flashckpt.save import startup
 
     training.save_checkpoint = checkpointing.save_checkpoint
     training.load_checkpoint = checkpointing.load_checkpoint
     if "OLD_LOOP" in os.environ:
         compat.has_async_utils = checkpointing.has_async_utils = lambda: False
-        starting.has_async_utils = lambda: False
-        starting.watch()
+        startup.has_async_utils = lambda: False
+        startup.watch()
     else:
         training.maybe_finalize_async_save = async_utils.maybe_finalize_async_save
 
@@ -83,7 +84,7 @@ def lose_store_after_training() -> None:
 
 def hold_copies() -> None:
     """Let late copies wait until the call of the save has returned."""
-    from megatron_flashckpt.memory.stager import Stager
+    from megatron_flashckpt.save.stager import Stager
 
     copy_late = Stager._copy_late
 
@@ -96,7 +97,7 @@ def hold_copies() -> None:
 
 
 def traced_save(save: Any) -> Any:
-    from megatron_flashckpt.session import session
+    from megatron_flashckpt.save.session import session
 
     waits = iter(WAITS)
 
@@ -118,7 +119,7 @@ def traced_save(save: Any) -> Any:
 
 def traced_step(forward_step: Any) -> Any:
     """Trace what was told when an iteration began; until then, give the agent time."""
-    from megatron_flashckpt.save_reports import SaveReports
+    from megatron_flashckpt.save.reports import SaveReports
 
     told: list[int] = []
     committed = SaveReports.committed

@@ -58,7 +58,7 @@ from stand_ins import STAND_INS
 
 from megatron_flashckpt import launch
 from megatron_flashckpt.megatron_lm import stock
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save.session import session
 from tests.jobs import token_prediction
 from tests.megatron.jobs import truncated_copy
 

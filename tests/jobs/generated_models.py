@@ -45,11 +45,11 @@ from megatron.training.training import (
     get_optimizer_param_scheduler,
 )
 
-from megatron_flashckpt import starting
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import FlashCkptError
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save import startup
+from megatron_flashckpt.save.session import session
 
 RANK = int(os.environ["RANK"])
 ROOT = Path(os.environ["ROOT"])
@@ -321,7 +321,7 @@ def save(case: dict[str, Any]) -> None:
     args.save, args.load, args.ckpt_step = str(place / "save"), None, None
     job = Job(case, "saved")
     try:
-        starting.begin(job.chunks, job.optimizer)
+        startup.begin(job.chunks, job.optimizer)
     except FlashCkptError as error:
         trace(event="refused", case=case["name"], error=str(error))
         session.close(leave=True)

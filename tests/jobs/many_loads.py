@@ -35,8 +35,8 @@ from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import Stager
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save.session import session
+from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.storage import patient
 
 RANK = int(os.environ["RANK"])

@@ -15,9 +15,10 @@ import cpu_cuda
 import msgspec
 import torch
 
-from megatron_flashckpt.memory import cuda, stager
+from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.runs import Copy
-from megatron_flashckpt.memory.stager import Stager
+from megatron_flashckpt.save import stager
+from megatron_flashckpt.save.stager import Stager
 from tests.simulated_gpu import DeviceTensor
 from tests.simulated_gpu.eager import on_device
 

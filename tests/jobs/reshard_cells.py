@@ -57,7 +57,7 @@ from megatron.training.training import (
 
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save.session import session
 
 RANK = int(os.environ["RANK"])
 RANKS = int(os.environ["WORLD_SIZE"])

@@ -26,10 +26,10 @@ from megatron.core import parallel_state
 from megatron.training import checkpointing, get_args
 from megatron.training.initialize import initialize_megatron
 
-from megatron_flashckpt import node_memory, starting
 from megatron_flashckpt.checkpointing import save_checkpoint
 from megatron_flashckpt.memory.host_memory import Limit
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save import node_memory, startup
+from megatron_flashckpt.save.session import session
 
 RANK = int(os.environ["RANK"])
 _GONE = object()
@@ -250,7 +250,7 @@ def caught(name: str, call: Callable[[], None]) -> None:
 def save_first(job: Job) -> None:
     """Save before anything else, as a job may that makes its first checkpoint by itself."""
     save_checkpoint(5, *job, None, 0)
-    starting.begin(*job)
+    startup.begin(*job)
 
 
 def first_step(job: Job) -> None:
@@ -262,7 +262,7 @@ def first_step(job: Job) -> None:
         sub(job).optimizer.state[owned] = {"row_factor": torch.zeros(2)}
 
     with changed(training, "train_step", step):
-        starting.watch()
+        startup.watch()
         training.train_step(*job)
 
 
@@ -271,9 +271,9 @@ def with_memory_for(nbytes: int, job: Job) -> None:
     machine = [Limit("boot", "the machine", nbytes)]
     with (
         changed(node_memory, "limits", lambda: machine),
-        changed(starting, "slab_nbytes", lambda *_: 10 * 2**20),
+        changed(startup, "slab_nbytes", lambda *_: 10 * 2**20),
     ):
-        starting.begin(*job)
+        startup.begin(*job)
 
 
 def with_small_files(nbytes: int, job: Job) -> None:
@@ -282,8 +282,8 @@ def with_small_files(nbytes: int, job: Job) -> None:
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
     try:
-        with changed(starting, "slab_nbytes", lambda *_: 10 * 2**20):
-            starting.begin(*job)
+        with changed(startup, "slab_nbytes", lambda *_: 10 * 2**20):
+            startup.begin(*job)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
 
@@ -297,7 +297,7 @@ def main() -> None:
     args.save = save
     for name, change in CASES.items():
         with change(job):
-            caught(name, lambda: starting.begin(*job))
+            caught(name, lambda: startup.begin(*job))
     for name, mib in {"memory for one": 15, "memory for all": 20}.items():
         caught(name, functools.partial(with_memory_for, mib * 2**20, job))
     for name, mib in {"small files": 9, "large files": 10}.items():

@@ -153,7 +153,7 @@ def await_outcomes() -> None:
 
     Otherwise a slow machine may need more than two iterations for that.
     """
-    from megatron_flashckpt.session import session
+    from megatron_flashckpt.save.session import session
 
     for each in session._open.values():
         checkpointer = each.checkpointer
@@ -205,7 +205,7 @@ def measuring_step(forward_step: Any) -> Any:
     frozen = False
 
     def wrapper(batches: Any, model: Any) -> Any:
-        from megatron_flashckpt.session import session
+        from megatron_flashckpt.save.session import session
 
         # What is garbage must not look like growth; what was there before need not be looked at.
         nonlocal frozen
@@ -230,7 +230,7 @@ def measuring_step(forward_step: Any) -> Any:
 
 def preparing_step(forward_step: Any) -> Any:
     def wrapper(batches: Any, model: Any) -> Any:
-        from megatron_flashckpt.session import session
+        from megatron_flashckpt.save.session import session
 
         deadline = time.monotonic() + 60
         for each in session._open.values() if iteration() == int(os.environ["PREPARED"]) else ():
@@ -272,7 +272,7 @@ def send(name: str, whom: str) -> None:
     if RANK != 0:
         return
     if whom == "agent":
-        from megatron_flashckpt.session import session
+        from megatron_flashckpt.save.session import session
 
         for each in session._open.values():
             os.kill(each.checkpointer.link.client().agent_pid, number)
@@ -383,7 +383,7 @@ def be_the_writers() -> None:
 
 def report_counters() -> None:
     """The plan counters of our checkpointer, if ours was in use."""
-    session = sys.modules.get("megatron_flashckpt.session")
+    session = sys.modules.get("megatron_flashckpt.save.session")
     for each in session.session._open.values() if session else ():
         counters = each.checkpointer.counters
         trace(

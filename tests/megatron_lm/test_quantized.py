@@ -13,7 +13,6 @@ import pytest
 import torch
 from megatron.core import fp8_utils
 
-from megatron_flashckpt import starting
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.load_plan import LoadRequest
@@ -23,6 +22,7 @@ from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import DistributedOptimizer
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
+from megatron_flashckpt.save import startup
 from tests.megatron_lm.quantized_double import BlockDouble, QuantizedDouble
 from tests.megatron_lm.test_model_state import Job
 
@@ -185,14 +185,14 @@ def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
     state.note_quantized(agreed)
     opened = SimpleNamespace(checkpointer=lambda root: SimpleNamespace(model_state=state))
     args = SimpleNamespace(get_args=lambda: SimpleNamespace(save="save"))
-    monkeypatch.setattr(starting, "session", opened)
-    monkeypatch.setattr(starting.stock, "checkpointing", lambda: args)
-    monkeypatch.setattr(starting, "_is_checked", lambda *_, alone: False)
-    monkeypatch.setattr(starting, "_check_own", lambda *_: frozenset(keys))
-    monkeypatch.setattr(starting, "_note_checked", lambda *_, alone: None)
+    monkeypatch.setattr(startup, "session", opened)
+    monkeypatch.setattr(startup.stock, "checkpointing", lambda: args)
+    monkeypatch.setattr(startup, "_is_checked", lambda *_, alone: False)
+    monkeypatch.setattr(startup, "_check_own", lambda *_: frozenset(keys))
+    monkeypatch.setattr(startup, "_note_checked", lambda *_, alone: None)
     monkeypatch.setattr(parallel, "model_cut", lambda: (1, stages, 1))
     if not keys or stages == 1 or agreed:
-        starting.check_alone([], None)
+        startup.check_alone([], None)
         return
     with pytest.raises(UnsupportedError, match="call load_checkpoint or Megatron's train_step"):
-        starting.check_alone([], None)
+        startup.check_alone([], None)

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from megatron_flashckpt.memory.collector import held_off
+from megatron_flashckpt.save.gc_pause import held_off
 
 
 class OddError(Exception):

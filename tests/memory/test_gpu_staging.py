@@ -16,10 +16,10 @@ from megatron.core.timers import Timers
 
 from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.memory import cuda
-from megatron_flashckpt.memory import stager as stager_module
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import PART_NBYTES, PARTS_IN_FLIGHT, Stager
+from megatron_flashckpt.save import stager as stager_module
+from megatron_flashckpt.save.stager import PART_NBYTES, PARTS_IN_FLIGHT, Stager
 from tests.agent.trainer import eventually
 from tests.memory.test_stager import PATIENCE_S, Finish, bytes_at, raw
 from tests.simulated_gpu import Node, simulated_gpus

@@ -20,7 +20,7 @@ from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE
-from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.save.agent_link import NodeLink
 from tests.simulated_gpu import Node, simulated_gpus
 
 MPOL_PREFERRED = 1
@@ -153,7 +153,9 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeLink]:
 
 def nodes_of_slabs(link: NodeLink, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Return the NUMA nodes of a slab made in the background and of a larger one of a save."""
-    monkeypatch.setattr("megatron_flashckpt.node_link.node_of_gpu", lambda device: device + 10)
+    monkeypatch.setattr(
+        "megatron_flashckpt.save.agent_link.node_of_gpu", lambda device: device + 10
+    )
     nodes: list[int | None] = []
     create = Slab.create
 

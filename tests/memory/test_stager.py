@@ -12,7 +12,7 @@ import torch
 
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import Stager
+from megatron_flashckpt.save.stager import Stager
 from tests.memory.mapped import times_mapped
 
 PATIENCE_S = 20.0

@@ -12,7 +12,7 @@ import torch
 
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.step_hook import StepHook
+from megatron_flashckpt.save.step_hook import StepHook
 from tests.memory.test_stager import PATIENCE_S, HeldStager, bytes_at, raw
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
 from tests.agent.test_resources import MIB, at_rest, open_files, rss_nbytes, thread_count

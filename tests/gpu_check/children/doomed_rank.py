@@ -14,11 +14,11 @@ from unittest import mock
 
 import torch
 
-from megatron_flashckpt.checkpointer import SaveRequest
 from megatron_flashckpt.config import AgentConfig
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.save.checkpointer import SaveRequest
 from tests.agent.trainer import eventually
 from tests.gpu_check import machine
 from tests.gpu_check.rank import Node, Rank

@@ -13,10 +13,10 @@ from unittest import mock
 
 import torch
 
-from megatron_flashckpt.memory import stager as stager_module
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import Stager
+from megatron_flashckpt.save import stager as stager_module
+from megatron_flashckpt.save.stager import Stager
 from tests.gpu_check import machine
 from tests.gpu_check.report import Report
 from tests.gpu_check.timing import report_waits

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from megatron_flashckpt.memory import stager as stager_module
+from megatron_flashckpt.save import stager as stager_module
 from tests.gpu_check import machine
 from tests.gpu_check.report import Report
 

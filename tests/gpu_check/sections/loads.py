@@ -17,9 +17,9 @@ from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import Source
 from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import Stager
 from megatron_flashckpt.restore.reader import read_all
 from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.gpu_check import machine
 from tests.gpu_check.rank import Node, Rank, node

@@ -15,7 +15,7 @@ import torch
 
 from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.stager import Stager
+from megatron_flashckpt.save.stager import Stager
 from tests.gpu_check import machine
 from tests.gpu_check.child import Child, wait
 from tests.gpu_check.children import bystander

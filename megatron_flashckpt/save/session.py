@@ -19,17 +19,17 @@ from typing import Any
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog.listing import tracked_iteration
-from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
-from megatron_flashckpt.loop_timer import LoopTimer
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.metric_writers import write_scalars
 from megatron_flashckpt.megatron_lm.stock import checkpointing
-from megatron_flashckpt.run_id import Run
-from megatron_flashckpt.save_reports import SaveReports
-from megatron_flashckpt.save_request import SaveReport
-from megatron_flashckpt.scalars import save_scalars
+from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.loop_timer import LoopTimer
+from megatron_flashckpt.save.reports import SaveReports
+from megatron_flashckpt.save.request import SaveReport
+from megatron_flashckpt.save.run_id import Run
+from megatron_flashckpt.save.scalars import save_scalars
 from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt import claiming, run_id
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
@@ -36,18 +35,19 @@ from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import Expected
-from megatron_flashckpt.memory.collector import held_off
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, EncodedMeta, Slot, SlotHeader, SlotState
-from megatron_flashckpt.memory.step_hook import StepHook
 from megatron_flashckpt.metrics import reported
-from megatron_flashckpt.node_link import NodeLink
-from megatron_flashckpt.outstanding import Outstanding
-from megatron_flashckpt.peering import introduce
 from megatron_flashckpt.restore.collectives import reduce_int
-from megatron_flashckpt.save_reports import level_on
-from megatron_flashckpt.save_request import RankState, SaveReport, SaveRequest
-from megatron_flashckpt.shared_templates import SharedTemplates
+from megatron_flashckpt.save import claiming, run_id
+from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.outcomes import Outstanding
+from megatron_flashckpt.save.peer_setup import introduce
+from megatron_flashckpt.save.reports import level_on
+from megatron_flashckpt.save.request import RankState, SaveReport, SaveRequest
+from megatron_flashckpt.save.shared_templates import SharedTemplates
+from megatron_flashckpt.save.step_hook import StepHook
 from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
 
 logger = logging.getLogger(__name__)

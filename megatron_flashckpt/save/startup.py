@@ -21,11 +21,9 @@ import xxhash
 from megatron.core import package_info
 
 import megatron_flashckpt
-from megatron_flashckpt import node_memory, probe
 from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.socket_dir import agent_directory
-from megatron_flashckpt.checkpointer import Checkpointer
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.layout.completeness import Tally, tally
@@ -38,10 +36,12 @@ from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import Expected, expect
 from megatron_flashckpt.memory.host_memory import shown
-from megatron_flashckpt.node_link import slab_nbytes
-from megatron_flashckpt.node_memory import Need
 from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
-from megatron_flashckpt.session import session
+from megatron_flashckpt.save import node_memory, probe
+from megatron_flashckpt.save.agent_link import slab_nbytes
+from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.node_memory import Need
+from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.posix import PosixStorage
 
 #: Sums of as many remainders as there can be ranks stay below 2**63.

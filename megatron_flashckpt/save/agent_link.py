@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 
-from megatron_flashckpt import joining
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.protocol import (
@@ -27,7 +26,8 @@ from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.numa import node_of_gpu
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlabGeometry, align
-from megatron_flashckpt.memory.stager import Stager
+from megatron_flashckpt.save import joining
+from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.tracing import Span
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptEr
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
-from megatron_flashckpt.node_link import NodeLink
+from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.storage.posix import PosixStorage
 from megatron_flashckpt.tracing import OpenTraces, Recorder
 
