@@ -81,7 +81,7 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
 def _candidates(storage: Storage, step: int | None) -> Iterator[int]:
     """Yield the iterations to try: the one that is named, then older ones if they may be used."""
     from megatron_flashckpt.catalog import listing
-    from megatron_flashckpt.recovery import named_in
+    from megatron_flashckpt.load.candidates import named_in
     from megatron_flashckpt.save.session import session
 
     named = named_in(storage, int(step) if step else None).iteration

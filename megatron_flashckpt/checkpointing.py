@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_flashckpt import resume
+from megatron_flashckpt.load import resume
 from megatron_flashckpt.megatron_lm import announcements, side_state
 from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils, takes
 from megatron_flashckpt.megatron_lm.job_description import describe

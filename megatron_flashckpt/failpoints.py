@@ -37,12 +37,18 @@ POINTS = {
     "stage.rung": ("save.checkpointer", "the agent has answered the doorbell"),
     "save.told": ("save.outcomes", "the agent told an outcome: the slot is DURABLE or FAILED"),
     # Trainers, loading. Nothing of the model is overwritten before `load.planned`.
-    "load.taken": ("in_memory", "the agent gave back the slab of this rank's former life, if any"),
-    "load.planned": ("loading", "all is checked and nothing of the tensors read"),
-    "load.half": ("restore.exchange", "this rank's tensors hold what its own slot has of them"),
-    "load.filled": ("loading", "this rank's tensors are filled"),
-    "load.unadopted": ("resume", "the model goes on from the checkpoint; the agent was not told"),
-    "load.adopted": ("resume", "the agent knows where training goes on from"),
+    "load.taken": (
+        "load.memory_checkpoints",
+        "the agent gave back the slab of this rank's former life, if any",
+    ),
+    "load.planned": ("load.loader", "all is checked and nothing of the tensors read"),
+    "load.half": ("load.rank_exchange", "this rank's tensors hold what its own slot has of them"),
+    "load.filled": ("load.loader", "this rank's tensors are filled"),
+    "load.unadopted": (
+        "load.resume",
+        "the model goes on from the checkpoint; the agent was not told",
+    ),
+    "load.adopted": ("load.resume", "the agent knows where training goes on from"),
     # The agent, talking.
     "agent.attached": (
         "agent.request_handler",

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from rich.console import Console
 from synthetic import LLAMA_405B, World
 
+from megatron_flashckpt.collectives import gather_named, gather_objects
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
-from megatron_flashckpt.restore.collectives import gather_named, gather_objects
-from megatron_flashckpt.restore.transfer import Pace, Span, Stream
+from megatron_flashckpt.load.all_to_all import Pace, Span, Stream
 
 SAVED = World(LLAMA_405B, tp=8, pp=16, dp=128)
 #: The measured rank: of the first tensor ranks, which hold all that they want between them.

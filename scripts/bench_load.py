@@ -29,10 +29,10 @@ from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache
+from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.restore.reader import read_all
-from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage
 
 ITERATION = 1000

@@ -25,10 +25,10 @@ from synthetic import Model, World
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
+from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
-from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
-from megatron_flashckpt.restore.replicas import Sharing, read_with_replicas
-from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage
 
 MODEL = Model(layers=1, hidden=1024, ffn=2816, qkv=1536, vocab=4096)

@@ -30,7 +30,7 @@ OF_THEIR_OWN = {
     "save/agent_link": "no memory for a slab",
     "save/node_memory": "limits on memory, not on storage",
     "save/probe": "raises errors of its own",
-    "restore/collectives": "passes the number on to other ranks",
+    "collectives": "passes the number on to other ranks",
     "storage/fallocate": "raises what the system call answers",
     "storage/posix": "what rmdir, mkdir and fsync of a directory answer besides",
     "storage/base": "only its docstring",

@@ -10,12 +10,12 @@ import pytest
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.load_plan import LoadRequest
-from megatron_flashckpt.loading import refuse_mixture
+from megatron_flashckpt.load.candidates import Candidates, Named
+from megatron_flashckpt.load.loader import refuse_mixture
+from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.plan import LoadRequest
+from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.recovery import Candidates, Named
-from megatron_flashckpt.saved_job import SavedJob
 from tests.layout.worlds import source, whole
 
 #: TP1 PP2 DP2 EP2: expert ranks lie along the replicas.

@@ -13,18 +13,18 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_flashckpt import loading
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.load_plan import LoadRequest
-from megatron_flashckpt.load_side_state import SideState
+from megatron_flashckpt.load import loader
+from megatron_flashckpt.load.chunk_reader import ChunkReader
+from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.plan import LoadRequest
+from megatron_flashckpt.load.side_state import SideState
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
-from megatron_flashckpt.restore.reader import ChunkReader
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.restore.made import SAVE_ID, make, persist, pieces_of_rank
 
@@ -63,16 +63,16 @@ def _load(rank: int, where: Path, source: str) -> None:
         mock.patch.object(parallel, "coordinates", return_value=Coordinates(dp=rank)),
         mock.patch.object(parallel, "model_cut", return_value=(1, 1, 1)),
         mock.patch.object(parallel, "data_parallel_group", return_value=None),
-        mock.patch.object(loading, "_side", return_value=side),
-        mock.patch.object(loading, "ChunkReader", _reader),
+        mock.patch.object(loader, "_side", return_value=side),
+        mock.patch.object(loader, "ChunkReader", _reader),
     ):
         state = ModelState(Config().replicated)
         try:
             if source == "storage":
                 storage = PosixStorage(where / "save")
-                loading.load_from_storage(REQUEST, state, rank, storage, 10, Config())
+                loader.load_from_storage(REQUEST, state, rank, storage, 10, Config())
             else:
-                loading.load_from_memory(REQUEST, state, rank, _in_memory(rank, where), Config())
+                loader.load_from_memory(REQUEST, state, rank, _in_memory(rank, where), Config())
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             (where / f"{source}{rank}").write_text(json.dumps(said))

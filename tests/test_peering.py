@@ -6,9 +6,9 @@ import socket
 
 import pytest
 
-from megatron_flashckpt.agent.offers import lacking_ranks, newest_saves
 from megatron_flashckpt.agent.protocol import PeerNode
 from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.load.offers import lacking_ranks, newest_saves
 from megatron_flashckpt.save import peer_setup
 
 

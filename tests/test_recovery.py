@@ -18,8 +18,8 @@ from megatron_flashckpt.errors import (
     StorageError,
 )
 from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir, next_attempt
-from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.recovery import Candidates, Named, named_in
+from megatron_flashckpt.load.candidates import Candidates, Named, named_in
+from megatron_flashckpt.load.memory_checkpoints import InMemory
 from megatron_flashckpt.storage.posix import PosixStorage
 
 DAMAGE = CorruptCheckpointError("rank 3: a file: digest 1, expected 2")

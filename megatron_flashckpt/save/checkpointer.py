@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.collectives import reduce_int
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import (
     AgentError,
@@ -38,7 +39,6 @@ from megatron_flashckpt.megatron_lm.size_estimate import Expected
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, EncodedMeta, Slot, SlotHeader, SlotState
 from megatron_flashckpt.metrics import reported
-from megatron_flashckpt.restore.collectives import reduce_int
 from megatron_flashckpt.save import claiming, run_id
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.gc_pause import held_off

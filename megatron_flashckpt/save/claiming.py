@@ -6,9 +6,9 @@ import logging
 
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.takeover import take
+from megatron_flashckpt.collectives import from_first
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
-from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.storage.patient import PatientStorage

@@ -12,9 +12,9 @@ import errno
 import platform
 from collections.abc import Sequence
 
+from megatron_flashckpt.collectives import gathered
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.memory.host_memory import Limit, ProcessLimit, limits, process_limits, shown
-from megatron_flashckpt.restore.collectives import gathered
 
 #: Upper bound of the nodes that a refusal lists.
 _MOST_SHOWN = 10

@@ -12,9 +12,9 @@ import os
 import socket
 
 from megatron_flashckpt.agent.protocol import JoinPeers, PeerNode, PeersOpened
+from megatron_flashckpt.collectives import gather_objects
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
-from megatron_flashckpt.restore.collectives import gather_objects
 from megatron_flashckpt.save.agent_link import NodeLink
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from megatron_flashckpt.collectives import from_first, gathered
 from megatron_flashckpt.errors import FlashCkptError, StorageError
-from megatron_flashckpt.restore.collectives import from_first, gathered
 from megatron_flashckpt.storage.base import Storage, probe_name
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import uuid
 
 import torch.distributed as dist
 
-from megatron_flashckpt.restore.collectives import broadcast_object
+from megatron_flashckpt.collectives import broadcast_object
 
 
 class Run:

@@ -24,6 +24,7 @@ import megatron_flashckpt
 from megatron_flashckpt.agent.run_messages import BeginRun
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.socket_dir import agent_directory
+from megatron_flashckpt.collectives import gather_objects, reduce_int, together
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.layout.completeness import Tally, tally
@@ -36,7 +37,6 @@ from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import Expected, expect
 from megatron_flashckpt.memory.host_memory import shown
-from megatron_flashckpt.restore.collectives import gather_objects, reduce_int, together
 from megatron_flashckpt.save import node_memory, probe
 from megatron_flashckpt.save.agent_link import slab_nbytes
 from megatron_flashckpt.save.checkpointer import Checkpointer

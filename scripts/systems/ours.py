@@ -24,14 +24,14 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from workload import State
 
-from megatron_flashckpt import held_slot
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog import stored_checkpoint
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.shard_file import new_chunk_digest
-from megatron_flashckpt.in_memory import held_in_memory
-from megatron_flashckpt.load_plan import LoadRequest
-from megatron_flashckpt.loading import load_from_memory, load_from_storage
+from megatron_flashckpt.load import slot_source
+from megatron_flashckpt.load.loader import load_from_memory, load_from_storage
+from megatron_flashckpt.load.memory_checkpoints import held_in_memory
+from megatron_flashckpt.load.plan import LoadRequest
 from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -200,7 +200,7 @@ class Ours(System):
 
         with (
             mock.patch.object(os, "preadv", timed("copied", os.preadv)),
-            mock.patch.object(held_slot, "new_chunk_digest", TimedDigest),
+            mock.patch.object(slot_source, "new_chunk_digest", TimedDigest),
             mock.patch.object(stored_checkpoint, "new_chunk_digest", TimedDigest),
         ):
             yield took

@@ -24,7 +24,7 @@ from megatron_flashckpt.agent.state import Node as AgentNode
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.held_slot import HeldSlot
+from megatron_flashckpt.load.slot_source import HeldSlot
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node

@@ -143,7 +143,7 @@ def test_nothing_that_talks_or_stores_knows_pickle() -> None:
                 names = [at.module or ""]
             if runs_code & {name.split(".")[0] for name in names}:
                 found.add(str(path.relative_to(home)))
-    among_ranks = {"restore/collectives.py"}
+    among_ranks = {"collectives.py"}
     assert all(name.startswith("convert/") for name in found - among_ranks), found
     assert found > among_ranks, "the test looks in the wrong place"
 

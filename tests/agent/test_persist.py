@@ -13,9 +13,9 @@ from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.memory.slot import SlotState
-from megatron_flashckpt.restore.reader import read_all
-from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.trainer import FakeTrainer, content, eventually, new_save_id

@@ -21,10 +21,10 @@ from typing import Any
 
 import msgspec
 
-from megatron_flashckpt.agent.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import VARIABLE
+from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.test_persist import read_rank, stored

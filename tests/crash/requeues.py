@@ -20,11 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_flashckpt.agent.offers import common_saves
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.load.offers import common_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored

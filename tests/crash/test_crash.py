@@ -28,8 +28,15 @@ from tests.crash.truth import await_tidy, check_storage, check_tidy
 
 #: Modules whose steps ranks come to.
 OF_RANKS = (
-    *("save.checkpointer", "save.stager", "save.outcomes", "in_memory", "loading", "resume"),
-    "restore.exchange",
+    *(
+        "save.checkpointer",
+        "save.stager",
+        "save.outcomes",
+        "load.memory_checkpoints",
+        "load.loader",
+        "load.resume",
+    ),
+    "load.rank_exchange",
 )
 
 

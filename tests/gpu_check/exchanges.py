@@ -7,8 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.restore.collectives import broadcast_object, gather_objects, reduce_int
-from megatron_flashckpt.restore.transfer import Stream, transfer
+from megatron_flashckpt.collectives import broadcast_object, gather_objects, reduce_int
+from megatron_flashckpt.load.all_to_all import Stream, transfer
 from tests.gpu_check import machine
 from tests.gpu_check.report import Report
 

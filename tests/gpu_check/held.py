@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.layout.piece import MASTER
+from megatron_flashckpt.load.slot_source import HeldSlot
 from megatron_flashckpt.memory.slot import SlotState
 from tests.gpu_check.rank import Node
 

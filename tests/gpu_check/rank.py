@@ -18,11 +18,11 @@ from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
 from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
-from megatron_flashckpt.restore.reader import read_all
-from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.trainer import agents_under, config_of, eventually, is_alive

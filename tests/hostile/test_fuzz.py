@@ -33,11 +33,11 @@ from megatron_flashckpt.convert.ours import open_ours
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
-from megatron_flashckpt.held_slot import HeldSlot
+from megatron_flashckpt.load.candidates import Candidates, named_in
+from megatron_flashckpt.load.slot_source import HeldSlot
 from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlotHeader, SlotState
-from megatron_flashckpt.recovery import Candidates, named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies

@@ -29,14 +29,14 @@ import torch.distributed as dist
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import pieces_of
-from megatron_flashckpt.restore import replicas
-from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads
-from megatron_flashckpt.restore.targets import Targets
+from megatron_flashckpt.load import replica_sharing
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.simulated_gpu import simulated_gpus
 
 RANK = int(os.environ["RANK"])
-transfer = replicas.transfer
+transfer = replica_sharing.transfer
 
 
 class Offload:
@@ -112,12 +112,12 @@ def load(case: dict[str, Any], device: str) -> tuple[list[torch.Tensor], dict[st
     event: dict[str, Any] = {"event": case["name"], "attempt": 0}
     memory = case.get("memory_mib", 96)
     memory = (memory[RANK] if isinstance(memory, list) else memory) * 2**20
-    slow = mock.patch.object(replicas, "transfer", slow_transfer)
-    many = mock.patch.object(replicas, "MANY_REPLICAS", case.get("many", 64))
+    slow = mock.patch.object(replica_sharing, "transfer", slow_transfer)
+    many = mock.patch.object(replica_sharing, "MANY_REPLICAS", case.get("many", 64))
     with slow, many, ChunkReader(stored, 1, targets.gpu) as reader:
-        sharing = replicas.Sharing(None, case["mode"], memory)
+        sharing = replica_sharing.Sharing(None, case["mode"], memory)
         try:
-            report = replicas.read_with_replicas(reader, chunks, targets, sharing)
+            report = replica_sharing.read_with_replicas(reader, chunks, targets, sharing)
             event.update(report.__dict__)
         except Exception as error:
             event["error"] = f"{type(error).__name__}: {error}"

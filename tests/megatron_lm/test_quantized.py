@@ -15,8 +15,8 @@ from megatron.core import fp8_utils
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.load_plan import LoadRequest
-from megatron_flashckpt.loading import refuse_unmastered
+from megatron_flashckpt.load.loader import refuse_unmastered
+from megatron_flashckpt.load.plan import LoadRequest
 from megatron_flashckpt.megatron_lm import parallel, self_check
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState

@@ -21,8 +21,8 @@ from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError,
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
-from megatron_flashckpt.restore.reader import Part
-from megatron_flashckpt.restore.reader import read_all as read_stored
+from megatron_flashckpt.load.chunk_reader import Part
+from megatron_flashckpt.load.chunk_reader import read_all as read_stored
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.restore.made import (
     TP,
@@ -187,7 +187,7 @@ def test_the_manifest_of_another_iteration_is_refused(made: Made) -> None:
 
 def test_reading_headers_and_bytes_does_not_import_torch() -> None:
     code = (
-        "import sys; import megatron_flashckpt.restore.reader, megatron_flashckpt.catalog.verify;"
+        "import sys, megatron_flashckpt.load.chunk_reader, megatron_flashckpt.catalog.verify;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
-from megatron_flashckpt.restore import collectives
-from megatron_flashckpt.restore.collectives import (
+from megatron_flashckpt import collectives
+from megatron_flashckpt.collectives import (
     broadcast_object,
     exchange_blobs,
     from_first,
@@ -24,6 +23,7 @@ from megatron_flashckpt.restore.collectives import (
     gathered,
     together,
 )
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 
 RANKS = 3
 #: Renamed in torch 2.13.

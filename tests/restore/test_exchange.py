@@ -29,11 +29,11 @@ from hypothesis import strategies as st
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.load import rank_exchange
+from megatron_flashckpt.load.all_to_all import ALIGNMENT, Stream
+from megatron_flashckpt.load.chunk_reader import ChunkReader
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
-from megatron_flashckpt.restore import exchange
-from megatron_flashckpt.restore.reader import ChunkReader
-from megatron_flashckpt.restore.targets import Targets
-from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream
 from tests.layout.strategies import in_layout_order
 from tests.layout.worlds import (
     Sizes,
@@ -52,7 +52,7 @@ from tests.simulated_gpu import simulated_gpus
 from tests.simulated_gpu.nccl import nccl_over_gloo
 
 RANKS = 3
-ROUND_NBYTES = exchange.ROUND_NBYTES
+ROUND_NBYTES = rank_exchange.ROUND_NBYTES
 #: Where the data section of a slot begins, as far as alignment is concerned.
 DATA_OFFSET = 4096
 #: Elements in `odd_case` on GPUs, as a multiple of those elsewhere. Odd, so that sizes stay odd.
@@ -70,7 +70,7 @@ class Case:
     tensors: Tensors
     stored: list[list[Piece]]
     wanted: list[list[Piece]]
-    round_nbytes: int = exchange.ROUND_NBYTES
+    round_nbytes: int = rank_exchange.ROUND_NBYTES
 
 
 def model_case(saved: Sizes, loaded: Sizes, round_nbytes: int = 4096) -> Case:
@@ -122,10 +122,10 @@ CASES = {
     "same layout": model_case(REPLICAS, REPLICAS),
     "replicas to tensor parallel": model_case(REPLICAS, TENSOR),
     "tensor parallel to replicas": model_case(TENSOR, REPLICAS),
-    "in one round": model_case(REPLICAS, TENSOR, exchange.ROUND_NBYTES),
+    "in one round": model_case(REPLICAS, TENSOR, rank_exchange.ROUND_NBYTES),
     "odd, 8 bytes per round": odd_case(1),
     "odd, 16 bytes per round": odd_case(32),
-    "odd, in one round": odd_case(exchange.ROUND_NBYTES),
+    "odd, in one round": odd_case(rank_exchange.ROUND_NBYTES),
     "nothing from others": nothing_from_others(),
     "one rank wants it all": one_rank_wants_it_all(),
 }
@@ -155,7 +155,7 @@ def exchanged(
     Args:
         room: bytes of the current GPU that are left when the tensors are made; None: all others.
     """
-    exchange.ROUND_NBYTES = case.round_nbytes
+    rank_exchange.ROUND_NBYTES = case.round_nbytes
     file = files_of(case.tensors, case.stored)[rank]
     own = torch.frombuffer(bytearray(DATA_OFFSET) + file, dtype=torch.uint8)[DATA_OFFSET:]
     wanted = case.wanted[rank]
@@ -165,7 +165,7 @@ def exchanged(
     plan = read_plan(wanted, sources_of(case.stored), name)
     targets = Targets(wanted, filled)
     with ChunkReader(Bytes(own), 1, targets.gpu) as reader, nearly_full(room):
-        received = exchange.exchange(reader, own, rank, plan, wanted, targets)
+        received = rank_exchange.exchange(reader, own, rank, plan, wanted, targets)
     return received, filled
 
 
@@ -197,7 +197,7 @@ def on_gpus(rank: int) -> dict[str, Any]:
     Rank 1 has the least room. It has no memory for what it received in the second exchange, and
     none for its buffers in the third.
     """
-    exchange.LEAST_ROUND_NBYTES = 1024
+    rank_exchange.LEAST_ROUND_NBYTES = 1024
     case = odd_case(ROUND_NBYTES, GPU_SCALE)
     with simulated_gpus(RANKS) as node, nccl_over_gloo(node) as nccl:
         torch.cuda.set_device(rank)
@@ -215,7 +215,7 @@ def on_gpus(rank: int) -> dict[str, Any]:
         errors = []
         with mock.patch.dict(node.refusals, {"kernel copy": no_memory} if rank == 1 else {}):
             errors.append(error_of(lambda: exchanged(case, "refused", rank, device="cuda")))
-        exchange.LEAST_ROUND_NBYTES = 1 << 20
+        rank_exchange.LEAST_ROUND_NBYTES = 1 << 20
         room = NO_ROOM if rank == 1 else None
         errors.append(error_of(lambda: exchanged(case, "no room", rank, device="cuda", room=room)))
         collectives = len(nccl.round_nbytes)
@@ -360,7 +360,7 @@ def test_without_other_ranks_all_comes_from_the_own_slot() -> None:
         filled = [torch.zeros(it.nbytes, dtype=torch.uint8, device="cuda") for it in wanted]
         targets = Targets(wanted, filled)
         with ChunkReader(Bytes(own), 1, targets.gpu) as reader:
-            assert exchange.exchange(reader, own, 0, plan, wanted, targets) == 0
+            assert rank_exchange.exchange(reader, own, 0, plan, wanted, targets) == 0
         assert node.calls[-1].name == "synchronize", "all bytes are in place when it returns"
         found = [bytes(tensor.cpu().numpy()) for tensor in filled]
     assert found == [content(case.tensors, piece) for piece in wanted]

@@ -18,12 +18,12 @@ import torch
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
+from megatron_flashckpt.load import gpu_buffers
+from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, read_all
+from megatron_flashckpt.load.gpu_buffers import Gpu
+from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
-from megatron_flashckpt.restore import gpu
-from megatron_flashckpt.restore.gpu import Gpu
-from megatron_flashckpt.restore.reader import ChunkReader, Part, chunk_reads, read_all
-from megatron_flashckpt.restore.replicas import Sharing, read_with_replicas
-from megatron_flashckpt.restore.targets import Targets
 from tests.agent.trainer import PATIENCE_S, eventually
 from tests.layout.worlds import whole
 from tests.restore.made import Made, content, make
@@ -83,7 +83,7 @@ def training(node: Node) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 @pytest.fixture(autouse=True)
 def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test see the warning that a process logs once."""
-    monkeypatch.setattr(gpu, "_reported", set())
+    monkeypatch.setattr(gpu_buffers, "_reported", set())
 
 
 def values(piece: Piece) -> torch.Tensor:
@@ -357,6 +357,6 @@ def test_a_load_to_host_memory_makes_no_cuda_call(
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_only_a_buffer_for_a_gpu_is_page_locked(node: Node, pinned: bool) -> None:
-    buffer = gpu.host_buffer(24, pinned=pinned)
+    buffer = gpu_buffers.host_buffer(24, pinned=pinned)
     assert (buffer.shape, buffer.dtype, buffer.device.type) == ((24,), torch.uint8, "cpu")
     assert node.runtime.is_locked(buffer) is pinned

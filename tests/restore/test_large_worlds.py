@@ -19,16 +19,16 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
-from megatron_flashckpt.restore import collectives
-from megatron_flashckpt.restore.collectives import (
+from megatron_flashckpt import collectives
+from megatron_flashckpt.collectives import (
     PART_NBYTES,
     gather_named,
     gather_objects,
     gathered,
     together,
 )
-from megatron_flashckpt.restore.transfer import ALIGNMENT, Pace, Stream
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.load.all_to_all import ALIGNMENT, Pace, Stream
 
 WORLD = 16_384
 RANK = 77

@@ -19,15 +19,9 @@ from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, read_plan
+from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, deliver, read_all
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
-from megatron_flashckpt.restore.reader import (
-    ChunkReader,
-    Part,
-    chunk_reads,
-    deliver,
-    read_all,
-)
-from megatron_flashckpt.restore.targets import Targets
 from tests.layout.worlds import (
     Sizes,
     content,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from megatron_flashckpt.restore.transfer import Stream, transfer
+from megatron_flashckpt.load.all_to_all import Stream, transfer
 
 RANKS = 2
 NBYTES = 64

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from megatron_flashckpt import resume
 from megatron_flashckpt.error_classes import TABLE
 from megatron_flashckpt.errors import StorageError, is_damage
+from megatron_flashckpt.load import resume
 from megatron_flashckpt.storage import patient
 from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.held_slot import HeldSlot
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import Source
+from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.memory.pinning import CHUNK_NBYTES
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.restore.reader import read_all
-from megatron_flashckpt.restore.targets import Targets
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.gpu_check import machine

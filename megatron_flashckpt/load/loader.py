@@ -18,29 +18,29 @@ import msgspec
 import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.collectives import exchange_blobs, from_first, gathered, together
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import MissingStateError, UnsupportedError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.held_slot import HeldSlot
-from megatron_flashckpt.in_memory import InMemory
 from megatron_flashckpt.layout.copies import CopySum, compared
 from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
-from megatron_flashckpt.load_plan import LoadPlan, LoadRequest, Names, StoredStates, plan_load
-from megatron_flashckpt.load_side_state import SideReads, SideState
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all
+from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.plan import LoadPlan, LoadRequest, Names, StoredStates, plan_load
+from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
+from megatron_flashckpt.load.replica_sharing import ReadReport, Sharing, read_with_replicas
+from megatron_flashckpt.load.side_state import SideReads, SideState
+from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, side_state, side_state_codec
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.restore.collectives import exchange_blobs, from_first, gathered, together
-from megatron_flashckpt.restore.exchange import buffers_nbytes, exchange
-from megatron_flashckpt.restore.reader import ChunkReader, chunk_reads, read_all
-from megatron_flashckpt.restore.replicas import ReadReport, Sharing, read_with_replicas
 from megatron_flashckpt.save.gc_pause import held_off
-from megatron_flashckpt.saved_job import SavedJob
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.collectives import world_size
 from megatron_flashckpt.errors import OLDER, CorruptCheckpointError
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read, ReadPlan
-from megatron_flashckpt.load_plan import LoadPlan
+from megatron_flashckpt.load.plan import LoadPlan
+from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import hyper_parameters, parallel, side_state
-from megatron_flashckpt.restore.collectives import world_size
-from megatron_flashckpt.restore.targets import Targets
-from megatron_flashckpt.saved_job import SavedJob
 
 #: A few MiB at most: random states, param groups, what FP8 keeps of each module.
 _MAX_NBYTES = 2**30

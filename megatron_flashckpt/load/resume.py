@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from megatron_flashckpt.collectives import from_first
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import reach
-from megatron_flashckpt.in_memory import InMemory, held_in_memory
-from megatron_flashckpt.load_plan import LoadRequest
-from megatron_flashckpt.loading import Loaded, load_from_memory, load_from_storage
+from megatron_flashckpt.load.candidates import Candidates, Named, named_in, with_save
+from megatron_flashckpt.load.loader import Loaded, load_from_memory, load_from_storage
+from megatron_flashckpt.load.memory_checkpoints import InMemory, held_in_memory
+from megatron_flashckpt.load.plan import LoadRequest
 from megatron_flashckpt.megatron_lm import announcements, side_state
 from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
@@ -21,8 +23,6 @@ from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
-from megatron_flashckpt.recovery import Candidates, Named, named_in, with_save
-from megatron_flashckpt.restore.collectives import from_first
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_flashckpt.agent.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.collectives import gathered
 from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.restore.collectives import gathered
 from megatron_flashckpt.save.checkpointer import Checkpointer
 
 

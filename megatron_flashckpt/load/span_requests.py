@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_flashckpt.restore.collectives import Group, device_of, together
-from megatron_flashckpt.restore.transfer import Span, send_and_receive
+from megatron_flashckpt.collectives import Group, device_of, together
+from megatron_flashckpt.load.all_to_all import Span, send_and_receive
 
 
 def ask(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_flashckpt.restore.collectives import (
+from megatron_flashckpt.collectives import (
     Group,
     attempt,
     device_of,
@@ -25,7 +25,7 @@ from megatron_flashckpt.restore.collectives import (
     reduce_largest,
     together,
 )
-from megatron_flashckpt.restore.gpu import host_buffer
+from megatron_flashckpt.load.gpu_buffers import host_buffer
 
 #: The widest element.
 ALIGNMENT = 8

@@ -25,7 +25,7 @@ from megatron_flashckpt.layout.read_plan import Read, ReadPlan
 from megatron_flashckpt.layout.reshard import Run, overlap
 
 if TYPE_CHECKING:
-    from megatron_flashckpt.restore.gpu import Gpu
+    from megatron_flashckpt.load.gpu_buffers import Gpu
 
 #: Smaller stretches go through the buffer: a call per piece would cost more than their copy.
 _PLACED_NBYTES = 16 * 1024

@@ -12,17 +12,17 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from megatron_flashckpt.collectives import Group, device_of, gather_named, together
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import ReadPlan
-from megatron_flashckpt.restore.collectives import Group, device_of, gather_named, together
-from megatron_flashckpt.restore.gpu import synchronize
-from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads, chunk_reads
-from megatron_flashckpt.restore.requests import ask
-from megatron_flashckpt.restore.targets import Targets
-from megatron_flashckpt.restore.transfer import Span, Stream, transfer
+from megatron_flashckpt.load.all_to_all import Span, Stream, transfer
+from megatron_flashckpt.load.chunk_reader import ChunkReader, ChunkReads, chunk_reads
+from megatron_flashckpt.load.gpu_buffers import synchronize
+from megatron_flashckpt.load.span_requests import ask
+from megatron_flashckpt.load.targets import Targets
 
 #: Memory that one rank uses for what it sends in a round, and again for what it receives.
 ROUND_NBYTES = 64 * 1024 * 1024

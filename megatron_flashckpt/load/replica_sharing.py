@@ -20,12 +20,12 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
+from megatron_flashckpt.collectives import Group, gather_objects, together
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
-from megatron_flashckpt.restore.collectives import Group, gather_objects, together
-from megatron_flashckpt.restore.gpu import host_buffer, synchronize
-from megatron_flashckpt.restore.reader import ChunkReader, ChunkReads
-from megatron_flashckpt.restore.targets import Targets
-from megatron_flashckpt.restore.transfer import ALIGNMENT, Stream, transfer
+from megatron_flashckpt.load.all_to_all import ALIGNMENT, Stream, transfer
+from megatron_flashckpt.load.chunk_reader import ChunkReader, ChunkReads
+from megatron_flashckpt.load.gpu_buffers import host_buffer, synchronize
+from megatron_flashckpt.load.targets import Targets
 
 #: Chunks that a replica reads per round (64 MiB), if its memory allows: enough to measure a speed.
 #: With fewer in all it is not worth finding out which way is faster.

@@ -13,6 +13,15 @@ from typing import Any
 import msgspec
 import torch
 
+from megatron_flashckpt.collectives import (
+    Said,
+    attempt,
+    cut_list,
+    gathered,
+    raise_agreed,
+    reduce_flags,
+    world_size,
+)
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.copies import copy_kind, is_copy
 from megatron_flashckpt.layout.exact_match import typed_runs
@@ -27,21 +36,12 @@ from megatron_flashckpt.layout.piece import (
 )
 from megatron_flashckpt.layout.read_plan import ReadPlan, missing_state, read_plan, superfluous
 from megatron_flashckpt.layout.reshard import Run, overlap
+from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
-from megatron_flashckpt.restore.collectives import (
-    Said,
-    attempt,
-    cut_list,
-    gathered,
-    raise_agreed,
-    reduce_flags,
-    world_size,
-)
-from megatron_flashckpt.restore.targets import Targets
-from megatron_flashckpt.saved_job import SavedJob
 
 logger = logging.getLogger(__name__)
 

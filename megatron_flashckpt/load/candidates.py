@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_flashckpt.catalog import foreign, listing
 from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
+from megatron_flashckpt.collectives import from_first
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -28,8 +29,7 @@ from megatron_flashckpt.file_format.file_names import (
     save_id_of,
 )
 from megatron_flashckpt.file_format.manifest import decode_facts
-from megatron_flashckpt.in_memory import InMemory
-from megatron_flashckpt.restore.collectives import from_first
+from megatron_flashckpt.load.memory_checkpoints import InMemory
 from megatron_flashckpt.storage.base import Storage
 
 logger = logging.getLogger(__name__)

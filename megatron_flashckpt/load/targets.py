@@ -8,8 +8,8 @@ from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import Read
 from megatron_flashckpt.layout.reshard import Run, regions
-from megatron_flashckpt.restore.gpu import Gpu
-from megatron_flashckpt.restore.reader import Part
+from megatron_flashckpt.load.chunk_reader import Part
+from megatron_flashckpt.load.gpu_buffers import Gpu
 
 #: Elements are moved as integers of their size: bits, whatever they mean.
 _CARRIER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

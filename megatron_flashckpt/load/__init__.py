@@ -1,0 +1,1 @@
+"""From "which checkpoint?" to filled tensors. Start reading at `resume`."""

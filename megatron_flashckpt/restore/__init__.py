@@ -1,1 +1,0 @@
-"""From verified bytes to tensors: memory first, then storage."""
