@@ -24,8 +24,8 @@ from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
-from megatron_flashckpt.planning.cluster_model import Cluster, PerParameter, even_sizes, plan
 from megatron_flashckpt.save.stager import Stager
+from megatron_flashckpt.sizing.cluster_model import Cluster, PerParameter, even_sizes, plan
 from megatron_flashckpt.storage.posix import PosixStorage
 
 FACTOR = 2.0

@@ -349,7 +349,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "convert.destination",
+        "convert.common.output_dir",
         (
             "new_directory",
             "shutil.rmtree(around, ignore_errors=True)",
@@ -394,7 +394,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "convert.former_export",
+        "convert.common.former_export",
         (
             "mark",
             "(directory / MARKER).write_bytes(msgspec.json.format(msgspec.json.encode(listed), indent=1))",
@@ -415,7 +415,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "convert.safetensors_export",
+        "convert.writers.safetensors",
         (
             "_write",
             "open(path, 'wb')",
@@ -430,7 +430,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "convert.to_torch_dist",
+        "convert.writers.torch_dist",
         (
             "_Files.finish",
             "open(self._directory / METADATA, 'wb')",
@@ -481,7 +481,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
     ),
     **review(
-        "report",
+        "cli.report",
         (
             "draw",
             "figure.savefig(file, format='png', dpi=100)",

@@ -17,11 +17,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt import FORMAT_VERSION, __version__, cli
+from megatron_flashckpt import FORMAT_VERSION, __version__
 from megatron_flashckpt.agent import claim as claims
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli import commands
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.cli.console import printable
 from megatron_flashckpt.config import Config, load_config
-from megatron_flashckpt.console import printable
 from megatron_flashckpt.file_format.file_names import TRACKER, failure_name, removal_name
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
@@ -499,7 +500,7 @@ def test_an_interrupted_verify_says_so(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "verify", interrupted)
+    monkeypatch.setattr(commands, "verify", interrupted)
     only_line(run("verify", save), "interrupted", 130)
 
 
@@ -690,7 +691,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_line_imports_neither_torch_nor_megatron(save: Path) -> None:
     make(save)
     code = (
-        "import sys; from megatron_flashckpt.cli import main; status = main(sys.argv[1:]);"
+        "import sys; from megatron_flashckpt.cli.commands import main; status = main(sys.argv[1:]);"
         "sys.exit(status or any(name in sys.modules for name in ('torch', 'megatron', 'numpy')))"
     )
     for arguments in (["ls"], ["inspect"], ["verify"]):

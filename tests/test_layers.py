@@ -28,17 +28,17 @@ LAYERS = (
     {"errors", "metrics", "waits", "cpu_list", "agent_config"},
     {""},
     {"failpoints", "forks", "exit_status"},
-    {"config", "console"},
-    {"layout", "storage"},
+    {"config"},
+    {"layout", "storage", "sizing"},
     {"file_format"},
     {"tracing"},
     {"memory"},
-    {"catalog"},
-    {"collectives"},
+    {"catalog", "collectives"},
     {"agent", "megatron_lm"},
     {"save"},
-    {"convert", "planning", "report"},
-    {"load", "cli"},
+    {"convert"},
+    {"load"},
+    {"cli"},
     {"arguments"},
     {"checkpointing", "async_utils"},
     {"launch"},
@@ -61,17 +61,18 @@ TORCH_FREE = (
     "tracing",
     "catalog",
     "agent",
+    "sizing",
 )
-TORCH_FREE += ("planning", "memory.slot", "memory.slab")
+TORCH_FREE += ("memory.slot", "memory.slab")
 #: Not when they start; a command that needs torch may import it when it runs.
-TORCH_FREE_AT_START = ("cli", "console", "convert.command", "report")
+TORCH_FREE_AT_START = ("cli.commands", "cli.console", "cli.convert", "cli.report")
 #: All others get what they need to know of Megatron from these.
 KNOW_MEGATRON = {
     "megatron_lm",
     "save",
     "convert",
-    "planning",
     "load",
+    "cli",
     "arguments",
     "checkpointing",
     "async_utils",

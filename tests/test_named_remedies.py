@@ -18,7 +18,7 @@ import pytest
 from megatron.training.arguments import add_megatron_arguments
 
 import megatron_flashckpt
-from megatron_flashckpt.cli import _parser
+from megatron_flashckpt.cli.commands import _parser
 from megatron_flashckpt.config import Config
 
 HOME = Path(megatron_flashckpt.__file__).parent

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.config import Config, load_config
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -12,19 +12,19 @@ from pathlib import Path
 import torch
 
 from megatron_flashckpt.catalog import foreign, listing
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
-from megatron_flashckpt.convert.destination import RELEASE
-from megatron_flashckpt.convert.dlrover import is_dlrover, open_dlrover
-from megatron_flashckpt.convert.legacy import is_legacy, open_legacy
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.ours import open_ours
-from megatron_flashckpt.convert.overlap import refuse_overlap
-from megatron_flashckpt.convert.safetensors_export import write_safetensors
-from megatron_flashckpt.convert.soundness import refuse_damage
-from megatron_flashckpt.convert.to_legacy import write_legacy
-from megatron_flashckpt.convert.to_ours import write_ours
-from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
-from megatron_flashckpt.convert.torch_dist import CONFIG, open_torch_dist
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.damage_check import refuse_damage
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.output_dir import RELEASE
+from megatron_flashckpt.convert.common.overlap import refuse_overlap
+from megatron_flashckpt.convert.readers.dlrover import is_dlrover, open_dlrover
+from megatron_flashckpt.convert.readers.flashckpt import open_ours
+from megatron_flashckpt.convert.readers.legacy import is_legacy, open_legacy
+from megatron_flashckpt.convert.readers.torch_dist import CONFIG, open_torch_dist
+from megatron_flashckpt.convert.writers.flashckpt import write_ours
+from megatron_flashckpt.convert.writers.legacy import write_legacy
+from megatron_flashckpt.convert.writers.safetensors import write_safetensors
+from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from megatron_flashckpt.errors import (
     ConfigError,
     CorruptCheckpointError,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 from tests.agent.conftest import Node

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.layout.reshard import Box
 from tests.convert import made
 

@@ -16,7 +16,7 @@ from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.shard_writer import write_shard
 from megatron_flashckpt.agent.tidying import tidy
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import Piece, equal_shares
 from megatron_flashckpt.layout.reshard import Box

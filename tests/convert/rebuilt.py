@@ -6,7 +6,7 @@ import argparse
 
 import torch
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.rank_models import rank_models
 from tests.convert.made import held

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.common.contents import Contents
 
 Wholes = dict[tuple[str, str], torch.Tensor]
 """By kind and key."""

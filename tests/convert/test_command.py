@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.cli import main
-from megatron_flashckpt.convert.command import FORMATS
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.cli.convert import FORMATS
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import DESTINATIONS, open_source
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.safetensors_export import INDEX
-from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
+from megatron_flashckpt.convert.writers.safetensors import INDEX
+from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole, with_tensor
 from tests.restore.made import snapshot
 
@@ -159,7 +159,7 @@ def test_damaged_optimizer_state_ends_with_status_1(
 
 def test_without_torch_it_says_what_is_missing(tmp_path: Path, save: Path) -> None:
     script = (
-        "import sys; sys.modules['torch'] = None; from megatron_flashckpt.cli import main;"
+        "import sys; sys.modules['torch'] = None; from megatron_flashckpt.cli.commands import main;"
         "sys.exit(main(sys.argv[1:]))"
     )
     command = ["convert", str(save), str(tmp_path / "other"), "--to", "torch_dist"]
@@ -188,7 +188,7 @@ def test_a_pipe_gets_the_result_and_nothing_else(tmp_path: Path, save: Path) -> 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, save: Path, to: str) -> None:
     """The limit on the size of a file stands for a full disk: a write fails halfway."""
     script = (
-        "import resource, sys; from megatron_flashckpt.cli import main;"
+        "import resource, sys; from megatron_flashckpt.cli.commands import main;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500));"
         "sys.exit(main(sys.argv[1:]))"
     )

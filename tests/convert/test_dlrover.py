@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flashckpt import cli
+from megatron_flashckpt.cli import commands
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
-from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, UnsupportedError
 from tests.convert.tensors import assert_equal, wholes
 from tests.megatron.jobs import same
@@ -274,7 +274,7 @@ def test_what_dlrover_committed_incomplete_or_mixed_is_told_and_nothing_is_writt
         assert text in str(caught.value)
     assert len(str(caught.value)) < 800
     destination = tmp_path / "destination"
-    assert cli.main(["convert", str(broken), str(destination), "--to", "flashckpt"]) == 1
+    assert commands.main(["convert", str(broken), str(destination), "--to", "flashckpt"]) == 1
     assert str(caught.value) in capsys.readouterr().err.replace("\n", "")
     assert not destination.exists()
     # The iteration before is whole, and so are the weights where only optimizer state is damaged.
@@ -294,12 +294,12 @@ def test_a_commit_without_any_file_is_told_wherever_the_directory_is_named(
         ["inspect", str(broken)],
         ["verify", str(broken)],
     ):
-        assert cli.main(command) == 1
+        assert commands.main(command) == 1
         said = capsys.readouterr().err.replace("\n", "")
         assert f"{NEWEST}: DLRover committed it with no files in it; go on from another" in said
         assert "(2 there)" in said
     assert not destination.exists()
-    assert cli.main(["ls", str(broken)]) == 0
+    assert commands.main(["ls", str(broken)]) == 0
     assert "committed with no files in it" in capsys.readouterr().out
 
 
@@ -307,13 +307,13 @@ def test_commands_call_the_format_by_its_name_and_say_what_to_do(
     legacy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = str(legacy / "dlrover")
-    assert cli.main(["ls", place]) == 0
+    assert commands.main(["ls", place]) == 0
     said = capsys.readouterr().out
     assert said.count("DLRover's") == 2
     assert said.count("'flashckpt convert' reads it") == 2
     assert "Megatron's own" not in said
     for command in ("inspect", "verify"):
-        assert cli.main([command, place]) == 1
+        assert commands.main([command, place]) == 1
         said = capsys.readouterr().err.replace("\n", "")
         assert f"{NEWEST}: is in DLRover's format, which neither Megatron nor" in said
         assert f"flashckpt convert {place} DST --to flashckpt --iteration 4" in said

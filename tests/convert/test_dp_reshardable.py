@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.convert import dp_reshardable
-from megatron_flashckpt.convert.dcp import Reader
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
-from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.readers import dp_reshardable
+from megatron_flashckpt.convert.readers.dcp import Reader
 from megatron_flashckpt.errors import CorruptCheckpointError
 from tests.convert.tensors import assert_equal, wholes
 from tests.megatron.jobs import DECOUPLED, MUP, Result, assemble, run_job, succeeded

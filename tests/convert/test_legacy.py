@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.former_export import MARKER
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
-from megatron_flashckpt.convert.former_export import MARKER
-from megatron_flashckpt.convert.options import Options
 from tests.convert.tensors import assert_equal, wholes
 from tests.megatron.jobs import (
     DECOUPLED,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_flashckpt.convert import buckets
+from megatron_flashckpt.convert.common import ddp_buckets
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import Opened, convert, open_source
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.to_legacy import write_legacy
+from megatron_flashckpt.convert.writers.legacy import write_legacy
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -154,9 +154,9 @@ def test_buckets_of_early_2024_have_two_parameters_at_least() -> None:
     args = arguments(**LEGACY_GPT, **DISTRIBUTED, **BUCKETS)
     args.ddp_bucket_size = 1  # less than any parameter
     (model,) = rank_models(args)
-    (chunks,) = buckets.sub_optimizers(model, args, experts=False)
+    (chunks,) = ddp_buckets.sub_optimizers(model, args, experts=False)
     dtypes = {(0, it.name): torch.bfloat16 for it in model.chunks[0].parameters}
-    (buffer,) = buckets.buffers(model, args, chunks, dtypes, buckets.EARLY)
+    (buffer,) = ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.EARLY)
     counts = Counter(place.bucket for place in buffer.places)
     assert set(list(counts.values())[:-1]) == {2}
     assert len(counts) == len(buffer.bucket_numels) > 10

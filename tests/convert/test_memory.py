@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import open_source
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.to_ours import write_ours
-from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
+from megatron_flashckpt.convert.writers.flashckpt import write_ours
+from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from tests.convert.big import BOXES, contents
 
 MEASURED = """
 import resource, sys
 from pathlib import Path
 from megatron_flashckpt.convert.formats import convert, open_source
-from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.common.options import Options
 from tests.convert.big import contents
 
 # Everything that is imported or allocated once.

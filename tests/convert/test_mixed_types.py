@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.damage_check import masters_that_differ
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.ours import open_ours
-from megatron_flashckpt.convert.soundness import masters_that_differ
-from megatron_flashckpt.convert.to_legacy import write_legacy
+from megatron_flashckpt.convert.readers.flashckpt import open_ours
+from megatron_flashckpt.convert.writers.legacy import write_legacy
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import UNUSED
 from megatron_flashckpt.layout.reshard import Box

@@ -11,9 +11,9 @@ import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.ours import open_ours
-from megatron_flashckpt.convert.to_ours import write_ours
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.readers.flashckpt import open_ours
+from megatron_flashckpt.convert.writers.flashckpt import write_ours
 from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.storage.posix import PosixStorage

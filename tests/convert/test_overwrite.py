@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.cli import main
-from megatron_flashckpt.convert import destination
-from megatron_flashckpt.convert.command import FORMATS
-from megatron_flashckpt.convert.former_export import MARKER
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.safetensors_export import INDEX
-from megatron_flashckpt.convert.to_ours import write_ours
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.cli.convert import FORMATS
+from megatron_flashckpt.convert.common import output_dir
+from megatron_flashckpt.convert.common.former_export import MARKER
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.writers.flashckpt import write_ours
+from megatron_flashckpt.convert.writers.safetensors import INDEX
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from tests.convert import rebuilt
@@ -383,8 +383,8 @@ def test_an_export_that_lost_files_is_replaced_and_one_that_was_interrupted_is_i
     # What a conversion leaves that is killed: no line of Python runs any more.
     for step in ("_sync", "_replace"):
         with monkeypatch.context() as patched:
-            patched.setattr(destination, step, die)
-            patched.setattr(destination.shutil, "rmtree", lambda *_, **__: None)
+            patched.setattr(output_dir, step, die)
+            patched.setattr(output_dir.shutil, "rmtree", lambda *_, **__: None)
             with pytest.raises(SystemExit):
                 convert(save, to, "safetensors", "--overwrite")
     left = [path for path in tmp_path.iterdir() if path.name.startswith(".hf.")]
@@ -403,13 +403,13 @@ def test_what_is_put_into_an_export_while_its_successor_is_written_stays(
     to = tmp_path / "hf"
     assert convert(save, to, "safetensors") == 0
     before = snapshot(to)
-    sync = destination._sync
+    sync = output_dir._sync
 
     def note_and_sync(path: Path) -> None:
         (to / "notes.txt").write_text("mine")
         sync(path)
 
-    monkeypatch.setattr(destination, "_sync", note_and_sync)
+    monkeypatch.setattr(output_dir, "_sync", note_and_sync)
     assert convert(save, to, "safetensors", "--overwrite") == 2
     assert (to / "notes.txt").read_text() == "mine"
     (to / "notes.txt").unlink()
@@ -423,7 +423,7 @@ def test_what_is_put_into_an_export_as_it_is_removed_stays_too(
     final = tmp_path / "hf"
 
     def write(text: str) -> None:
-        with destination.new_directory(final, overwrite=True) as fresh:
+        with output_dir.new_directory(final, overwrite=True) as fresh:
             (fresh / "model").write_text(text)
 
     write("one")
@@ -431,7 +431,7 @@ def test_what_is_put_into_an_export_as_it_is_removed_stays_too(
 
     def rename_and_note(path: Path, target: Path) -> Path:
         if path == final:
-            monkeypatch.setattr(destination.former_export, "refuse_others", lambda *_: None)
+            monkeypatch.setattr(output_dir.former_export, "refuse_others", lambda *_: None)
         elif target == final:
             (replaced,) = tmp_path.glob(".hf.*.replaced")
             (replaced / "notes.txt").write_text("mine")
@@ -449,7 +449,7 @@ def test_a_directory_of_somebodys_is_no_export_because_it_is_empty_of_files(tmp_
     (tmp_path / "hf" / "inside").mkdir(parents=True)
     with (
         pytest.raises(ConfigError, match=r"did not write: inside;"),
-        destination.new_directory(tmp_path / "hf", overwrite=True),
+        output_dir.new_directory(tmp_path / "hf", overwrite=True),
     ):
         pass
     assert (tmp_path / "hf" / "inside").is_dir()
@@ -457,7 +457,7 @@ def test_a_directory_of_somebodys_is_no_export_because_it_is_empty_of_files(tmp_
 
 def test_a_list_that_names_files_elsewhere_removes_none_of_them(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    with destination.new_directory(tmp_path / "hf", overwrite=True) as fresh:
+    with output_dir.new_directory(tmp_path / "hf", overwrite=True) as fresh:
         (fresh / "model").write_text("one")
     marker = tmp_path / "hf" / MARKER
     text = marker.read_text()
@@ -470,8 +470,8 @@ def test_a_list_that_names_files_elsewhere_removes_none_of_them(tmp_path: Path) 
         )
         with (
             pytest.raises(ConfigError, match="model"),
-            destination.new_directory(tmp_path / "hf", overwrite=True),
+            output_dir.new_directory(tmp_path / "hf", overwrite=True),
         ):
             pass
-    assert destination.former_export.remove(tmp_path / "hf") is False
+    assert output_dir.former_export.remove(tmp_path / "hf") is False
     assert (tmp_path / "mine").read_text() == "mine"

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.safetensors_export import INDEX, write_safetensors
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.writers.safetensors import INDEX, write_safetensors
 from megatron_flashckpt.errors import ConfigError
 from tests.convert.made import EXPERTS, LAYERS, contents, whole
 

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_flashckpt.convert.dcp import Reader
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.to_torch_dist import write_torch_dist
-from megatron_flashckpt.convert.torch_dist import open_torch_dist
+from megatron_flashckpt.convert.readers.dcp import Reader
+from megatron_flashckpt.convert.readers.torch_dist import open_torch_dist
+from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.convert.made import ITERATION, contents, differing, held, whole, with_tensor

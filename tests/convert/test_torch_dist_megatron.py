@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.convert.contents import Contents
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.damage_check import masters_that_differ
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.soundness import masters_that_differ
 from megatron_flashckpt.errors import CorruptCheckpointError
 from tests.convert.made import differing
 from tests.megatron.jobs import DECOUPLED, GROUP_MARKS, MUP, Result, run_job, succeeded

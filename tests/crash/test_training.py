@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.failpoints import VARIABLE
 from tests.megatron.jobs import await_no_agent, run_job, succeeded
 

@@ -27,9 +27,9 @@ from megatron_flashckpt.agent.commit import forget, outcome_of
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.catalog.listing import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.cli import main
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.ours import open_ours
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.readers.flashckpt import open_ours
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest

@@ -19,7 +19,7 @@ import pytest
 from megatron_flashckpt import FORMAT_VERSION
 from megatron_flashckpt.catalog.listing import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.cli import main
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.ours import open_ours
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.readers.flashckpt import open_ours
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import (
     Result,

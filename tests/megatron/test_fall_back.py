@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.trainer import agents_under

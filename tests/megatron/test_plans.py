@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import run_job, succeeded
 

@@ -27,9 +27,9 @@ import torch
 import xxhash
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.cli.plan import sizes_of
 from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.planning import gpt_size
-from megatron_flashckpt.planning.command import sizes_of
+from megatron_flashckpt.sizing import gpt_size
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.megatron.jobs import REPO, TINY, Result, assemble, run_job, succeeded
 from tests.megatron.layouts import (

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
 from tests.agent.trainer import eventually
 from tests.megatron.jobs import Result, await_no_agent, run_job, succeeded
 

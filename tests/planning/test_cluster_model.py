@@ -9,11 +9,12 @@ import re
 import msgspec
 import pytest
 
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.cli.console import human_size, human_time
+from megatron_flashckpt.cli.plan import sizes_of
 from megatron_flashckpt.config import Redundancy
-from megatron_flashckpt.console import human_size, human_time
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.planning.cluster_model import (
+from megatron_flashckpt.sizing.cluster_model import (
     Cluster,
     PerParameter,
     Sizes,
@@ -23,7 +24,6 @@ from megatron_flashckpt.planning.cluster_model import (
     plan,
     young,
 )
-from megatron_flashckpt.planning.command import sizes_of
 
 MODEL = (
     "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 "

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.megatron_lm.rebuild.model import rank_models
-from megatron_flashckpt.planning import gpt_size
+from megatron_flashckpt.sizing import gpt_size
 from tests.convert.rebuilt import arguments
 
 UNTIED = {"untie_embeddings_and_output_weights": True, "swiglu": True}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_flashckpt.cli import main
+from megatron_flashckpt.cli.commands import main
 
 PLAN = ["plan", "--gpus", "8", "--parameters", "8e9"]
 FP8 = "--bf16 --use-distributed-optimizer --fp8-format hybrid --fp8-param-gather"

@@ -17,10 +17,16 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.convert import buckets
-from megatron_flashckpt.convert.contents import GlobalTensor
-from megatron_flashckpt.convert.dcp import Reader
-from megatron_flashckpt.convert.parts import ByKey, Part, by_kind, global_tensors, local_tensor
+from megatron_flashckpt.convert.common import ddp_buckets
+from megatron_flashckpt.convert.common.contents import GlobalTensor
+from megatron_flashckpt.convert.common.tensor_parts import (
+    ByKey,
+    Part,
+    by_kind,
+    global_tensors,
+    local_tensor,
+)
+from megatron_flashckpt.convert.readers.dcp import Reader
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
@@ -64,11 +70,11 @@ def optimizer_tensors(
         )
     models = rank_models(args)
     weights = by_kind(tensors)[WEIGHT]
-    experts = buckets.has_experts(models)
+    experts = ddp_buckets.has_experts(models)
     parts: list[Part] = []
     done = set()
     for model in models:
-        for sub, chunks in enumerate(buckets.sub_optimizers(model, args, experts=experts)):
+        for sub, chunks in enumerate(ddp_buckets.sub_optimizers(model, args, experts=experts)):
             of_experts = any(it.expert for _, parameters in chunks for it in parameters)
             group = (sub, model.expert_group if of_experts else model.dense_group)
             if group not in done and any(parameters for _, parameters in chunks):
@@ -94,27 +100,27 @@ def _group_parts(
         for it in parameters
     }
     names = [stored[number] for number in sorted(stored)]
-    if not all(buckets.MAIN in states for states in names):
+    if not all(ddp_buckets.MAIN in states for states in names):
         raise UnsupportedError(
             f"{where}: has no fp32 masters (--use-precision-aware-optimizer); save it once "
             "without, or convert the weights alone with --weights-only"
         )
     numels = [
         tuple(
-            reader.tensors[states[buckets.MAIN][bucket]].shape[0]
-            for bucket in sorted(states[buckets.MAIN])
+            reader.tensors[states[ddp_buckets.MAIN][bucket]].shape[0]
+            for bucket in sorted(states[ddp_buckets.MAIN])
         )
         for states in names
     ]
     parts = []
-    layout = buckets.layout(model, args, chunks, dtypes, numels, where)
+    layout = ddp_buckets.layout(model, args, chunks, dtypes, numels, where)
     for buffer, states in zip(layout, names, strict=True):
         ranges = {
             (state, bucket): _ranges(reader, name)
             for state, by_bucket in states.items()
             for bucket, name in by_bucket.items()
         }
-        parts += buckets.buffer_parts(
+        parts += ddp_buckets.buffer_parts(
             buffer,
             {state: reader.tensors[names[0]].dtype for state, names in states.items()},
             lambda at: local_tensor(at.parameter.geometry, at.parameter.numel, weights),
@@ -128,7 +134,7 @@ _Range = Callable[[int, int], torch.Tensor]
 
 
 def _read(
-    ranges: dict[tuple[str, int], _Range], state: str, at: buckets.Place, start: int, end: int
+    ranges: dict[tuple[str, int], _Range], state: str, at: ddp_buckets.Place, start: int, end: int
 ) -> torch.Tensor:
     return ranges[state, at.bucket](at.start + start, at.start + end)
 

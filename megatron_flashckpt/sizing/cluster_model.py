@@ -20,7 +20,7 @@ import msgspec
 
 from megatron_flashckpt.config import Config, Redundancy
 from megatron_flashckpt.errors import ConfigError
-from megatron_flashckpt.planning.gpt_size import Part
+from megatron_flashckpt.sizing.gpt_size import Part
 
 DAY_S = 86400.0
 GB = 1e9

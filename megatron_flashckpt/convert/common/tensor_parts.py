@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from megatron_flashckpt.convert.contents import GlobalTensor, read_region
+from megatron_flashckpt.convert.common.contents import GlobalTensor, read_region
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry, Run
 

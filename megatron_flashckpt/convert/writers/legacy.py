@@ -6,22 +6,23 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from megatron_flashckpt.convert import buckets, to_legacy_optimizer
-from megatron_flashckpt.convert.contents import Contents
-from megatron_flashckpt.convert.destination import (
+from megatron_flashckpt.convert.common import ddp_buckets
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.output_dir import (
     checkpoint_directory,
     move_tracker,
     new_directory,
     save,
 )
-from megatron_flashckpt.convert.legacy import (
+from megatron_flashckpt.convert.common.tensor_parts import ByKey, by_kind, local_tensor
+from megatron_flashckpt.convert.readers.legacy import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     chunk_key,
     rank_directory,
 )
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.parts import ByKey, by_kind, local_tensor
+from megatron_flashckpt.convert.writers import legacy_optimizer
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.megatron_lm.rebuild import legacy_gpt
@@ -42,7 +43,7 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
     models = rank_models(contents.args)
     tensors = by_kind(contents.tensors)
     _refuse_another_model(contents, models, tensors)
-    experts = buckets.has_experts(models)
+    experts = ddp_buckets.has_experts(models)
     legacy = legacy_gpt.is_legacy_gpt(contents.args)
     args = copy.copy(contents.args)
     said = {"ckpt_format": "torch", "use_dist_ckpt": False}
@@ -67,7 +68,7 @@ def write_legacy(contents: Contents, root: Path, options: Options) -> Path:
             if rng:
                 state["rng_state"] = rng
             if contents.optimizer is not None:
-                written = to_legacy_optimizer.of_rank(model, contents, tensors, experts=experts)
+                written = legacy_optimizer.of_rank(model, contents, tensors, experts=experts)
                 state["optimizer"] = written.state
                 if written.buffers is not None:
                     save(written.buffers, place / OPTIMIZER_FILE)

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import torch
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
-from megatron_flashckpt.convert.destination import new_directory
-from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.output_dir import new_directory
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box, intersection
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.convert import buckets
-from megatron_flashckpt.convert.contents import Contents
-from megatron_flashckpt.convert.legacy_optimizer import grouped
-from megatron_flashckpt.convert.parts import ByKey, local_dtype, local_tensor
+from megatron_flashckpt.convert.common import ddp_buckets
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.tensor_parts import ByKey, local_dtype, local_tensor
+from megatron_flashckpt.convert.readers.legacy_optimizer import grouped
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import LocalTensor, RankModel
@@ -37,7 +37,7 @@ def of_rank(
     Raises:
         MissingStateError: masters or moments of a parameter are missing; all are named.
     """
-    subs = buckets.sub_optimizers(model, contents.args, experts=experts)
+    subs = ddp_buckets.sub_optimizers(model, contents.args, experts=experts)
     saved = _saved(contents, len(subs), experts=experts)
     if not getattr(contents.args, "use_distributed_optimizer", False):
         _refuse_incomplete(contents, subs, tensors, ())
@@ -46,7 +46,7 @@ def of_rank(
             for chunks, each in zip(subs, saved, strict=True)
         ]
         return Written(_listed(states), None)
-    if not buckets.is_early(contents.args):
+    if not ddp_buckets.is_early(contents.args):
         saved = [_as_met(each, chunks) for each, chunks in zip(saved, subs, strict=True)]
     _refuse_incomplete(contents, subs, tensors, ("exp_avg", "exp_avg_sq"))
     held = [
@@ -156,12 +156,14 @@ def _buffers(
         for number, parameters in chunks
         for parameter in parameters
     }
-    if buckets.is_early(args):
+    if ddp_buckets.is_early(args):
         return _early_buffers(
-            buckets.buffers(model, args, chunks, dtypes, buckets.EARLY), args, tensors
+            ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.EARLY), args, tensors
         )
     found: dict[Any, Any] = {"buckets_coalesced": True}
-    for number, buffer in enumerate(buckets.buffers(model, args, chunks, dtypes, buckets.RULES[0])):
+    for number, buffer in enumerate(
+        ddp_buckets.buffers(model, args, chunks, dtypes, ddp_buckets.RULES[0])
+    ):
         grad_dtype = _grad_dtype(buffer, args)
         held: dict[str, Any] = {}
         for name, kind in _kinds(buffer).items():
@@ -176,7 +178,7 @@ def _buffers(
 
 
 def _early_buffers(
-    layout: list[buckets.Buffer], args: Any, tensors: dict[str, ByKey]
+    layout: list[ddp_buckets.Buffer], args: Any, tensors: dict[str, ByKey]
 ) -> dict[Any, Any]:
     """Return buffers as Megatron of early 2024 keeps them: bucket by bucket, with end padding."""
     replicas = args.data_parallel_size * getattr(args, "context_parallel_size", 1)
@@ -200,15 +202,15 @@ def _early_buffers(
     return found
 
 
-def _grad_dtype(buffer: buckets.Buffer, args: Any) -> torch.dtype:
+def _grad_dtype(buffer: ddp_buckets.Buffer, args: Any) -> torch.dtype:
     in_fp32 = getattr(args, "accumulate_allreduce_grads_in_fp32", False)
     return torch.float32 if in_fp32 else buffer.dtype
 
 
-def _kinds(buffer: buckets.Buffer) -> dict[str, str]:
+def _kinds(buffer: ddp_buckets.Buffer) -> dict[str, str]:
     """Return the kinds of our tensors by Megatron's names."""
     own = WEIGHT if buffer.dtype == torch.float32 else MASTER
-    return {buckets.MAIN: own, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+    return {ddp_buckets.MAIN: own, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def _plain(

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from megatron_flashckpt.catalog import history, listing
 from megatron_flashckpt.catalog.retention import committed, survey, why_kept
+from megatron_flashckpt.cli.console import add_row, human_size, human_time, new_table, say
 from megatron_flashckpt.config import Retention, load_config
-from megatron_flashckpt.console import add_row, human_size, human_time, new_table, say
 from megatron_flashckpt.errors import FlashCkptError, for_listing
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts

@@ -17,14 +17,14 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from megatron_flashckpt import __version__, report
+from megatron_flashckpt import __version__
 from megatron_flashckpt.agent import claim, foreground
 from megatron_flashckpt.agent.takeover import is_live
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.retention import retire, superfluous
 from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
-from megatron_flashckpt.config import Retention, load_config
-from megatron_flashckpt.console import (
+from megatron_flashckpt.cli import convert, plan, report
+from megatron_flashckpt.cli.console import (
     add_row,
     complain,
     human_size,
@@ -33,7 +33,7 @@ from megatron_flashckpt.console import (
     progress_bar,
     say,
 )
-from megatron_flashckpt.convert import command as convert
+from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -43,7 +43,6 @@ from megatron_flashckpt.errors import (
     for_command,
 )
 from megatron_flashckpt.file_format.file_names import MANIFEST, TRACKER, iteration_dir
-from megatron_flashckpt.planning import command as plan
 
 _PIPE_COLUMNS = 4096
 

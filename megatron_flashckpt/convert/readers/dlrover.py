@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
-from megatron_flashckpt.convert.contents import Contents
-from megatron_flashckpt.convert.legacy import (
+from megatron_flashckpt.convert.common import ddp_buckets, safe_pickle
+from megatron_flashckpt.convert.common.contents import Contents
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.tensor_parts import Part
+from megatron_flashckpt.convert.readers import legacy_optimizer
+from megatron_flashckpt.convert.readers.legacy import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     RankFiles,
@@ -36,9 +39,7 @@ from megatron_flashckpt.convert.legacy import (
     some,
     with_weights_of_masters,
 )
-from megatron_flashckpt.convert.legacy_optimizer import GroupClass, class_of, group_classes
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.parts import Part
+from megatron_flashckpt.convert.readers.legacy_optimizer import GroupClass, class_of, group_classes
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.megatron_lm import hyper_parameters
 
@@ -74,7 +75,7 @@ def open_dlrover(directory: Path, iteration: int, options: Options) -> Contents:
     args = ranks[0].state["args"]
     accept = accepts(ranks[0], options)
     shards = _load_shards(directory, args)
-    if buckets.has_experts([rank.model for rank in ranks]):
+    if ddp_buckets.has_experts([rank.model for rank in ranks]):
         raise UnsupportedError(
             f"{directory}: optimizer state of experts, as DLRover names it, cannot be told apart; "
             "convert the weights alone with --weights-only"
@@ -114,7 +115,7 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
     if more := sorted(present - set(names)):
         raise CorruptCheckpointError(
             f"{directory}: the job had {len(names)} ranks, but {some(more)} is there, too: "
-            f"{MIXED}; {buckets.REMEDY}"
+            f"{MIXED}; {ddp_buckets.REMEDY}"
         )
     files = [directory / name / OPTIMIZER_FILE for name in names]
     found = [_of_file(file) if file.is_file() else {} for file in files]
@@ -128,14 +129,14 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
         raise CorruptCheckpointError(
             f"{directory}: {len(lost)} of {len(files)} ranks have no optimizer tensors "
             f"({some(lost)}), so the optimizer state is not in this checkpoint ({reason}); "
-            f"{buckets.REMEDY}"
+            f"{ddp_buckets.REMEDY}"
         )
     return found
 
 
 def _of_file(file: Path) -> _Shards:
     """Return the shards of one rank; empty if the file has none."""
-    stored = pickles.load(file, str(file), mmap=True)
+    stored = safe_pickle.load(file, str(file), mmap=True)
     # A list: of the sub-optimizers of a chained one, None for those whose state was not found.
     states = [state for state in (stored if isinstance(stored, list) else [stored]) if state]
     return states[0] if states else {}
@@ -154,13 +155,13 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
     first = model.pp * stage + model.tp
     numbers = range(first, first + stage, args.tensor_model_parallel_size)
     replicas = [shards[number] for number in numbers]
-    (chunks,) = buckets.sub_optimizers(model, args, experts=False)
+    (chunks,) = ddp_buckets.sub_optimizers(model, args, experts=False)
     dtypes = {name: weight.dtype for name, weight in rank.weights.items()}
     orders = _orders(rank, {class_of(it, args) for _, of_chunk in chunks for it in of_chunk})
-    tried: list[tuple[list[buckets.Buffer], list[list[_Owned]]]] = []
+    tried: list[tuple[list[ddp_buckets.Buffer], list[list[_Owned]]]] = []
     fitting: list[list[int]] = []
-    for rules in buckets.RULES:
-        layout = buckets.buffers(model, args, chunks, dtypes, rules)
+    for rules in ddp_buckets.RULES:
+        layout = ddp_buckets.buffers(model, args, chunks, dtypes, rules)
         multiple = math.lcm(len(replicas), rules.end_multiple)
         owned = _owned(layout, len(replicas), multiple)
         if (layout, owned) in tried:
@@ -172,18 +173,18 @@ def _optimizer_parts(rank: RankFiles, shards: list[_Shards], *, accept: bool) ->
                 continue
             strange = [] if accept else _strange(held, rank)
             if not strange:
-                return _parts(layout, held, rank, where, None if accept else buckets.REMEDY)
+                return _parts(layout, held, rank, where, None if accept else ddp_buckets.REMEDY)
             fitting.append(strange)
     if not fitting:
         raise CorruptCheckpointError(
-            f"{where}: shards of other sizes than the args say; {buckets.REMEDY}"
+            f"{where}: shards of other sizes than the args say; {ddp_buckets.REMEDY}"
         )
     # Where shards of some replicas fit the weights, the layout is right.
     strange = min(fitting, key=len)
     files = some([f"rank_{numbers[replica]:05d}" for replica in strange])
     raise CorruptCheckpointError(
         f"{where}: the shards in {files} are not what the weights in {rank.directory.name} were "
-        f"rounded from: {MIXED}; {buckets.remedy(args)}"
+        f"rounded from: {MIXED}; {ddp_buckets.remedy(args)}"
     )
 
 
@@ -204,13 +205,13 @@ def _orders(rank: RankFiles, classes: set[GroupClass]) -> list[tuple[GroupClass,
 class _Owned:
     """What one replica owns of one parameter."""
 
-    at: buckets.Place
+    at: ddp_buckets.Place
     start: int
     end: int
     """Elements of the flattened parameter."""
 
 
-def _owned(layout: list[buckets.Buffer], replicas: int, multiple: int) -> list[list[_Owned]]:
+def _owned(layout: list[ddp_buckets.Buffer], replicas: int, multiple: int) -> list[list[_Owned]]:
     """Return what each replica owns, in the order of its buckets."""
     found: list[list[_Owned]] = [[] for _ in range(replicas)]
     for buffer in layout:
@@ -225,7 +226,7 @@ def _owned(layout: list[buckets.Buffer], replicas: int, multiple: int) -> list[l
     return found
 
 
-_Held = dict[buckets.Place, list[tuple[int, int, dict[str, torch.Tensor]]]]
+_Held = dict[ddp_buckets.Place, list[tuple[int, int, dict[str, torch.Tensor]]]]
 """Shards of each parameter: their start, the replica that owned them, their tensors."""
 
 
@@ -243,7 +244,7 @@ def _held(
             kind = class_of(it.at.parameter, args)
             of_bucket = shards.get(it.at.bucket, {})
             tensors = of_bucket.get(order.index(kind), {}).get(positions[kind])
-            if tensors is None or tensors[buckets.MAIN].numel() != it.end - it.start:
+            if tensors is None or tensors[ddp_buckets.MAIN].numel() != it.end - it.start:
                 return None
             positions[kind] += 1
             found[it.at].append((it.start, replica, tensors))
@@ -256,16 +257,16 @@ def _strange(held: _Held, rank: RankFiles) -> list[int]:
     for at, shards in held.items():
         weight = rank.weights[at.chunk, at.parameter.name].reshape(-1)
         for start, replica, tensors in shards:
-            master = tensors[buckets.MAIN].reshape(-1)
-            if not buckets.is_rounded(weight[start : start + master.numel()], master):
+            master = tensors[ddp_buckets.MAIN].reshape(-1)
+            if not ddp_buckets.is_rounded(weight[start : start + master.numel()], master):
                 strange.add(replica)
     return sorted(strange)
 
 
 def _parts(
-    layout: list[buckets.Buffer], held: _Held, rank: RankFiles, where: str, remedy: str | None
+    layout: list[ddp_buckets.Buffer], held: _Held, rank: RankFiles, where: str, remedy: str | None
 ) -> list[Part]:
-    def weight(at: buckets.Place) -> torch.Tensor:
+    def weight(at: ddp_buckets.Place) -> torch.Tensor:
         return rank.weights[at.chunk, at.parameter.name]
 
     parts = []
@@ -273,11 +274,11 @@ def _parts(
         _, _, tensors = held[buffer.places[0]][0]
         states = {name: value.dtype for name, value in tensors.items() if name != "step"}
         read = functools.partial(_read, held)
-        parts += buckets.buffer_parts(buffer, states, weight, read, where, remedy)
+        parts += ddp_buckets.buffer_parts(buffer, states, weight, read, where, remedy)
     return parts
 
 
-def _read(held: _Held, state: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
+def _read(held: _Held, state: str, at: ddp_buckets.Place, start: int, end: int) -> torch.Tensor:
     shards = [(low, tensors[state].reshape(-1)) for low, _, tensors in held[at]]
     return torch.cat([shard[max(start - low, 0) : max(end - low, 0)] for low, shard in shards])
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.convert.parts import Part
+from megatron_flashckpt.convert.common.tensor_parts import Part
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.megatron_lm.rebuild.rank_model import Chunk, LocalTensor, RankModel

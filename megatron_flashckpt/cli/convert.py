@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_flashckpt.console import complain, human_size, progress_bar, say
-from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.cli.console import complain, human_size, progress_bar, say
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.errors import UnsupportedError
 
 FORMATS = ("flashckpt", "torch_dist", "torch", "safetensors")

@@ -9,19 +9,13 @@ import typing
 import msgspec
 from rich.console import Console
 
+from megatron_flashckpt.cli.console import add_row, complain, human_size, human_time, new_table, say
 from megatron_flashckpt.config import Config, Redundancy, Weights
-from megatron_flashckpt.console import (
-    add_row,
-    complain,
-    human_size,
-    human_time,
-    new_table,
-    say,
-)
 from megatron_flashckpt.errors import ConfigError
+from megatron_flashckpt.megatron_lm import served
 from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps
-from megatron_flashckpt.planning import gpt_size, served
-from megatron_flashckpt.planning.cluster_model import (
+from megatron_flashckpt.sizing import gpt_size
+from megatron_flashckpt.sizing.cluster_model import (
     GB,
     Cluster,
     HostMemory,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from megatron_flashckpt.convert import pickles
+from megatron_flashckpt.convert.common import safe_pickle
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import Shape
 
@@ -129,12 +129,12 @@ class Reader:
 
     def object(self, name: str) -> Any:
         """Return what is stored as `name`, made of plain types."""
-        return pickles.load(io.BytesIO(self._bytes(name, None)), f"{self.directory}: {name}")
+        return safe_pickle.load(io.BytesIO(self._bytes(name, None)), f"{self.directory}: {name}")
 
     def chunk(self, name: str, offset: Shape) -> torch.Tensor:
         """Return the chunk of a tensor that starts at `offset`."""
         where = f"{self.directory}: {name} at {offset}"
-        found = pickles.load(io.BytesIO(self._bytes(name, offset)), where)
+        found = safe_pickle.load(io.BytesIO(self._bytes(name, offset)), where)
         shape = self.tensors[name].chunks[offset]
         if not isinstance(found, torch.Tensor) or tuple(found.shape) != shape:
             raise CorruptCheckpointError(f"{where}: is not a tensor of shape {shape}; {_ANOTHER}")

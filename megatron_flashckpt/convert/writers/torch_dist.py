@@ -25,16 +25,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor, several_types
-from megatron_flashckpt.convert.dcp import METADATA
-from megatron_flashckpt.convert.destination import (
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, several_types
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.output_dir import (
     checkpoint_directory,
     move_tracker,
     new_directory,
     save,
 )
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.torch_dist import COMMON, CONFIG, RESHARDABLE
+from megatron_flashckpt.convert.readers.dcp import METADATA
+from megatron_flashckpt.convert.readers.torch_dist import COMMON, CONFIG, RESHARDABLE
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
 
 _FORMAT = {

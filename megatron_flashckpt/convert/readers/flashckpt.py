@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region, rounded
-from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region, rounded
+from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, Shard

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.convert import pickles
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
-from megatron_flashckpt.convert.dcp import Reader, StoredTensor
-from megatron_flashckpt.convert.dp_reshardable import optimizer_tensors
-from megatron_flashckpt.convert.options import Options
+from megatron_flashckpt.convert.common import safe_pickle
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.readers.dcp import Reader, StoredTensor
+from megatron_flashckpt.convert.readers.dp_reshardable import optimizer_tensors
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Shape
 from megatron_flashckpt.layout.reshard import Box
@@ -88,7 +88,7 @@ def open_torch_dist(directory: Path, iteration: int, options: Options) -> Conten
 def _common(directory: Path) -> dict[str, Any]:
     place = directory / COMMON
     try:
-        common = pickles.load(place, str(place))
+        common = safe_pickle.load(place, str(place))
     except FileNotFoundError:
         raise CorruptCheckpointError(f"{place}: is missing; convert another iteration") from None
     if not isinstance(common, dict) or "args" not in common:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.convert import buckets, legacy_optimizer, pickles
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor, read_region
-from megatron_flashckpt.convert.options import Options
-from megatron_flashckpt.convert.parts import Part, global_tensors, part_of
+from megatron_flashckpt.convert.common import ddp_buckets, safe_pickle
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor, read_region
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.tensor_parts import Part, global_tensors, part_of
+from megatron_flashckpt.convert.readers import legacy_optimizer
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, UnsupportedError
 from megatron_flashckpt.file_format.file_names import parse_iteration_dir
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT
@@ -104,7 +105,7 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
     parts = [part for rank in ranks for part in model_parts(rank)]
     optimizer = None
     if not options.weights_only and _has_optimizer(ranks[0]):
-        experts = buckets.has_experts([rank.model for rank in ranks])
+        experts = ddp_buckets.has_experts([rank.model for rank in ranks])
         saved = []
         for rank in ranks:
             found = _optimizer(rank, experts=experts, accept=accepts(rank, options))
@@ -117,7 +118,7 @@ def open_legacy(directory: Path, iteration: int, options: Options) -> Contents:
 
 def accepts(rank: RankFiles, options: Options) -> bool:
     """Return whether weights that contradict their masters are accepted as those of before."""
-    return options.accept_damage and buckets.gathers_late(rank.state["args"])
+    return options.accept_damage and ddp_buckets.gathers_late(rank.state["args"])
 
 
 def with_weights_of_masters(contents: Contents) -> Contents:
@@ -199,7 +200,7 @@ def _differing_embeddings(ranks: list[RankFiles]) -> tuple[str, ...]:
 
 def _doubt(args: Any) -> tuple[str, ...]:
     """Return what weights without masters cannot prove."""
-    if not (buckets.is_early(args) and buckets.gathers_late(args)):
+    if not (ddp_buckets.is_early(args) and ddp_buckets.gathers_late(args)):
         return ()
     return (
         "under the job's --overlap-param-gather its Megatron may have saved weights of before the "
@@ -215,7 +216,7 @@ def open_ranks(directory: Path) -> list[RankFiles]:
             f"{directory}: no mp_rank_*/{MODEL_FILE}; name a directory of one iteration that "
             "Megatron saved with --ckpt-format torch"
         )
-    state = pickles.load(first, str(first), mmap=True)
+    state = safe_pickle.load(first, str(first), mmap=True)
     if not isinstance(state, dict) or "args" not in state:
         raise CorruptCheckpointError(f"{first}: holds no args; convert another iteration")
     models = rank_models(state["args"])
@@ -249,7 +250,7 @@ def chunk_key(model: RankModel, number: int) -> str:
 
 
 def _load(path: Path, model: RankModel) -> dict[str, Any]:
-    state = pickles.load(path, str(path), mmap=True)
+    state = safe_pickle.load(path, str(path), mmap=True)
     if not isinstance(state, dict):
         raise CorruptCheckpointError(f"{path}: is not a state dict; convert another iteration")
     chunks = [chunk_key(model, number) for number in range(len(model.chunks))]
@@ -318,12 +319,12 @@ def _optimizer(rank: RankFiles, *, experts: bool, accept: bool) -> legacy_optimi
     if not file.is_file() or "optimizer" not in rank.state:
         raise CorruptCheckpointError(
             f"{file}: holds no optimizer state, although the run saved it (DLRover keeps it in "
-            f"rank_*/{OPTIMIZER_FILE}, and these are not there either); {buckets.REMEDY}"
+            f"rank_*/{OPTIMIZER_FILE}, and these are not there either); {ddp_buckets.REMEDY}"
         )
     held = (rank.model, rank.weights, args, rank.state["optimizer"])
     if not distributed:
         return legacy_optimizer.plain(*held, str(file), experts=experts)
-    stored = pickles.load(file, str(file), mmap=True)
+    stored = safe_pickle.load(file, str(file), mmap=True)
     return legacy_optimizer.distributed(*held, stored, str(file), experts=experts, accept=accept)
 
 

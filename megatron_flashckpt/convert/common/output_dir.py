@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.convert import former_export
+from megatron_flashckpt.convert.common import former_export
 from megatron_flashckpt.errors import ConfigError, StorageError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from megatron_flashckpt.storage.posix import PosixStorage

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_flashckpt.convert import buckets
-from megatron_flashckpt.convert.parts import Part, part_of
+from megatron_flashckpt.convert.common import ddp_buckets
+from megatron_flashckpt.convert.common.tensor_parts import Part, part_of
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.megatron_lm.param_groups import described, differing
@@ -51,12 +51,12 @@ def distributed(
         UnsupportedError: written before 2024, without the sizes of buckets.
         CorruptCheckpointError: the buffers are not those of this model, or contradict the weights.
     """
-    subs = buckets.sub_optimizers(model, args, experts=experts)
+    subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
     states = stored if isinstance(stored, list) else [stored]
     if len(states) != len(subs):
         raise CorruptCheckpointError(
             f"{place}: state of {len(states)} optimizers, by the args there are {len(subs)}; "
-            f"{buckets.REMEDY}"
+            f"{ddp_buckets.REMEDY}"
         )
     parts: list[Part] = []
     for chunks, state in zip(subs, states, strict=True):
@@ -67,7 +67,7 @@ def distributed(
         tensors = [next(iter(held[number].values())) for number in sorted(held)]
         dtypes = {name: weight.dtype for name, weight in weights.items()}
         stored_numels = _stored_numels(state, tensors, place)
-        layout = buckets.layout(
+        layout = ddp_buckets.layout(
             model,
             args,
             chunks,
@@ -77,7 +77,7 @@ def distributed(
             by_bucket=not state.get("buckets_coalesced"),
         )
         for buffer, of_buffer in zip(layout, tensors, strict=True):
-            remedy = None if accept else buckets.remedy(args)
+            remedy = None if accept else ddp_buckets.remedy(args)
             parts += _buffer_parts(buffer, of_buffer, weights, place, remedy)
     return Found(parts, hyper_parameters(saved))
 
@@ -98,13 +98,13 @@ def _stored_numels(
 
 
 def _buffer_parts(
-    buffer: buckets.Buffer,
+    buffer: ddp_buckets.Buffer,
     tensors: dict[str, Any],
     weights: Weights,
     place: str,
     remedy: str | None,
 ) -> list[Part]:
-    def read(kind: str, at: buckets.Place, start: int, end: int) -> torch.Tensor:
+    def read(kind: str, at: ddp_buckets.Place, start: int, end: int) -> torch.Tensor:
         stored = tensors[kind]
         if isinstance(stored, list):  # a tensor per bucket
             stored, base = stored[at.bucket], at.start
@@ -113,14 +113,14 @@ def _buffer_parts(
         flat: torch.Tensor = stored[base + start : base + end]
         return flat
 
-    def weight(at: buckets.Place) -> torch.Tensor:
+    def weight(at: ddp_buckets.Place) -> torch.Tensor:
         return weights[at.chunk, at.parameter.name]
 
     samples = {kind: it[0] if isinstance(it, list) else it for kind, it in tensors.items()}
     states = {
         kind: tensor.dtype for kind, tensor in samples.items() if isinstance(tensor, torch.Tensor)
     }
-    return buckets.buffer_parts(buffer, states, weight, read, place, remedy)
+    return ddp_buckets.buffer_parts(buffer, states, weight, read, place, remedy)
 
 
 def plain(
@@ -138,11 +138,11 @@ def plain(
         CorruptCheckpointError: the state is not that of this model, or contradicts the weights.
     """
     parts: list[Part] = []
-    subs = buckets.sub_optimizers(model, args, experts=experts)
+    subs = ddp_buckets.sub_optimizers(model, args, experts=experts)
     for chunks, each in zip(subs, _listed(saved), strict=True):
         inner = each.get("optimizer", each)
         held = list(_of_parameters(chunks, weights, args, inner, each, place))
-        buckets.verify(
+        ddp_buckets.verify(
             ((it.name, weight, master) for it, weight, master, _ in held if master is not None),
             place,
         )
@@ -177,7 +177,7 @@ def _of_parameters(
                 f"{len(parameters)}"
             )
     if problems:
-        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {buckets.REMEDY}")
+        raise CorruptCheckpointError(f"{place}: {'; '.join(problems)}; {ddp_buckets.REMEDY}")
     for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
         of_group = iter(masters[number] if masters is not None else ())
         for index, (chunk, parameter) in zip(group["params"], parameters, strict=True):
@@ -283,7 +283,7 @@ def grouped(
         raise UnsupportedError(
             f"{place}: which param group holds {', '.join(sorted(unclear))} cannot be told from "
             f"the groups' settings {', '.join(described(group, telling) for group in groups)} and "
-            f"the checkpoint's args; {buckets.REMEDY}"
+            f"the checkpoint's args; {ddp_buckets.REMEDY}"
         )
     return found
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT
 

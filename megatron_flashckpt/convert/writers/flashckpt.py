@@ -15,14 +15,14 @@ from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.shard_writer import write_shard
 from megatron_flashckpt.agent.tidying import tidy
-from megatron_flashckpt.convert.contents import Contents, GlobalTensor
-from megatron_flashckpt.convert.destination import (
+from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
+from megatron_flashckpt.convert.common.former_export import CONVERTED_FROM
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.common.output_dir import (
     checkpoint_directory,
     move_tracker,
     new_directory,
 )
-from megatron_flashckpt.convert.former_export import CONVERTED_FROM
-from megatron_flashckpt.convert.options import Options
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece

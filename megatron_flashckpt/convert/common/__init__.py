@@ -1,0 +1,1 @@
+"""What readers and writers share. Start reading at `contents`."""

@@ -1,0 +1,1 @@
+"""One module per format that is read. `formats` picks one."""

@@ -1,1 +1,0 @@
-"""What checkpoints of a job will take, before it runs. Pure arithmetic: no torch, no I/O."""

@@ -1,0 +1,1 @@
+"""Sizes and times of a job that is planned: `flashckpt plan`. Start reading at `cluster_model`."""
