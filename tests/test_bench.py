@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from rich.console import Console
+
+from benchmarks.compare import driver, report, targets
+from benchmarks.studies import idle_memory, writers
 
 REPO = Path(__file__).resolve().parents[1]
 MEASURED = (
@@ -30,8 +31,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     size = "--quick --mib 2 --pieces 100 --ranks 1 --saves 1 --first-saves 2 --step-ms 5".split()
     paths = ["--dir", str(where), "--json", str(where / "figures.json")]
     done = subprocess.run(
-        [sys.executable, str(REPO / "scripts/bench.py"), "save", *size, *paths],
+        [sys.executable, "-m", "benchmarks", "save", *size, *paths],
         env={**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(where)},
+        cwd=REPO,
         capture_output=True,
         text=True,
         timeout=240,
@@ -83,13 +85,6 @@ def test_the_report_compares_with_the_targets(quick: tuple[str, dict]) -> None:
     assert "jobs: 2 of flashckpt, torch.save\n" in printed
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports a module of `scripts`."""
-    monkeypatch.syspath_prepend(str(REPO / "scripts"))
-    return importlib.import_module
-
-
 def saves(first_ms: float, *later_ms: float) -> dict:
     """What one job finds of a system, as far as it concerns what its saves block."""
     blocked = {"blocked_s": [ms / 1000 for ms in later_ms]}
@@ -109,24 +104,22 @@ def figures(systems: dict[str, dict]) -> dict:
     }
 
 
-def test_a_first_save_is_compared_with_later_ones_of_its_own_job(script) -> None:
+def test_a_first_save_is_compared_with_later_ones_of_its_own_job() -> None:
     """By the median of the jobs' ratios: 2, 1 and 4; not that of all first saves by all others."""
     ours = saves(10, 4, 5, 6)
     ours["more_jobs"] = [saves(40, 38, 40, 90), saves(12, 3, 3, 3)]
-    report = script("bench_save_report")
     row = report.summary(figures({"flashckpt": ours}), "flashckpt")
     assert row["first_blocked_s"] == pytest.approx(0.012)
     assert row["first_over_later"] == pytest.approx(2.0)
     assert row["blocked_s"] == pytest.approx(0.005), "later saves are those of the main job"
-    (target,) = [it for it in script("bench_save_targets").TARGETS if "first save" in it.what]
+    (target,) = [it for it in targets.TARGETS if "first save" in it.what]
     assert target.reached({}, row) == pytest.approx(2.0)
 
 
-def test_a_save_may_take_the_time_of_a_memcpy_and_a_raw_write_to_be_durable(script) -> None:
+def test_a_save_may_take_the_time_of_a_memcpy_and_a_raw_write_to_be_durable() -> None:
     ours = {"errors": [], "durable_s": [0.4, 0.3, 0.5], "memcpy_s": [0.03, 0.05, 0.09]}
     results = figures({"flashckpt": ours})
-    report = script("bench_save_report")
-    (target,) = [it for it in script("bench_save_targets").TARGETS if "durable, " in it.what]
+    (target,) = [it for it in targets.TARGETS if "durable, " in it.what]
     assert target.reached(results, report.summary(results, "flashckpt")) is None
     results["limits"] = {"raw_direct_s": [0.2, 0.9, 0.1], "raw_buffered_s": [0.7]}
     reached = target.reached(results, report.summary(results, "flashckpt"))
@@ -134,38 +127,35 @@ def test_a_save_may_take_the_time_of_a_memcpy_and_a_raw_write_to_be_durable(scri
     assert not target.met(reached)
 
 
-def test_what_is_held_against_one_memcpy_is_compared_with_copies_of_tensors_too(script) -> None:
+def test_what_is_held_against_one_memcpy_is_compared_with_copies_of_tensors_too() -> None:
     results = figures({"flashckpt-blocking": saves(90, 60, 50, 70)})
     results["limits"]["memcpy_by_tensor_s"] = [0.06, 0.03, 0.04]
-    targets = script("bench_save_targets").TARGETS
-    (blocking,) = [it for it in targets if "staging: blocking" in it.what]
+    (blocking,) = [it for it in targets.TARGETS if "staging: blocking" in it.what]
     assert blocking.beside(results, {}) == "1.50 x a copy tensor by tensor"
     assert blocking.beside(figures({}), {}) == ""
 
 
-def test_a_job_in_which_a_system_failed_does_not_count(script) -> None:
+def test_a_job_in_which_a_system_failed_does_not_count() -> None:
     ours = saves(10, 5, 5)
     failed_at_start, failed_after_the_first = {}, saves(20)
     ours["more_jobs"] = [failed_at_start, failed_after_the_first]
-    report = script("bench_save_report")
     assert report.first_saves(ours) == ([0.010, 0.020], [pytest.approx(2.0)])
     none = report.summary(figures({"flashckpt": {"errors": ["start: no"]}}), "flashckpt")
     assert none["first_blocked_s"] is none["first_over_later"] is None
 
 
-def test_the_report_says_how_many_first_saves_each_system_made(script) -> None:
+def test_the_report_says_how_many_first_saves_each_system_made() -> None:
     ours, slow = saves(10, 5, 5), saves(7000, 100, 100)
     ours["more_jobs"] = [saves(10, 5), saves(11, 5)]
     out = Console(file=io.StringIO(), width=200)
-    script("bench_save_report").print_report(out, figures({"flashckpt": ours, "gather": slow}))
+    report.print_report(out, figures({"flashckpt": ours, "gather": slow}))
     assert "jobs: 3 of flashckpt; 1 of gather" in out.file.getvalue()
 
 
 def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
-    script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In new directories, and never twice in a row with the same system as the first."""
-    bench = script("bench_save")
     jobs: list[tuple[list[str], int, Path]] = []
 
     def run_job(mode: str, names: Iterable[str], size: Any, root: Path) -> dict:
@@ -174,11 +164,11 @@ def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
         jobs.append((list(names), size.saves, root))
         return {"systems": {name: {**saves(1, 1), "errors": ["save: no"]} for name in names}}
 
-    monkeypatch.setattr(bench, "run_job", run_job)
+    monkeypatch.setattr(driver, "run_job", run_job)
     systems = {"a": saves(10, 5), "slow": saves(7000, 5), "b": saves(10, 5)}
     systems["failed"] = {"errors": ["start: no"]}
     out = Console(file=io.StringIO(), width=200)
-    bench.more_first_saves(out, systems, bench.Size(first_saves=4), tmp_path)
+    driver.more_first_saves(out, systems, driver.Size(first_saves=4), tmp_path)
     assert [names for names, _, _ in jobs] == [["b", "a"], ["a", "b"], ["b", "a"]]
     assert {later for _, later, _ in jobs} == {3}
     assert len({root for _, _, root in jobs}) == 3
@@ -189,13 +179,13 @@ def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
     assert "slow: one first save only" in out.file.getvalue()
 
     jobs.clear()
-    bench.more_first_saves(out, systems, bench.QUICK_SIZE, tmp_path)
+    driver.more_first_saves(out, systems, driver.QUICK_SIZE, tmp_path)
     assert jobs == []
 
 
-def test_idle_compares_memory_that_lay_idle_with_memory_in_use(script) -> None:
+def test_idle_compares_memory_that_lay_idle_with_memory_in_use() -> None:
     told = io.StringIO()
-    script("bench_idle").bench_idle(Console(file=told, width=140), 2, 0.01, 2)
+    idle_memory.bench_idle(Console(file=told, width=140), 2, 0.01, 2)
     rows = [line.rsplit(maxsplit=2) for line in told.getvalue().splitlines()[2:]]
     assert [row[0].strip() for row in rows] == [
         "in use",
@@ -210,20 +200,21 @@ def test_idle_compares_memory_that_lay_idle_with_memory_in_use(script) -> None:
     assert all(float(share) > 0 for *_, share in rows)
 
 
-def test_writers_are_compared_on_every_kind_of_storage(script) -> None:
-    bench, told = script("bench_writers"), io.StringIO()
-    bench.bench_writers(Console(file=told, width=140), [1], 1)
+def test_writers_are_compared_on_every_kind_of_storage() -> None:
+    told = io.StringIO()
+    writers.bench_writers(Console(file=told, width=140), [1], 1)
     rows = told.getvalue().splitlines()[2:]
-    assert len(rows) == len(bench.KINDS)
-    for kind, row in zip(bench.KINDS, rows, strict=True):
+    assert len(rows) == len(writers.KINDS)
+    for kind, row in zip(writers.KINDS, rows, strict=True):
         assert kind.name in row
-        assert all(float(seconds) > 0 for seconds in row.split()[-len(bench.POLICIES) :])
+        assert all(float(seconds) > 0 for seconds in row.split()[-len(writers.POLICIES) :])
 
 
-def test_every_way_of_writing_covers_each_element_once(script) -> None:
-    bench = script("bench_writers")
-    for policy in bench.POLICIES:
-        parts = sorted(bench.part_of(replica, 1001, policy) for replica in range(bench.REPLICAS))
+def test_every_way_of_writing_covers_each_element_once() -> None:
+    for policy in writers.POLICIES:
+        parts = sorted(
+            writers.part_of(replica, 1001, policy) for replica in range(writers.REPLICAS)
+        )
         written = [part for part in parts if part[0] < part[1]]
         assert [start for start, _ in written] == [0, *(end for _, end in written[:-1])]
         assert written[-1][1] == 1001

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from bench_save_report import median, summary
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.compare.report import median, summary
 
 OURS, BLOCKING, RIVAL = "flashckpt", "flashckpt-blocking", "dlrover"
 _MIB = 2**20

@@ -28,12 +28,13 @@ from typing import Any
 
 import psutil
 import torch
-from bench_save_report import print_report
-from bench_save_targets import print_targets
 from rich.console import Console
-from systems import CATALOGUE, QUICK
 
-REPO = Path(__file__).resolve().parents[1]
+from benchmarks.compare.report import print_report
+from benchmarks.compare.targets import print_targets
+from benchmarks.systems import CATALOGUE, QUICK
+
+REPO = Path(__file__).resolve().parents[2]
 _VERSIONS = ("torch", "megatron-core", "dlrover")
 #: Of the job's output, where it failed.
 _TAIL_LINES = 30
@@ -102,7 +103,7 @@ def bench_save(out: Console, args: argparse.Namespace, root: Path) -> None:
 
 def draw(out: Console, results: dict[str, Any], path: Path) -> None:
     try:
-        from bench_save_chart import chart
+        from benchmarks.compare.chart import chart
     except ImportError as error:
         out.print(f"no chart: {error}; pip install matplotlib")
         return
@@ -181,7 +182,7 @@ def ranks(
     """Yield a job that measures into `result`; at the end of the context it must have done so."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(size.ranks), str(REPO / "scripts/bench_save_rank.py"), mode),
+        *("--nproc-per-node", str(size.ranks), "-m", "benchmarks.compare.rank", mode),
         *("--systems", ",".join(names), "--root", str(root), "--out", str(result)),
         *("--nbytes", str(int(size.mib * 2**20)), "--pieces", str(size.pieces)),
         *("--saves", str(size.saves), "--train-saves", str(size.train_saves)),
@@ -202,7 +203,7 @@ def ranks(
 
 
 def _environment() -> dict[str, str]:
-    path = [str(REPO), str(REPO / "scripts")]
+    path = [str(REPO)]
     if not torch.cuda.is_available():
         path.insert(0, str(REPO / "tests/cpu_megatron"))
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLASHCKPT")}

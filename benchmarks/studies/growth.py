@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from bench_save import Size, ranks
-from bench_save_report import summary
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.compare.driver import Size, ranks
+from benchmarks.compare.report import summary
 
 _USUAL = Size(mib=64, pieces=296, ranks=1, saves=3, train_saves=0, loads=1, timeout_s=240)
 #: What each job measures: the number of ranks, and (MiB, tensors) of each.

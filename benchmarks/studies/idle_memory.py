@@ -15,8 +15,8 @@ from collections import defaultdict
 import torch
 from rich.console import Console
 from rich.table import Table
-from workload import as_bytes, mapping
 
+from benchmarks.workload import as_bytes, mapping
 from megatron_flashckpt.memory.slab import Slab
 
 _MS = 1000

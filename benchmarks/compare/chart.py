@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from bench_save_report import raw_write_s, summary
+
+from benchmarks.compare.report import raw_write_s, summary
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

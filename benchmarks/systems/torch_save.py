@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from workload import State
 
-from systems.base import COMMON, System, fill
+from benchmarks.systems.base import COMMON, System, fill
+from benchmarks.workload import State
 
 
 class TorchSave(System):

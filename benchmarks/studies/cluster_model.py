@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 
 import torch
-from bench_resources import write_raw
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.resources import write_raw
 from megatron_flashckpt.agent.shard_writer import persist_slot
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece

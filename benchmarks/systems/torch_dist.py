@@ -13,9 +13,9 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from workload import State
 
-from systems.base import COMMON, TRACKER, System
+from benchmarks.systems.base import COMMON, TRACKER, System
+from benchmarks.workload import State
 
 
 class TorchDist(System):

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 from rich.console import Console
-from synthetic import LLAMA_405B, World, manifest
-from workload import KINDS, layers_of, shapes
 
+from benchmarks.synthetic import LLAMA_405B, World, manifest
+from benchmarks.workload import KINDS, layers_of, shapes
 from megatron_flashckpt.file_format.manifest import decode_manifest, encode_manifest
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import read_plan

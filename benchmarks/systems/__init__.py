@@ -8,7 +8,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from systems.base import System
+from benchmarks.systems.base import System
 
 __all__ = ["CATALOGUE", "QUICK", "Entry", "System", "make"]
 
@@ -80,5 +80,5 @@ def make(name: str, root: Path, rank: int, world_size: int) -> System:
     """Return the system called `name` on this rank."""
     entry = CATALOGUE[name]
     module, _, kind = entry.home.partition(":")
-    system: type[System] = getattr(importlib.import_module(f"systems.{module}"), kind)
+    system: type[System] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
     return system(root, rank, world_size, entry.options)

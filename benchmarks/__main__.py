@@ -7,20 +7,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_exchange import bench_exchange
-from bench_growth import bench_growth
-from bench_idle import bench_idle
-from bench_load import bench_load
-from bench_model import bench_model
-from bench_persist import bench_persist
-from bench_plan import bench_plan
-from bench_restart import bench_restart
-from bench_save import add_arguments, run
-from bench_scale import bench_scale
-from bench_share import bench_share
-from bench_writers import bench_writers
 from rich.console import Console
 
+from benchmarks.compare.driver import add_arguments, run
+from benchmarks.studies.cluster_model import bench_model
+from benchmarks.studies.exchange import bench_exchange
+from benchmarks.studies.growth import bench_growth
+from benchmarks.studies.idle_memory import bench_idle
+from benchmarks.studies.persist import bench_persist
+from benchmarks.studies.plan import bench_plan
+from benchmarks.studies.replica_sharing import bench_share
+from benchmarks.studies.resharding_load import bench_load
+from benchmarks.studies.restart import bench_restart
+from benchmarks.studies.scale import bench_scale
+from benchmarks.studies.writers import bench_writers
 from megatron_flashckpt.config import AgentConfig
 
 

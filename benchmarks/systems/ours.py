@@ -22,8 +22,9 @@ from unittest import mock
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-from workload import State
 
+from benchmarks.systems.base import COMMON, System
+from benchmarks.workload import State
 from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog import stored_checkpoint
 from megatron_flashckpt.config import AgentConfig, Config
@@ -38,7 +39,6 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.posix import PosixStorage
-from systems.base import COMMON, System
 
 
 class Weights(torch.nn.Module):

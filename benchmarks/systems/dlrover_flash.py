@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from workload import State
 
-from systems.base import COMMON, System, fill
+from benchmarks.systems.base import COMMON, System, fill
+from benchmarks.workload import State
 
 os.environ.setdefault("DLROVER_LOG_LEVEL", "ERROR")
 

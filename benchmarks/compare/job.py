@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from systems import System, make
-from workload import State, as_bytes, mapping
+
+from benchmarks.systems import System, make
+from benchmarks.workload import State, as_bytes, mapping
 
 
 def slowest(value: float) -> float:
@@ -34,7 +35,7 @@ class Job:
     """One rank of a job that measures.
 
     Args:
-        args: those of `bench_save_rank`.
+        args: those of `benchmarks.compare.rank`.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:

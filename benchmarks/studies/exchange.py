@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from synthetic import LLAMA_405B, World
 
+from benchmarks.synthetic import LLAMA_405B, World
 from megatron_flashckpt.collectives import gather_named, gather_objects
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source

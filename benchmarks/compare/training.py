@@ -7,8 +7,9 @@ import time
 
 import torch
 import torch.distributed as dist
-from bench_save_job import Job, slowest
-from systems import System
+
+from benchmarks.compare.job import Job, slowest
+from benchmarks.systems import System
 
 #: Steps without a save, before and after each one that is measured in training.
 _STEPS_BEFORE, _STEPS_AFTER = 5, 3

@@ -20,11 +20,12 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from bench_save_job import Job
-from bench_save_loads import from_memory, loads
-from bench_save_saves import busy, memory, saves
-from bench_save_training import training
 from megatron.core import parallel_state
+
+from benchmarks.compare.job import Job
+from benchmarks.compare.loads import from_memory, loads
+from benchmarks.compare.saves import busy, memory, saves
+from benchmarks.compare.training import training
 
 _TIMEOUT = datetime.timedelta(seconds=90)
 

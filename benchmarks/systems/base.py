@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from workload import State
+
+from benchmarks.workload import State
 
 TRACKER = "latest_checkpointed_iteration.txt"
 #: What every job saves beside its tensors: arguments and counters.

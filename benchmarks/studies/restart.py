@@ -1,8 +1,8 @@
 """Loads after a restart, in the layout that was saved: from memory, and from storage.
 
 One job saves once; another one, as after a crash, loads again and again. Each load takes turns with
-its limit (`bench_save_loads`): a plain copy of the same bytes for loads from memory, a plain read
-for those from storage. A load counts from its call to its return on the last rank: the talk with
+its limit (`compare.loads`): a plain copy of the same bytes for loads from memory, a plain read for
+those from storage. A load counts from its call to its return on the last rank: the talk with
 the agent, planning, agreement of all ranks, reading, and the check of every digest.
 """
 
@@ -12,10 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_save import Size, run_job
-from bench_save_report import LOADS, load_share, median
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.compare.driver import Size, run_job
+from benchmarks.compare.report import LOADS, load_share, median
 
 _MS = 1000
 #: What `System.watch_load` tells of ours.

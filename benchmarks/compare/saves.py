@@ -6,8 +6,9 @@ import os
 import time
 
 import torch.distributed as dist
-from bench_resources import PeakMemory, ProcessTree, write_raw
-from bench_save_job import Job, slowest, total
+
+from benchmarks.compare.job import Job, slowest, total
+from benchmarks.resources import PeakMemory, ProcessTree, write_raw
 
 
 def saves(job: Job, rounds: int, *, raw_writes: bool = True) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from workload import State
 
-from systems.base import COMMON, System
+from benchmarks.systems.base import COMMON, System
+from benchmarks.workload import State
 
 
 class Gather(System):

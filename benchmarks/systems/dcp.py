@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from workload import State
 
-from systems.base import COMMON, System
+from benchmarks.systems.base import COMMON, System
+from benchmarks.workload import State
 
 
 class DCP(System):

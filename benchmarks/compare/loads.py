@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from bench_resources import drop_from_cache, write_raw
-from bench_save_job import Job, slowest
-from workload import State
+
+from benchmarks.compare.job import Job, slowest
+from benchmarks.resources import drop_from_cache, write_raw
+from benchmarks.workload import State
 
 #: What plain reads are done in.
 _READ_NBYTES = 4 << 20

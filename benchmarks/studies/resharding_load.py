@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from bench_resources import drop_from_cache
 from rich.console import Console
 from rich.table import Table
-from synthetic import SAVE_ID, Model, World
 
+from benchmarks.resources import drop_from_cache
+from benchmarks.synthetic import SAVE_ID, Model, World
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.shard_writer import write_shard

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from bench_load import ITERATION, write_checkpoint
-from bench_resources import drop_from_cache
 from rich.console import Console
 from rich.table import Table
-from synthetic import Model, World
 
+from benchmarks.resources import drop_from_cache
+from benchmarks.studies.resharding_load import ITERATION, write_checkpoint
+from benchmarks.synthetic import Model, World
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.layout.read_plan import read_plan

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from synthetic import LLAMA_405B, SAVE_ID, World
 
+from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.tidying import tidy

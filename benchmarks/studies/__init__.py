@@ -1,0 +1,1 @@
+"""One module per question about this package alone. `benchmarks.__main__` lists them."""
