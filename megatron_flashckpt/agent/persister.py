@@ -28,7 +28,7 @@ from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.write_limits import give_way
 from megatron_flashckpt.catalog.history import told_of
 from megatron_flashckpt.error_classes import may_pass, will_last
-from megatron_flashckpt.errors import AgentError, FlashCkptError
+from megatron_flashckpt.errors import AgentError, CorruptCheckpointError, FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.file_names import next_attempt
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
@@ -322,7 +322,11 @@ class Saves:
         if info.inherited:
             if patiently(lambda: is_persisted(save, number)):
                 # Not those of the slot, which may have changed since it was written.
-                return patiently(lambda: stored_digests(save.storage, header, number))
+                try:
+                    return patiently(lambda: stored_digests(save.storage, header, number))
+                except CorruptCheckpointError as error:
+                    logger.warning("rank %d: only its memory is intact: %s", number, error)
+                    return info.digests or digest_slot(slot, header)
             save.past = patiently(lambda: told_of(save.storage, save.save_id))
             if save.past is not None:
                 return info.digests or digest_slot(slot, header)
