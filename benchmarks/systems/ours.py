@@ -16,6 +16,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -211,6 +212,10 @@ class Ours(System):
 
     def _load_request(self) -> LoadRequest:
         return LoadRequest(chunks=[self._weights], optimizer=self._optimizer, strict=True)
+
+    def files(self, step: int) -> list[Path]:
+        """Return the files of a checkpoint; the agent removes commit records after the outcome."""
+        return [path for path in super().files(step) if path.suffix != ".commit"]
 
     def phases(self, step: int) -> dict[str, float]:
         return self._phases[step]

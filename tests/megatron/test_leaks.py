@@ -29,6 +29,7 @@ def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
     # The agent holds all of the history while it adds a line: it must not grow while we measure.
     env["FLASHCKPT_HISTORY"] = str(WARM // 2)
     env["AGENT_METER"] = str(where / "meter")
+    env["FLASHCKPT_AGENT__ENVIRONMENT"] = "[AGENT_METER]"
     os.mkfifo(where / "meter")
     job = succeeded(run_job(where, "leaks", arguments, ranks=1, env=env, torchrun=True))
     events = sorted(job.named("resources"), key=lambda event: event["iteration"])
