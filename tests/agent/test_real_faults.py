@@ -124,11 +124,11 @@ def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
         before = files_of_ours(root)
         faulty.rule(fail(call, number, part))
         errors = save_all(trainers, durable + 1)
-        assert errors[0] is not None, name
-        assert errors == [errors[0]] * 2, name
-        assert str(root / file_names.iteration_dir(durable + 1)) in errors[0], name
-        assert os.strerror(number) in errors[0], name
-        assert errors[0].endswith(class_of(number).remedy), name
+        for error in errors:  # that of the first rank, or a rank's own if it staged later
+            assert error is not None, name
+            assert str(root / file_names.iteration_dir(durable + 1)) in error, name
+            assert os.strerror(number) in error, name
+            assert error.endswith(class_of(number).remedy), name
         assert (root / file_names.TRACKER).read_text() == str(durable)
         # The other rank may be writing still.
         eventually(f"all files are closed: {name}", lambda: files_open(node, root) == [])
@@ -145,8 +145,8 @@ def test_an_error_that_lasts_ends_only_its_save_with_one_true_message(
         eventually(f"nothing stays of {name}", gone)
     log = (node.directory(root) / LOG).read_text()
     # A rank that stages after the failure of the other is a save of its own, with the same result.
-    said = set(re.findall(r"iteration \d+ was not saved: .*", log))
-    assert len(said) == len(LASTING)
+    failed = set(re.findall(r"iteration (\d+) was not saved: ", log))
+    assert len(failed) == len(LASTING)
 
 
 def test_other_nodes_learn_of_a_failure_though_a_full_disk_had_no_room_for_the_note(
