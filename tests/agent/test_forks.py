@@ -269,7 +269,7 @@ def test_a_child_may_train_and_save_by_itself(
     """Launchers that fork may have imported us first."""
     assert job.save(1) is None
     monkeypatch.setattr(session_module, "checkpointing", mock.MagicMock())
-    monkeypatch.setattr(session_module.around, "ask_for_memory_saves", lambda *_: None)
+    monkeypatch.setattr(session_module.announcements, "ask_for_memory_saves", lambda *_: None)
 
     def own() -> list[bool]:
         made = session.checkpointer(str(root))

@@ -45,11 +45,11 @@ RULES = {
     "names that come late": (late(150),),
 }
 #: By point: at which counts it lies in the save of iteration 2. The puts: the record, the common
-#: state, the manifest, the tracker, the history. Leftovers: the records of both ranks.
+#: state, the manifest, the marker, the tracker, the history. Leftovers: the records of both ranks.
 _COUNTS = {
     "persist.durable": (2,),
-    "put.written": (6, 7, 8, 9),
-    "put.renamed": (6, 7, 8, 9),
+    "put.written": (7, 8, 9, 10, 11),
+    "put.renamed": (7, 8, 9, 10, 11),
     "commit.common": (2,),
     "commit.manifest": (2,),
     "commit.tracker": (2,),
