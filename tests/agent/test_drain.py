@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
-from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive
+from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, remove_tree
 
 RUN = "0123abcd"
 
@@ -90,7 +89,7 @@ def test_an_agent_that_owes_no_outcome_ends_the_wait_by_a_look_into_storage(
     eventually("the commit", lambda: (root / file_names.HISTORY).exists())
     connect(str(root), 0, 0, node.config()).close()
     if left != "manifest":
-        shutil.rmtree(root / file_names.iteration_dir(1))
+        remove_tree(root / file_names.iteration_dir(1))
     if left == "nothing":
         (root / file_names.HISTORY).unlink()
     (outcome,) = job.wait(10 * PATIENCE_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import signal
 import threading
 import time
@@ -25,7 +24,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import eventually, is_alive, new_save_id
+from tests.agent.trainer import eventually, is_alive, new_save_id, remove_tree
 
 OLD, NEW = RunKey(1, "aaaaaaaa"), RunKey(2, "bbbbbbbb")
 
@@ -182,7 +181,7 @@ def test_a_directory_that_was_replaced_is_not_written(storage: PosixStorage) -> 
     assert not root.exists(), "it is not made again"
     root.mkdir()
     assert is_refused(fence, storage)
-    shutil.rmtree(root)
+    remove_tree(root)
     root.with_name("moved").rename(root)
     assert not is_refused(fence, storage)
 

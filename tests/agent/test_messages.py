@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.persisting import persisted
-from tests.agent.trainer import eventually, held_back, is_alive, new_save_id
+from tests.agent.trainer import eventually, held_back, is_alive, new_save_id, remove_tree
 
 REMOVED = "another process removed the directory meanwhile"
 MEMORY = "dmesg tells; lower 'slots' or give the job more memory"
@@ -33,7 +32,7 @@ def test_a_save_directory_that_is_removed_while_a_shard_is_written(node: Node, r
     with held_back(shard) as let_go:
         trainer.stage(1, save_id)
         eventually("the agent waits for it", lambda: trainer.client.poll(0.2).pending)
-        shutil.rmtree(root)
+        remove_tree(root)
         let_go()
         error = trainer.outcome().error or ""
     assert str(shard.parent) in error
@@ -143,7 +142,7 @@ def test_a_directory_that_is_removed_between_two_shards_ends_the_save_soon(
     trainers[0].stage(1, save_id)
     record = directory / file_names.record_name(0, save_id)
     eventually("its record", record.exists)
-    shutil.rmtree(directory)
+    remove_tree(directory)
     trainers[1].stage(1, save_id)
     errors = [trainer.outcome(60.0).error or "" for trainer in trainers]
     assert all(f"{record.name} was removed before the save was committed" in it for it in errors)
@@ -169,7 +168,7 @@ def test_a_save_that_retention_has_removed_since_was_committed(root: Path) -> No
     save = persisted(PosixStorage(root), "a" * 12, 1, 2)
     past = PastSave(iteration=5, save_id="a" * 12, ended_at=0.0, seconds=1.0, world_size=2)
     append(save.storage, past, 10)
-    shutil.rmtree(root / file_names.iteration_dir(5))
+    remove_tree(root / file_names.iteration_dir(5))
     (root / file_names.iteration_dir(5)).mkdir()
     found = eventually("its outcome", lambda: [it for it in [outcome_of(save, 60.0)] if it[0]])
     assert found == [(True, None)]

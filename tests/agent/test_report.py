@@ -13,7 +13,7 @@ from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 from tests.agent.conftest import Node
-from tests.agent.trainer import new_save_id
+from tests.agent.trainer import eventually, new_save_id
 
 PLANS: dict[int, PlanOrigin | None] = {1: "computed", 2: "found", 3: "kept", 4: None}
 
@@ -29,6 +29,7 @@ def saves(node: Node, root: Path) -> Path:
         cost = RankCost(started_at=time.time(), blocked_s=0.25, staged_s=0.5, plan=PLANS[iteration])
         trainer.stage(iteration, new_save_id(), cost=cost)
         assert (trainer.outcome().error is None) == (iteration != 3)
+    eventually("retention", lambda: not (root / "iter_0000001").exists())
     return root
 
 

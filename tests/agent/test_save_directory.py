@@ -6,7 +6,6 @@ The bind mounts are real, each in a mount namespace of its own, which ends with 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import AgentError
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
-from tests.agent.trainer import eventually, is_alive, new_save_id
+from tests.agent.trainer import eventually, is_alive, new_save_id, remove_tree
 
 _SCRIPT = 'mount --bind "$1" "$2" && shift 2 && exec "$@"'
 
@@ -114,7 +113,7 @@ def test_no_directory_is_taken_for_one_that_was_removed_while_its_agent_lives(
     assert trainer.save(1).error is None
     agent, former = trainer.client.agent_pid, identity_of(str(root))
     eventually("the directory is held", lambda: holds_open(agent, root))
-    shutil.rmtree(root)
+    remove_tree(root)
     root.mkdir()
     assert identity_of(str(root)) != former, "inode numbers are given out again at once on ext4"
     trainer.hang_up()

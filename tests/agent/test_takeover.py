@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_fence import OLD, claim_of, wake
-from tests.agent.trainer import eventually, is_alive, new_save_id
+from tests.agent.trainer import eventually, is_alive, new_save_id, remove_tree
 
 
 @pytest.fixture
@@ -287,7 +286,7 @@ def test_a_run_that_took_a_directory_made_anew_keeps_it(
     for _ in range(3):
         first.claim()
     assert first.save(1).error is None
-    shutil.rmtree(root)
+    remove_tree(root)
     later = other_node.trainer(root)
     assert later.claim("take_over").epoch == 1
     assert "has taken over" in str(first.save(2).error)

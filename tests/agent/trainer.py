@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def eventually(what: str, probe: Callable[[], T | None], within_s: float = PATIE
             return found
         assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
         time.sleep(0.005)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory in which an agent may still be tidying up after a commit."""
+
+    def is_gone() -> bool:
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+
+    eventually(f"{path} is removed", is_gone)
 
 
 def new_save_id() -> str:

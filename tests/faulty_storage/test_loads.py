@@ -20,7 +20,7 @@ from tests.faulty_storage.library import FaultyStorage, append_only, fail, no_fa
 #: Loads what the tracker names, whole, for each line of its input; says what came of it.
 LOAD = """
 import json, logging, os, sys
-from megatron_flashckpt import inspection
+from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.storage import patient
@@ -31,8 +31,8 @@ patient.RETRIES_S = (0.001, 0.001, 0.001)
 
 def load():
     storage = patient.PatientStorage(PosixStorage(sys.argv[1]))
-    iteration = inspection.chosen_iteration(storage)
-    assert inspection.committed_iterations(storage) == [iteration]
+    iteration = listing.chosen_iteration(storage)
+    assert listing.committed_iterations(storage) == [iteration]
     stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
     stored.common()
     for rank in range(len(stored.manifest.shards)):
@@ -47,7 +47,7 @@ for line in sys.stdin:
 """
 PROBE = """
 import json, sys
-from megatron_flashckpt import probe
+from megatron_flashckpt.save import probe
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.storage.posix import PosixStorage
 

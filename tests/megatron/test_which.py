@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.agent.trainer import remove_tree
 from tests.megatron.jobs import Result, differing, run_job, succeeded, tensors
 
 MODEL = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer"]
@@ -46,7 +47,7 @@ def test_a_job_started_again_by_hand_goes_on_from_memory(crashed: Path) -> None:
 
 
 def test_a_removed_directory_means_a_fresh_start(crashed: Path) -> None:
-    shutil.rmtree(crashed / "save")
+    remove_tree(crashed / "save")
     result = succeeded(train(crashed, "again"))
     assert "was restored from" not in result.log
     assert min(result.losses()) == 1
@@ -54,7 +55,7 @@ def test_a_removed_directory_means_a_fresh_start(crashed: Path) -> None:
 
 
 def test_what_was_not_wanted_once_does_not_come_back(crashed: Path) -> None:
-    shutil.rmtree(crashed / "save")
+    remove_tree(crashed / "save")
     assert train(crashed, "fresh", {"KILL": "0:4"}).returncode != 0
     assert (crashed / "save" / TRACKER).read_text() == "2"
     result = succeeded(train(crashed, "again"))
@@ -68,7 +69,7 @@ def test_another_save_in_the_place_of_the_one_in_memory_is_loaded(crashed: Path)
     arguments += ["--save", str(other), "--save-interval", "4"]
     succeeded(run_job(crashed, "other", [*MODEL, *arguments], ranks=1))
     expected = tensors(other, 4)
-    shutil.rmtree(crashed / "save/iter_0000004")
+    remove_tree(crashed / "save/iter_0000004")
     shutil.copytree(other / "iter_0000004", crashed / "save/iter_0000004")
     result = succeeded(train(crashed, "again"))
     assert "iteration 4 was restored from storage" in result.log
