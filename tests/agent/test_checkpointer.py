@@ -71,7 +71,7 @@ class Job:
     def assert_stored(self, root: Path, iteration: int) -> None:
         checkpoint = stored(root, iteration)
         assert verify(checkpoint) == []
-        shard = (root / file_names.iteration_dir(iteration)).glob("rank_*")
+        shard = (root / file_names.iteration_dir(iteration)).glob("*.safetensors")
         data = next(shard).read_bytes()
         for tensor in self.tensors:
             assert tensor.numpy().tobytes() in data

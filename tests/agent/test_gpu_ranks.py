@@ -48,7 +48,7 @@ class GpuJob(Job):
 
     def assert_stored(self, root: Path, iteration: int) -> None:
         assert verify(stored(root, iteration)) == []
-        (shard,) = (root / file_names.iteration_dir(iteration)).glob("rank_*")
+        (shard,) = (root / file_names.iteration_dir(iteration)).glob("*.safetensors")
         data = shard.read_bytes()
         for values in self.values:
             assert values.numpy().tobytes() in data
@@ -300,7 +300,7 @@ def test_a_blocking_save_has_copied_everything_when_it_returns(
     for tensor in job.tensors:
         tensor.fill_(-1.0)
     assert job.checkpointer.wait()[0].error is None
-    (shard,) = (root / file_names.iteration_dir(1)).glob("rank_*")
+    (shard,) = (root / file_names.iteration_dir(1)).glob("*.safetensors")
     data = shard.read_bytes()
     assert all(value.numpy().tobytes() in data for value in values)
 
