@@ -9,6 +9,7 @@ import pytest
 
 from megatron_flashckpt.catalog.retention import committed
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.trainer import eventually
 from tests.megatron.jobs import run_job, succeeded
 
 
@@ -32,7 +33,12 @@ def test_the_best_by_megatrons_validation_loss_stays_beside_the_newest(tmp_path:
     losses = {int(iteration): float(loss) for iteration, loss in said}
     assert sorted(losses) == [2, 4, 6, 8]
     best = sorted(losses, key=lambda iteration: losses[iteration])[:2]
+
+    def kept() -> list[int]:
+        found = committed(PosixStorage(save), [path.name for path in save.iterdir()])
+        return sorted(facts.iteration for facts in found)
+
+    eventually("retention", lambda: kept() == sorted({*best, 8}))
     found = committed(PosixStorage(save), [path.name for path in save.iterdir()])
-    assert sorted(it.iteration for it in found) == sorted({*best, 8})
     for it in found:
         assert it.metrics == {"lm loss validation": pytest.approx(losses[it.iteration], rel=1e-5)}
