@@ -1,4 +1,4 @@
-"""How the commit grows with the number of ranks, and what one rank then needs to plan its reads.
+"""Measures commits of ever more ranks, and how long one rank then takes to plan its reads.
 
 The agent's own commit, on the records that a job of so many ranks would leave: it lists the
 directory, reads the records, merges and checks them, puts the manifest and its marker, and moves
@@ -92,7 +92,7 @@ class _Counting(PosixStorage):
 
 
 class Commit(NamedTuple):
-    """What a commit took, and what it asked of storage."""
+    """Duration of a commit, and its requests to storage."""
 
     seconds: float
     """From the moment when all records are there to a committed checkpoint."""

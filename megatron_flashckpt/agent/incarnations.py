@@ -36,7 +36,7 @@ class RankProcess(NamedTuple):
 
 
 _Entry = tuple[int, RankProcess | None, list[RankProcess]]
-"""Of one rank: its number, the process that is served, and former ones."""
+"""Rank, the process of it that is served, and its former processes."""
 
 
 def process_of(connection: socket.socket) -> RankProcess | None:

@@ -1,4 +1,4 @@
-"""How agents tell each other by a marker that a save is committed; see `layout.marker`.
+"""Markers tell the agents of other nodes that a save is committed; see `file_format.marker`.
 
 A marker is put after its manifest, and removed before another save's manifest takes that one's
 place. One that is left over, or copied along, counts for nothing: the manifest begins differently.

@@ -50,7 +50,7 @@ class PendingSave:
     missing: list[str] = dataclasses.field(default_factory=list)
     """Commit records that were not there when last looked for, on the node that commits."""
     listed: set[str] = dataclasses.field(default_factory=set)
-    """What the node that commits has seen in its directory."""
+    """File names that the committing node has seen in the directory of the save."""
     list_at: float = 0.0
     """When its directory is to be listed next; `time.monotonic`."""
     list_every_s: float = 0.0

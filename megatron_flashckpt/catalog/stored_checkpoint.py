@@ -145,7 +145,7 @@ class StoredCheckpoint:
         return data
 
     def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
-        """See `restore.reader.ChunkSource`; the header of each shard is read once."""
+        """See `load.chunk_reader.ChunkSource`; the header of each shard is read once."""
         shard = self._shards.get(rank)
         if shard is None:  # two threads may both look: the same header twice does no harm
             shard = self._shards[rank] = self.shard(rank)

@@ -1,7 +1,7 @@
 """The checkpoints that a job may go on from: the one it should, and older ones if it is damaged.
 
 All ranks go through them together and drop the same ones: an error that one rank meets is raised on
-all, with one class (`restore.collectives`).
+all, with one class (`collectives`).
 """
 
 from __future__ import annotations

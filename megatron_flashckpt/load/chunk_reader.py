@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 class Sink(Protocol):
-    """Where bytes go: `restore.targets.Targets`, or whatever a tool makes of them.
+    """Where bytes go: `load.targets.Targets`, or whatever a tool makes of them.
 
     Called by several threads, for different elements.
     """

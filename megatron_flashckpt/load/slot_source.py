@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeldSlot:
-    """What the agent offers of this rank's slots. See `restore.reader.ChunkSource`.
+    """What the agent offers of this rank's slots. See `load.chunk_reader.ChunkSource`.
 
     Raises:
         CorruptCheckpointError: it is not what the agent offered.

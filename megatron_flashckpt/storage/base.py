@@ -111,7 +111,7 @@ class Storage(Protocol):
         seen: Seen | None = None,
         kept: KeptFiles | None = None,
     ) -> int:
-        """Fill `parts`, end to end, from `offset`; see `storage.reading.read_parts`.
+        """Fill `parts`, end to end, from `offset`; see `storage.scatter_read.read_parts`.
 
         Args:
             kept: where the file may stay open; it is not to be replaced meanwhile.

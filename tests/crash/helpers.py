@@ -22,7 +22,7 @@ def fork_at(step: str, home: Path) -> None:
 
     One lives on, whatever becomes of the rank; its pid is appended to `helpers` in `home`. The
     other one leaves by `sys.exit`, which runs what the rank has registered at `atexit`; the rank
-    waits for it. Called before any module of the package has bound `faults.reach`.
+    waits for it. Called before any module of the package has bound `failpoints.reach`.
     """
     from megatron_flashckpt import failpoints
 

@@ -287,7 +287,7 @@ class _Story:
         made.lose(*{OWN: [0], ALL: range(len(made.nodes))}.get(lost, [1]))
 
     def restore(self) -> Found:
-        """Start the job again, as `loading.held_in_memory` does; return what it goes on from.
+        """Start the job again, as `held_in_memory` does; return what it goes on from.
 
         Raises:
             CellError: ranks do not have what they should at that iteration.

@@ -27,7 +27,7 @@ from tests.crash.family import FamilyCell
 from tests.crash.job import CellError, eventually, state_of
 from tests.crash.peers import agent_fault
 from tests.crash.truth import await_tidy, check_storage, committed
-from tests.faulty_storage.library import FaultyStorage, fail, late
+from tests.faulty_storage.preload import FaultyStorage, fail, late
 
 AGENT, BOTH = "agent killed", "both agents killed"
 KILLED = (AGENT, BOTH)

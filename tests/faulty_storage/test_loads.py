@@ -15,7 +15,7 @@ from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.persisting import persisted
-from tests.faulty_storage.library import FaultyStorage, append_only, fail, no_fallocate
+from tests.faulty_storage.preload import FaultyStorage, append_only, fail, no_fallocate
 
 #: Loads what the tracker names, whole, for each line of its input; says what came of it.
 LOAD = """

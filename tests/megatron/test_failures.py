@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.faulty_storage.library import FaultyStorage, fail
+from tests.faulty_storage.preload import FaultyStorage, fail
 from tests.megatron.jobs import Result, await_no_agent, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]

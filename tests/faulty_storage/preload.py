@@ -1,6 +1,6 @@
 """Storage with faults for real processes: `faulty.c`, compiled once, in front of their file calls.
 
-Its rules are described there; `test_library.py` pins them.
+Its rules are described there; `test_preload.py` pins them.
 """
 
 from __future__ import annotations

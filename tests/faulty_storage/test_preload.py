@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.agent.trainer import eventually
-from tests.faulty_storage.library import (
+from tests.faulty_storage.preload import (
     FaultyStorage,
     append_only,
     fail,
