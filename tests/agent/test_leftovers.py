@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import threading
 from pathlib import Path
@@ -19,7 +18,7 @@ from megatron_flashckpt.storage.base import temporary_name
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import PATIENCE_S, eventually, is_alive, new_save_id
+from tests.agent.trainer import PATIENCE_S, eventually, is_alive, new_save_id, remove_tree
 
 
 def listing(root: Path) -> set[str]:
@@ -158,7 +157,7 @@ def test_a_directory_that_is_made_again_is_looked_into_again(node: Node, root: P
     sweeper = Sweeper(PosixStorage(root))
     for committed in (10, 20):
         sweeper.look(lambda _: False, committed)
-    shutil.rmtree(root / file_names.iteration_dir(10))
+    remove_tree(root / file_names.iteration_dir(10))
     sweeper.look(lambda _: False, 30)
     plant(root, 10, *half_a_save("aaaaaaaaaaaa"))
     sweeper.look(lambda _: False, 40)

@@ -37,8 +37,19 @@ def pair() -> Iterator[Pair]:
     right.close()
 
 
-def open_fds(pid: int | str = "self") -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+def open_fds(pid: int | str = "self", save_dir: Path | None = None) -> list[str]:
+    """What the open descriptors of a process lead to, save for files in `save_dir`.
+
+    An agent tidies its save directory after it has told an outcome, so what it holds open there
+    comes and goes.
+    """
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+            if save_dir is None or not target.startswith(f"{save_dir}/"):
+                found.append(target)
+    return sorted(found)
 
 
 # ---------------------------------------------------------------------- frames
@@ -220,13 +231,13 @@ def busy(node: Node, root: Path) -> FakeTrainer:
 def test_nonsense_ends_its_own_connection_and_disturbs_nobody(
     node: Node, root: Path, busy: FakeTrainer, kind: str
 ) -> None:
-    before = open_fds(busy.client.agent_pid)
+    before = open_fds(busy.client.agent_pid, root)
     with stranger(node, root) as sock:
         sock.sendall(NONSENSE[kind])
         said = _hang_up_and_read(sock)
     assert b"Granted" not in said
     assert b"SlabOffer" not in said
-    eventually("its end", lambda: open_fds(busy.client.agent_pid) == before)
+    eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert [offer.iteration for offer in busy.take()] == [1]
     assert busy.save(2).error is None
     assert_intact(root, 2, [busy])
@@ -281,7 +292,7 @@ NOT_SLABS = {
 def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
     node: Node, root: Path, busy: FakeTrainer, kind: str
 ) -> None:
-    before = open_fds(busy.client.agent_pid)
+    before = open_fds(busy.client.agent_pid, root)
     fd = NOT_SLABS[kind]()
     with stranger(node, root) as sock:
         sock.sendall(_HELLO)
@@ -293,7 +304,7 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
         p.send(sock, p.TakeSlab())
         assert p.decode_reply(p.receive(sock)[0]) == p.SlabOffer(False, ())
     os.close(fd)
-    eventually("its end", lambda: open_fds(busy.client.agent_pid) == before)
+    eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert busy.save(2).error is None
 
 
@@ -306,14 +317,14 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
 def test_a_descriptor_that_nobody_asked_for_is_closed(
     node: Node, root: Path, busy: FakeTrainer, request_with_fd: bytes, greeted: bool
 ) -> None:
-    before = open_fds(busy.client.agent_pid)
+    before = open_fds(busy.client.agent_pid, root)
     with stranger(node, root) as sock, open(os.devnull) as file:
         if greeted:
             sock.sendall(_HELLO)
             assert b"Welcome" in p.receive(sock)[0]
         _send_with(sock, request_with_fd, [file.fileno()])
         _hang_up_and_read(sock)
-    eventually("its end", lambda: open_fds(busy.client.agent_pid) == before)
+    eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert is_alive(busy.client.agent_pid)
 
 
@@ -340,9 +351,12 @@ def test_the_late_end_of_a_former_connection_does_not_touch_what_its_successor_c
     successor.take()
     slot = successor.begin(2, new_save_id())
     assert slot is not None
-    sockets = open_fds(former.client.agent_pid)
+    before = open_fds(former.client.agent_pid, root)
     former.hang_up()
-    eventually("that it was noticed", lambda: open_fds(successor.client.agent_pid) < sockets)
+    eventually(
+        "that it was noticed",
+        lambda: len(open_fds(successor.client.agent_pid, root)) < len(before),
+    )
     assert slot.header.state == SlotState.STAGING
     assert successor.client.poll().pending == 0
 
