@@ -63,10 +63,12 @@ def assert_intact(root: Path, iteration: int, trainers: list[FakeTrainer]) -> No
 
 def files_of_ours(root: Path) -> list[str]:
     """Return all files below `root` but the notes for other nodes and the history of saves."""
+    # os.walk leaves out a directory that an agent removes meanwhile; Path.rglob raises.
     return sorted(
-        str(path.relative_to(root))
-        for path in root.rglob("*")
-        if path.is_file() and path.suffix != ".failed" and file_names.HISTORY not in path.name
+        os.path.relpath(os.path.join(directory, name), root)
+        for directory, _, names in os.walk(root)
+        for name in names
+        if not name.endswith(".failed") and file_names.HISTORY not in name
     )
 
 

@@ -356,6 +356,8 @@ def test_a_removal_that_was_killed_anywhere_leaves_all_or_nothing_and_is_finishe
         for trainer in trainers:
             trainer.stage(iteration, save_id)
         assert [trainer.outcome().error for trainer in trainers] == [None, None]
+        # What the agent still removed then would be missing among the changes that are counted.
+        eventually("tidiness", lambda: not list(root.rglob("*.commit")))
 
     def remove(changes: int, tracked: int) -> None:
         rules = Retention(latest=1)

@@ -41,6 +41,7 @@ def test_members_of_a_group_may_read_and_replace_what_is_in_a_directory_of_their
         os.umask(former)
     assert trainer.save(1).error is None
     eventually("the history", (root / file_names.HISTORY).exists)
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
     for path in root.rglob("*"):
         status = path.stat()
         assert status.st_gid == GROUP, path
