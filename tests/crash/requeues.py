@@ -48,8 +48,17 @@ _OF_RANK_1 = {
     "put.renamed": (2,),
     "persist.record": (2,),
 }
+#: The record, the common state, the manifest, its marker for the other node, tracker and history.
+_PUTS = (7, 8, 9, 10, 11, 12)
 #: Two records are tidied up in each save.
-_OF_RANK_0 = {"agent.granted": (2,), "agent.enqueued": (2,), **COUNTS, "leftover.file": (3, 4)}
+_OF_RANK_0 = {
+    "agent.granted": (2,),
+    "agent.enqueued": (2,),
+    **COUNTS,
+    "put.written": _PUTS,
+    "put.renamed": _PUTS,
+    "leftover.file": (3, 4),
+}
 #: Longest wait of a start for the end of the run before it.
 _AWAIT_S = 20.0
 _FIRST = Retention(latest=1)
