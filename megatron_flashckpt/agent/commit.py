@@ -142,7 +142,7 @@ def _is_over(save: PendingSave) -> bool:
         save.abandoned_at = time.monotonic()
         if not save.missed_a_run and len(save.metas) < next(iter(save.metas.values())).world_size:
             leave_note(save.storage, save.iteration, save.save_id, min(save.metas), _ABANDONED)
-    if 0 in save.metas or time.monotonic() - save.abandoned_at > _ABANDONED_S:
+    if save.is_decided_here or time.monotonic() - save.abandoned_at > _ABANDONED_S:
         return True
     return save.persisted >= set(save.metas) and _may_remove(save)
 
@@ -355,7 +355,7 @@ def forget(save: PendingSave) -> None:
 
 def _may_remove(save: PendingSave) -> bool:
     """Return whether nobody can commit `save` any more."""
-    if 0 in save.metas or save.called_off:
+    if save.is_decided_here or save.called_off:
         return True  # this agent decides, or the agent that does has decided
     if save.superseded_by == save.iteration or save.past is not None:
         return True

@@ -80,6 +80,7 @@ class Committer:
                 time.monotonic(),
                 inherited=inherited,
                 staged_as=header.save_id,
+                serves_rank_0=self._node.serves_rank_0,
                 run=self._node.fence.newest,
                 fence=self._node.fence,
                 manifests=self._manifests,

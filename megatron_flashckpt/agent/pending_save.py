@@ -69,6 +69,9 @@ class PendingSave:
     """The committing agent has left a note that the save failed."""
     called_slow: bool = False
     """Its trainers were told that it takes long."""
+    serves_rank_0: bool = False
+    """Rank 0 of its run was connected to this agent when it was given the save: no other agent can
+    commit it, whether rank 0 stages its part or not."""
     inherited: bool = False
     """Taken over from another agent: staged before all that this one was given by a doorbell."""
     later: set[str] = dataclasses.field(default_factory=set)
@@ -90,6 +93,11 @@ class PendingSave:
     """Of the agent."""
     previous: int | None = None
     """What the tracker named before this save, once it has moved."""
+
+    @property
+    def is_decided_here(self) -> bool:
+        """Return whether this agent alone decides if the save becomes a checkpoint."""
+        return 0 in self.metas or self.serves_rank_0
 
     @property
     def directory(self) -> str:

@@ -92,6 +92,12 @@ class Node:
         """See `protocol.Offer`."""
         return tuple(save for save in (self.stored, self.resumed_from) if save is not None)
 
+    @property
+    def serves_rank_0(self) -> bool:
+        """Return whether rank 0 of the newest run is connected. The caller holds the lock."""
+        rank_0, newest = self.ranks.get(0), self.fence.newest
+        return rank_0 is not None and newest is not None and rank_0.run == newest
+
     def facts(self) -> AgentFacts:
         """Return what a trainer that joins is told of this agent. The caller holds the lock."""
         held = [rank.slots.offers() for rank in self.ranks.values() if rank.slots is not None]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent.commit import forget, outcome_of
+from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
@@ -50,6 +51,26 @@ def test_nothing_is_removed_of_what_the_node_of_rank_0_commits_at_that_moment(
     eventually("the commit", lambda: (root / file_names.TRACKER).exists())
     assert first.outcome().error is None
     assert_intact(root, 1, [first, second])
+
+
+def test_a_part_of_which_rank_0_of_this_node_has_none_goes_at_once(node: Node, root: Path) -> None:
+    """Rank 0 was killed before it had staged its part: nobody else can commit the save."""
+    first = node.trainer(root, 0, 2)
+    second = node.trainer(root, 1, 2)
+    second.client.hold(first.claim())
+    save_id = new_save_id()
+    second.stage(1, save_id)
+    shard = root / file_names.iteration_dir(1) / file_names.shard_name(1, save_id)
+    eventually("the shard", shard.exists)
+    for trainer in (first, second):
+        trainer.hang_up()
+    again = [node.trainer(root, rank, 2) for rank in range(2)]
+    again[1].client.hold(again[0].claim())
+    for trainer in again:
+        trainer.client.adopt(None, 0)
+    eventually("its end", lambda: not shard.exists())
+    log = (node.directory(root) / LOG).read_text()
+    assert "removed" not in log, "not as what a crash has left: by the agent that wrote it"
 
 
 class _Telling(PosixStorage):
