@@ -17,8 +17,8 @@ from typing import Any
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import PatientStorage
-from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
     from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
     from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 
-    storage = PatientStorage(PosixStorage(root))
+    storage = PatientStorage(open_storage(root))
     refused: FlashCkptError | None = None
     for iteration in _candidates(storage, step):
         try:

@@ -298,6 +298,16 @@ def test_only_the_object_store_imports_its_client_library():
     assert wrong == []
 
 
+def test_only_open_storage_knows_which_kind_of_storage_there_is():
+    wrong = [
+        where(module, found)
+        for module, imports in MODULES.items()
+        for found in imports
+        if found.target == "storage.posix" and module != "storage.opening"
+    ]
+    assert wrong == []
+
+
 def test_layouts_are_pure():
     layout = {module: found for module, found in MODULES.items() if unit_of(module) == "layout"}
     wrong = [

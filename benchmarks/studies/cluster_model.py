@@ -26,7 +26,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.sizing.cluster_model import Cluster, PerParameter, even_sizes, plan
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 FACTOR = 2.0
 SAVE_ID = "0badcafe0002"
@@ -54,7 +54,7 @@ def bench_model(out: Console, root: Path, mib: int, rounds: int) -> None:
         common=b"",
         description={},
     )
-    storage, stager, slab = PosixStorage(root), Stager(), Slab.create(2, 4096, layout.nbytes, "0")
+    storage, stager, slab = open_storage(root), Stager(), Slab.create(2, 4096, layout.nbytes, "0")
     slab.populate()
     stager.use(slab, device=None)
     slot, target = slab.slots[0], torch.zeros(numel)

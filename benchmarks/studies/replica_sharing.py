@@ -29,6 +29,7 @@ from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads
 from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
+from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.posix import PosixStorage
 
 MODEL = Model(layers=1, hidden=1024, ffn=2816, qkv=1536, vocab=4096)
@@ -99,7 +100,7 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
 
 def bench_share(out: Console, root: Path, replicas: int, rounds: int) -> None:
     """Print the seconds of a load by kind of storage and mode, medians over the rounds."""
-    write_checkpoint(PosixStorage(root), World(MODEL, tp=2, pp=1, dp=2))
+    write_checkpoint(open_storage(root), World(MODEL, tp=2, pp=1, dp=2))
     nbytes = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
     context = mp.get_context("spawn")
     results, lock = context.SimpleQueue(), context.Lock()

@@ -33,12 +33,13 @@ from megatron_flashckpt.load.chunk_reader import read_all
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.opening import open_storage
 
 ITERATION = 1000
 
 
-def write_checkpoint(storage: PosixStorage, world: World) -> None:
+def write_checkpoint(storage: Storage, world: World) -> None:
     """Write a committed checkpoint of random bytes, as agents do."""
     noise = memoryview(random.Random(0).randbytes(CHUNK_NBYTES))
 
@@ -87,7 +88,7 @@ def bench_load(out: Console, root: Path, mib: int, threads: int, rounds: int) ->
     """Print the bandwidth of both, page cache warm and cold, and the median of their ratios."""
     layers = max(1, round(mib / 600))  # 45 million parameters, 14 bytes each
     model = Model(layers, hidden=2048, ffn=5632, qkv=3072, vocab=8192)
-    storage = PosixStorage(root)
+    storage = open_storage(root)
     write_checkpoint(storage, World(model, tp=2, pp=1, dp=2))
     stored = StoredCheckpoint(storage, ITERATION, read_manifest(storage, ITERATION))
     paths = sorted((root / stored.directory).glob("*.safetensors"))

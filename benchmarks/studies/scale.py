@@ -24,6 +24,7 @@ from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_it
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.memory.slot import SlotMeta
+from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.posix import PosixStorage
 
 ITERATION = 1000
@@ -107,7 +108,7 @@ class Commit(NamedTuple):
 def committed(root: Path, meta: SlotMeta) -> Commit:
     """Commit the records in `root`, while another node waits."""
     began = time.monotonic()
-    save = PendingSave(PosixStorage(root), ITERATION, SAVE_ID, began, {0: meta}, {0})
+    save = PendingSave(open_storage(root), ITERATION, SAVE_ID, began, {0: meta}, {0})
     distant = _Counting(root)
     waiting = PendingSave(distant, ITERATION, SAVE_ID, began, {1: meta}, {1})
     for _ in range(_LOOKS):

@@ -39,7 +39,7 @@ from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 
 class Weights(torch.nn.Module):
@@ -160,7 +160,7 @@ class Ours(System):
             self._load_request(),
             ModelState(self._config.replicated),
             self.rank,
-            PosixStorage(self.root),
+            open_storage(self.root),
             self.latest(),
             self._config,
         )

@@ -21,7 +21,7 @@ from megatron_flashckpt.agent.slot_table import RankSlots
 from megatron_flashckpt.agent.trace_files import Traces
 from megatron_flashckpt.agent.write_limits import Flow, Pace
 from megatron_flashckpt.storage.direct_io import DirectIo
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 if TYPE_CHECKING:
     from megatron_flashckpt.agent.peers.redundancy import Redundancy
@@ -124,7 +124,7 @@ class Node:
 
     def storage_at(self, root: str) -> FencedStorage:
         """Return the save directory, as one of its trainers calls it."""
-        return FencedStorage(PosixStorage(root, self.direct_io), self.fence)
+        return FencedStorage(open_storage(root, self.direct_io), self.fence)
 
     def own_slots(self) -> dict[int, RankSlots]:
         with self.changed:

@@ -27,7 +27,7 @@ from megatron_flashckpt.file_format.shard_file import decode_header, header_nbyt
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Shape
 from megatron_flashckpt.storage.base import Storage
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 COMMITTED = "committed"
 DAMAGED = "damaged"
@@ -70,7 +70,7 @@ class Found:
     layout: str = ""
 
 
-def save_directory(directory: str) -> PosixStorage:
+def save_directory(directory: str) -> Storage:
     """Return the storage of a save directory.
 
     Raises:
@@ -88,7 +88,7 @@ def save_directory(directory: str) -> PosixStorage:
             f"{directory}: is one checkpoint; give the directory that holds it: "
             f"{path.absolute().parent} --iteration {iteration}"
         )
-    return PosixStorage(path)
+    return open_storage(path)
 
 
 def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:

@@ -40,7 +40,7 @@ from megatron_flashckpt.file_format.file_names import (
 from megatron_flashckpt.layout.piece import BUFFER, WEIGHT
 from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import is_legacy_gpt
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ SOURCES = (
         "flashckpt",
         lambda directory: (directory / MANIFEST).exists(),
         lambda directory, iteration, options: open_ours(
-            PosixStorage(directory.parent), iteration, options
+            open_storage(directory.parent), iteration, options
         ),
     ),
     Source(
@@ -185,7 +185,7 @@ def _named_arguments(place: str) -> Iterator[None]:
 
 def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
     if iteration is not None:
-        if empty := foreign.dlrover_empty(PosixStorage(root), iteration):
+        if empty := foreign.dlrover_empty(open_storage(root), iteration):
             raise NotCommittedError(empty)
         directory = root / iteration_dir(iteration)
         if not directory.is_dir():
@@ -200,7 +200,7 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
             f"{root}: is one checkpoint; give the directory that holds it: "
             f"{root.absolute().parent} --iteration {own}"
         )
-    text = listing.tracker(PosixStorage(root))
+    text = listing.tracker(open_storage(root))
     if text is None:
         raise NotCommittedError(
             f"{tracker}: does not exist, so nothing says which iteration to convert; give the "

@@ -24,8 +24,8 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
 from megatron_flashckpt.save.session import session
+from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import PatientStorage
-from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _load_newest(
 def _patient(margs: Any, load_dir: str) -> PatientStorage:
     """Return the storage to load from, whose retries end before the other ranks' collectives do."""
     minutes = getattr(margs, "distributed_timeout_minutes", None)
-    return PatientStorage(PosixStorage(load_dir), None if minutes is None else 60.0 * minutes)
+    return PatientStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
 
 
 def _rank() -> int:

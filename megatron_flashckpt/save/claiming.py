@@ -11,8 +11,8 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import PatientStorage
-from megatron_flashckpt.storage.posix import PosixStorage
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
     def claim() -> tuple[str, int]:
         made = known or run_id.new()
         # A moment without an answer must not end a job that has just got its nodes.
-        storage = PatientStorage(PosixStorage(root))
+        storage = PatientStorage(open_storage(root))
         try:
             key = take(storage, made, link.client, config.other_writer, config.other_writer_wait_s)
         except AgentError as error:

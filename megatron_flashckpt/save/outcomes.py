@@ -22,7 +22,7 @@ from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
 from megatron_flashckpt.save.agent_link import NodeLink
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.tracing import OpenTraces, Recorder
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class Outstanding:
     def _past(self, save_id: str) -> PastSave | None:
         """Return what the history says of a save: retention may have removed it since."""
         try:
-            return told_of(PosixStorage(self._root), save_id)
+            return told_of(open_storage(self._root), save_id)
         except (FlashCkptError, OSError):
             return None
 
@@ -220,7 +220,7 @@ class Outstanding:
 
     def _committed(self, iteration: int, save_id: str) -> Manifest | None:
         """Return the manifest of a save; None if it is not committed."""
-        storage = PosixStorage(self._root)
+        storage = open_storage(self._root)
         try:
             stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
         except FlashCkptError:

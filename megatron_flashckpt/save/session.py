@@ -30,7 +30,7 @@ from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run_id import Run
 from megatron_flashckpt.save.scalars import save_scalars
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class Session:
             if rank == 0:
                 # Now, while storage is known to answer: a failed save may have found that it hangs.
                 with contextlib.suppress(FlashCkptError, OSError):
-                    self._reports[root].found(tracked_iteration(PosixStorage(root)))
+                    self._reports[root].found(tracked_iteration(open_storage(root)))
         return self._reports[root]
 
     def is_checked(

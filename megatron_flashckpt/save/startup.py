@@ -42,7 +42,7 @@ from megatron_flashckpt.save.agent_link import slab_nbytes
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.node_memory import Need
 from megatron_flashckpt.save.session import session
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 #: Sums of as many remainders as there can be ranks stay below 2**63.
 _PRIME = 2**45 - 55
@@ -351,7 +351,7 @@ def _probe(margs: Any, checkpointer: Checkpointer) -> None:
     if getattr(margs, "skip_train", False):  # such a job may only read there
         return
     is_first_of_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    storage = PosixStorage(checkpointer.root)
+    storage = open_storage(checkpointer.root)
     probe.check(storage, checkpointer.rank, is_first_of_node=is_first_of_node, wait_s=wait_s)
 
 

@@ -65,7 +65,7 @@ class Stuck(PosixStorage):
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
-    monkeypatch.setattr("megatron_flashckpt.agent.state.PosixStorage", Stuck)
+    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Stuck)
     monkeypatch.setattr(commit_thread, "_HUNG_S", 0.1)
     for event in (Stuck.back, Stuck.removing, Stuck.sized):
         event.clear()

@@ -258,7 +258,7 @@ def test_an_agent_that_waits_reads_no_manifest(
         def present(self, directory: str, names: Iterable[str]) -> set[str]:
             return super().present(directory, names)
 
-    monkeypatch.setattr("megatron_flashckpt.agent.state.PosixStorage", Noting)
+    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Noting)
     first = node.trainer(root, 0, 2)
     with agent_here(other_node, root):
         second = other_node.trainer(root, 1, 2)

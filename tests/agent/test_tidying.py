@@ -48,7 +48,7 @@ class Gate(PosixStorage):
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    monkeypatch.setattr("megatron_flashckpt.agent.state.PosixStorage", Gate)
+    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Gate)
     Gate.opened.clear()
     yield Gate.opened
     Gate.opened.set()

@@ -17,7 +17,7 @@ from megatron_flashckpt.errors import ConfigError, FlashCkptError
 from megatron_flashckpt.file_format import manifest
 from megatron_flashckpt.file_format.file_names import MANIFEST, common_name
 from megatron_flashckpt.storage.base import read_whole
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 MARKER = ".flashckpt-export.json"
 CONVERTED_FROM = "converted_from"
@@ -111,7 +111,7 @@ def _written(directory: Path) -> tuple[set[Path], set[Path]]:
 def _listed(directory: Path) -> set[Path] | None:
     """Return the files that `MARKER` lists and that are as it says; None: there is no list."""
     try:
-        encoded = read_whole(PosixStorage(directory), MARKER, _MAX_MARKER_NBYTES)
+        encoded = read_whole(open_storage(directory), MARKER, _MAX_MARKER_NBYTES)
         listed = msgspec.json.decode(encoded, type=_Marker)
     except (FlashCkptError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
@@ -135,7 +135,7 @@ def _is_unchanged(path: Path, file: _File) -> bool:
 def _of_our_format(directory: Path) -> set[Path]:
     """Return the files of a converted checkpoint of ours; nothing if it is none."""
     try:
-        encoded = read_whole(PosixStorage(directory), MANIFEST, manifest.MAX_MANIFEST_NBYTES)
+        encoded = read_whole(open_storage(directory), MANIFEST, manifest.MAX_MANIFEST_NBYTES)
         found = manifest.decode_manifest(encoded, str(directory / MANIFEST))
     except (FlashCkptError, OSError):
         return set()

@@ -16,7 +16,7 @@ import torch
 from megatron_flashckpt.convert.common import former_export
 from megatron_flashckpt.errors import ConfigError, StorageError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.opening import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def move_tracker(root: Path, iteration: int, *, megatron: bool = False) -> None:
 
     Called when the checkpoint is complete.
     """
-    storage = PosixStorage(root)
+    storage = open_storage(root)
     try:
         text = storage.read(TRACKER).decode(errors="replace").strip()
     except FileNotFoundError:

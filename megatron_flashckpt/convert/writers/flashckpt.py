@@ -32,7 +32,8 @@ from megatron_flashckpt.megatron_lm import side_state
 from megatron_flashckpt.megatron_lm.job_description import describe
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.memory.slot import SlotMeta
-from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.opening import open_storage
 
 
 @dataclasses.dataclass
@@ -51,12 +52,12 @@ def write_ours(contents: Contents, root: Path, options: Options) -> Path:
     """
     directory = checkpoint_directory(root, contents.iteration)
     with new_directory(directory, overwrite=options.overwrite, mark=False) as fresh:
-        _write(contents, PosixStorage(fresh.parent), options.shard_nbytes)
+        _write(contents, open_storage(fresh.parent), options.shard_nbytes)
     move_tracker(root, contents.iteration)
     return directory
 
 
-def _write(contents: Contents, storage: PosixStorage, shard_nbytes: int) -> None:
+def _write(contents: Contents, storage: Storage, shard_nbytes: int) -> None:
     pending = PendingSave(storage, contents.iteration, uuid.uuid4().hex[:12], 0.0)
     shards = _shards(contents, shard_nbytes)
     for rank, shard in enumerate(shards):
@@ -140,7 +141,7 @@ def _piece(tensor: GlobalTensor, box: Box) -> Piece:
 
 def _meta(
     contents: Contents,
-    storage: PosixStorage,
+    storage: Storage,
     layout: Layout,
     rank: int,
     world_size: int,
