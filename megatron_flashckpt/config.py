@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import inspect
 
 from megatron_flashckpt import cpu_list
-from megatron_flashckpt.agent_config import AgentConfig
+from megatron_flashckpt.agent_config import MOST, AgentConfig, Count, CountOrZero, Seconds
 from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.failpoints import VARIABLE as FAULT_VARIABLE
 from megatron_flashckpt.waits import Wait
@@ -22,21 +23,9 @@ from megatron_flashckpt.waits import Wait
 PREFIX = "FLASHCKPT_"
 FILE_VARIABLE = "FLASHCKPT_CONFIG"
 
-ShareOut = Literal["share", "first"] | Annotated[int, msgspec.Meta(ge=1)]
+ShareOut = Literal["share", "first"] | Count
 Weights = Literal["store", "derive"]
 Redundancy = Literal["none", "copy", "xor"]
-
-
-#: No setting is larger: an infinite wait looks like a job that hangs, and no bound stops a NaN.
-_MOST = 10**9
-
-
-def _require_at_least(*bounds: tuple[str, float | None, float]) -> None:
-    for name, value, least in bounds:
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-        if value is not None and not value <= _MOST:
-            raise ValueError(f"{name} must be at most {_MOST}, got {value}")
 
 
 class Replicated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,14 +48,11 @@ class Best(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     metric: str
     """The name that it was reported by, e.g. `lm loss validation`."""
 
-    keep: int = 1
+    keep: Count = 1
     """How many of the best."""
 
     mode: Literal["min", "max"] = "min"
     """Which is better: the lower value, or the higher one."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(("keep", self.keep, 1))
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,24 +61,17 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     Without a rule all stay (but for those that Megatron's `--save-retain-interval` lets go).
     """
 
-    latest: int | None = None
+    latest: Count | None = None
     """The newest so many."""
 
-    every: int | None = None
+    every: Count | None = None
     """Those whose iteration is a multiple of this."""
 
     best: Best | None = None
     """The best by a metric."""
 
-    max_age_hours: float | None = None
+    max_age_hours: Annotated[float, msgspec.Meta(ge=0, le=MOST)] | None = None
     """Those that were committed within so many hours."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(
-            ("latest", self.latest, 1),
-            ("every", self.every, 1),
-            ("max_age_hours", self.max_age_hours, 0),
-        )
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,11 +81,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Where every node puts a file per save; a relative one lies in the save directory. `None`: no
     traces."""
 
-    keep: int = 20
+    keep: Count = 20
     """Saves that every node keeps traces of: the newest."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(("trace.keep", self.keep, 1))
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +92,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where agents keep their sockets (mode 0700); `None`: below `XDG_RUNTIME_DIR` if that is a
     private directory, else `/tmp/flashckpt-<uid>`; another name if another user has taken that."""
 
-    slots: int = 2
+    slots: Count = 2
     """Checkpoints that a rank keeps in host memory: the last one stays while the next is staged.
     With 1 the last one is in storage meanwhile: a save begins when the last one is committed or has
     failed (see `busy`), and a crash during its copies resumes from storage."""
@@ -151,7 +127,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A save that failed in the background: log an error (on rank 0 and on the rank that failed),
     or stop training."""
 
-    failures_in_a_row: int | None = None
+    failures_in_a_row: CountOrZero | None = None
     """With `on_failure: warn`: stop training all the same when so many saves have failed one after
     the other; `None`: never."""
 
@@ -165,7 +141,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stock Megatron does when a save fails. Another status that the script exits with, and an
     exception, stay as they are. False: the exit status says nothing of saves."""
 
-    probe_wait_s: float | None = 60.0
+    probe_wait_s: Seconds | None = 60.0
     """Before the first step every node writes, renames and reads a small file in the save
     directory, and rank 0 waits so many seconds until it sees those of all nodes. None: no probe."""
 
@@ -174,14 +150,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     on the other job writes nothing there, and its saves fail. A job that has crashed is no obstacle
     (nor is this job's own former run)."""
 
-    other_writer_wait_s: float = 60.0
+    other_writer_wait_s: Seconds = 60.0
     """Longest wait of a start for such a job to end; and, after a crash, for an agent on a node
     that this run does not have to write what was staged."""
 
-    drain_timeout_s: float = 1800.0
+    drain_timeout_s: Seconds = 1800.0
     """Longest wait, at exit and with `wait: durable`, for a save to be committed."""
 
-    memory_interval: int | None = None
+    memory_interval: Count | None = None
     """Iterations between saves to host memory only, between those to storage: sets Megatron's
     `--non-persistent-save-interval`. They cost no I/O and are restored from after a crash."""
 
@@ -198,14 +174,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     the job back to storage. `copy`: the next node holds all of them, so slots take twice the
     memory. `xor`: the nodes of a group hold parity, which takes 1/(`redundancy_group` - 1) more."""
 
-    redundancy_group: int = 8
+    redundancy_group: Annotated[int, msgspec.Meta(ge=2, le=MOST)] = 8
     """Nodes of a parity group, at least; one of them may be lost at a time."""
 
-    read_threads: int | None = None
+    read_threads: Count | None = None
     """Chunks (4 MiB each) read and verified at the same time by one rank. `None`: as many as
     the node has cores for each of its ranks, 1 to 4."""
 
-    read_memory_mib: int = 256
+    read_memory_mib: Annotated[int, msgspec.Meta(ge=64, le=MOST)] = 256
     """Host memory that a load may use on one rank beside what it fills, MiB."""
 
     share_reads: Literal["auto", "always", "never"] = "auto"
@@ -221,7 +197,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     replicated: Replicated = Replicated()
     retention: Retention = Retention()
 
-    history: int = 1000
+    history: CountOrZero = 1000
     """Saves that `flashckpt-history.jsonl` in the save directory tells of, one line each, failed
     and removed ones included, for `flashckpt report`. 0: there is no such file."""
 
@@ -236,31 +212,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return 1.0 if self.redundancy == "copy" else 1 / (self.redundancy_group - 1)
 
     def __post_init__(self) -> None:
-        _require_at_least(
-            ("slots", self.slots, 1),
-            ("failures_in_a_row", self.failures_in_a_row or 1, 1),
-            ("redundancy_group", self.redundancy_group, 2),
-            ("history", self.history, 0),
-            ("memory_interval", self.memory_interval, 1),
-            ("read_threads", self.read_threads, 1),
-            ("read_memory_mib", self.read_memory_mib, 64),
-            ("agent.persist_threads", self.agent.persist_threads, 1),
-            ("agent.write_threads", self.agent.write_threads, 1),
-            ("agent.write_mib_per_s", self.agent.write_mib_per_s, 1),
-            ("agent.writer_nice", self.agent.writer_nice, 0),
-            ("agent.session_nice", self.agent.session_nice, 0),
-            ("agent.grace_s", self.agent.grace_s, 0),
-            ("agent.start_timeout_s", self.agent.start_timeout_s, 0.1),
-            ("agent.answer_timeout_s", self.agent.answer_timeout_s, 0.1),
-            ("agent.peer_timeout_s", self.agent.peer_timeout_s, 0.1),
-            ("agent.peer_threads", self.agent.peer_threads, 1),
-            ("agent.commit_timeout_s", self.agent.commit_timeout_s, 1),
-            ("agent.slow_save_s", self.agent.slow_save_s, 0),
-            ("agent.sigterm_timeout_s", self.agent.sigterm_timeout_s, 0),
-            ("probe_wait_s", self.probe_wait_s, 0),
-            ("other_writer_wait_s", self.other_writer_wait_s, 0),
-            ("drain_timeout_s", self.drain_timeout_s, 0),
-        )
         if self.agent.cpus not in ("all", "inherit"):
             try:
                 cpu_list.parse(str(self.agent.cpus))
@@ -280,7 +231,8 @@ def load_config(
         environ: the environment to read; default: this process's.
 
     Raises:
-        ConfigError: naming every unknown key, or the first value of a wrong type.
+        ConfigError: naming every unknown key, every number out of its bounds, or the first value
+            of a wrong type.
     """
     environ = os.environ if environ is None else environ
     path = path or environ.get(FILE_VARIABLE) or None
@@ -301,6 +253,8 @@ def load_config(
     for name, key in wanted.items():
         _assign(settings, key, _parse_scalar(variables[name]))
         origin = f"{origin} and {name}"
+    if problems := _out_of_bounds(settings, inspect.type_info(Config)):
+        raise ConfigError(f"{origin}: {'; '.join(problems)}; see configs/ for every field")
     try:
         return msgspec.convert(settings, Config)
     except (msgspec.ValidationError, ValueError) as error:
@@ -346,6 +300,30 @@ def _leaves(settings: Any, prefix: str = "") -> list[str]:
         else:
             keys.append(key)
     return keys
+
+
+def _out_of_bounds(value: Any, kind: inspect.Type, key: str = "") -> list[str]:
+    """Return a sentence for each number in `value` beyond the `msgspec.Meta` bounds of its field.
+
+    `msgspec.convert` refuses such a number too, but its message lacks the number.
+    """
+    match kind:
+        case inspect.UnionType():
+            return [line for member in kind.types for line in _out_of_bounds(value, member, key)]
+        case inspect.StructType() if isinstance(value, dict):
+            return [
+                line
+                for field in kind.fields
+                if field.name in value
+                for line in _out_of_bounds(value[field.name], field.type, f"{key}.{field.name}")
+            ]
+        case inspect.IntType() | inspect.FloatType() if type(value) in (int, float):
+            name = key.removeprefix(".")
+            if kind.ge is not None and value < kind.ge:
+                return [f"{name} must be at least {kind.ge}, got {value}"]
+            if kind.le is not None and not value <= kind.le:  # a NaN is not either
+                return [f"{name} must be at most {kind.le}, got {value}"]
+    return []
 
 
 def _field_names(struct: type[msgspec.Struct], prefix: str = "") -> list[str]:

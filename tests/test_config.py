@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec import inspect
 
 from megatron_flashckpt.config import (
     FILE_VARIABLE,
@@ -180,7 +181,6 @@ def test_a_section_that_is_no_section_is_refused(write, text):
         ("runtime_dir", "7"),
         ("agent.grace_s", "never"),
         ("replicated.weight", "last"),
-        ("replicated.weight", "0"),
         ("replicated.optimizer", "1.5"),
     ],
 )
@@ -209,6 +209,9 @@ def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, t
         ("agent.start_timeout_s", "0.05", "0.1"),
         ("agent.commit_timeout_s", "0.5", "1"),
         ("drain_timeout_s", "-1", "0"),
+        ("redundancy_group", "1", "2"),
+        ("read_memory_mib", "63", "64"),
+        ("replicated.weight", "0", "1"),
     ],
 )
 def test_a_value_below_the_minimum_is_refused_and_the_minimum_is_not(name, below, least):
@@ -220,6 +223,38 @@ def test_a_value_below_the_minimum_is_refused_and_the_minimum_is_not(name, below
     for section in sections:
         found = getattr(found, section)
     assert getattr(found, field) == float(least)
+
+
+def test_all_numbers_out_of_bounds_are_named_at_once(write):
+    path = write("slots: 0\nretention: {best: {metric: x, keep: 0}}\nagent: {grace_s: -1}\n")
+    expected = (
+        "slots must be at least 1, got 0; retention.best.keep must be at least 1, got 0; "
+        "agent.grace_s must be at least 0, got -1; see configs/ for every field"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, {})
+    assert str(caught.value) == f"{path}: {expected}"
+
+
+def _numbers(kind: inspect.Type, key: str = "") -> dict[str, inspect.IntType | inspect.FloatType]:
+    """Return the type of every setting that can be a number."""
+    found = {}
+    if isinstance(kind, inspect.UnionType):
+        for member in kind.types:
+            found |= _numbers(member, key)
+    elif isinstance(kind, inspect.StructType):
+        for field in kind.fields:
+            found |= _numbers(field.type, f"{key}.{field.name}".lstrip("."))
+    elif isinstance(kind, inspect.IntType | inspect.FloatType):
+        found[key] = kind
+    return found
+
+
+def test_every_number_has_bounds():
+    numbers = _numbers(inspect.type_info(Config))
+    assert {"slots", "retention.best.keep", "agent.grace_s"} <= set(numbers)
+    unbounded = {name for name, kind in numbers.items() if kind.ge is None or kind.le is None}
+    assert unbounded == {"agent.cpus"}, "whose form `cpu_list` checks"
 
 
 @pytest.mark.parametrize("text", ["some", "3-1", "[0, 1]", "-1"])
