@@ -86,7 +86,7 @@ def main() -> int:
         os._exit(0 if os.read(ready, 1) else 1)
     os.close(ready)
     # Not before the fork: whoever connects is told by the kernel who called `listen`, and must be
-    # told who serves (`protocol.peer`), to end it when it hangs.
+    # told who serves (`frames.peer`), to end it when it hangs.
     agent = Agent(upkeep, options, process)
     os.write(tell, b"1")
     os.close(tell)

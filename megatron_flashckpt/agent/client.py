@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_flashckpt import forks
-from megatron_flashckpt.agent import process
+from megatron_flashckpt.agent import frames, process
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.endings import KILLED, why_not_started
@@ -99,9 +99,9 @@ class AgentClient:
                 if self._ended is not None:
                     raise EOFError(self._ended)
                 self._sock.settimeout(self._answer_s)
-                p.send(self._sock, request, fd)
+                frames.send(self._sock, request, fd)
                 self._await_answer(wait_s)
-                body, received = p.receive(self._sock)
+                body, received = frames.receive(self._sock)
             except (OSError, EOFError) as error:
                 if isinstance(error, TimeoutError):
                     self._was_killed = True
@@ -136,7 +136,7 @@ class AgentClient:
 
     def _end_agent(self) -> None:
         """Kill the agent at the other end, which does not answer."""
-        pid = p.peer(self._sock).pid
+        pid = frames.peer(self._sock).pid
         if pid > 0:  # 0: it lives in a pid namespace that we cannot see
             logger.error("agent %d did not answer within %g s: killed", pid, self._answer_s)
             with contextlib.suppress(ProcessLookupError):
@@ -296,9 +296,9 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         sock = _new_socket()
         try:
             sock.connect(str(directory / SOCKET))
-            if p.peer(sock).uid != os.getuid():
+            if frames.peer(sock).uid != os.getuid():
                 raise AgentError(
-                    f"{directory / SOCKET}: belongs to user {p.peer(sock).uid}; "
+                    f"{directory / SOCKET}: belongs to user {frames.peer(sock).uid}; "
                     "remove it or set 'runtime_dir'"
                 )
             patience_s = config.agent.answer_timeout_s

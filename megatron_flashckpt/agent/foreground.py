@@ -20,8 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron_flashckpt import failpoints
-from megatron_flashckpt.agent import process
-from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent import frames, process
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.server import Agent
@@ -85,7 +84,7 @@ def wait_for_agent(root: str, config: Config) -> int:
             contextlib.suppress(OSError),
         ):
             sock.connect(str(directory / SOCKET))
-            return p.peer(sock).pid
+            return frames.peer(sock).pid
         if time.monotonic() > deadline:
             raise AgentError(
                 f"no agent for {root} answered on this node within "

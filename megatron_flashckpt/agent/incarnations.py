@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent.socket_dir import SECOND_STARTS
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ _Entry = tuple[int, RankProcess | None, list[RankProcess]]
 
 def process_of(connection: socket.socket) -> RankProcess | None:
     """Return the process at the other end; None if it lives in a pid namespace unseen from here."""
-    return process_with(p.peer(connection).pid)
+    return process_with(frames.peer(connection).pid)
 
 
 def process_with(pid: int) -> RankProcess | None:

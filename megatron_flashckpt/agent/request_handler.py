@@ -12,6 +12,7 @@ import time
 
 import msgspec
 
+from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.commit_thread import Committer
@@ -78,13 +79,13 @@ class Conversations:
     def _converse(self, connection: socket.socket) -> None:
         number: int | None = None
         try:
-            if p.peer(connection).uid != os.getuid():
-                logger.warning("refused a connection of user %d", p.peer(connection).uid)
+            if frames.peer(connection).uid != os.getuid():
+                logger.warning("refused a connection of user %d", frames.peer(connection).uid)
                 return
             process = process_of(connection)
             number = self._greet(connection, process)
             while number is not None:
-                body, fd = p.receive(connection)
+                body, fd = frames.receive(connection)
                 try:
                     request = p.decode_request(body)
                 except msgspec.MsgspecError:
@@ -95,7 +96,7 @@ class Conversations:
                     answer = self._answer(number, request, fd, process)
                 except FlashCkptError as error:
                     answer = (p.Refused(str(error)),)
-                p.send(connection, *answer)
+                frames.send(connection, *answer)
                 if isinstance(request, p.Poll):
                     self._node.traces.write_told()
         except EOFError:
@@ -119,7 +120,7 @@ class Conversations:
             logger.warning("rank %d: connection ended (%s)", number, error)
 
     def _greet(self, connection: socket.socket, process: RankProcess | None) -> int | None:
-        body, fd = p.receive(connection, GREETING_NBYTES)
+        body, fd = frames.receive(connection, GREETING_NBYTES)
         if fd is not None:
             os.close(fd)
         hello = p.decode_request(body)
@@ -127,10 +128,10 @@ class Conversations:
         connection.settimeout(None)
         if not isinstance(hello, p.Hello) or hello.protocol != p.PROTOCOL_VERSION:
             reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"
-            p.send(connection, p.Refused(reason))
+            frames.send(connection, p.Refused(reason))
             return None
         if (why_not := self._node.held.why_not(hello.directory)) is not None:
-            p.send(connection, p.Refused(why_not))
+            frames.send(connection, p.Refused(why_not))
             return None
         with self._node.changed:
             rank = self._node.ranks.setdefault(
@@ -139,7 +140,9 @@ class Conversations:
             try:
                 former = rank.incarnations.greet(process, left=rank.left)
             except ReplacedError as error:
-                logger.warning("rank %d: refused process %d", hello.rank, p.peer(connection).pid)
+                logger.warning(
+                    "rank %d: refused process %d", hello.rank, frames.peer(connection).pid
+                )
                 self._note_second_starts()
                 answer: p.Reply = p.Refused(str(error))
             else:
@@ -147,7 +150,7 @@ class Conversations:
                 former_pid = 0 if former is None else former.pid
                 facts = self._node.facts()
                 answer = p.Welcome(os.getpid(), self._node.options.root, former_pid, facts)
-        p.send(connection, answer)
+        frames.send(connection, answer)
         return hello.rank if isinstance(answer, p.Welcome) else None
 
     def _begin_incarnation(
@@ -159,7 +162,7 @@ class Conversations:
             logger.warning(
                 "rank %d: process %d takes the place of process %d, which still runs",
                 number,
-                p.peer(connection).pid,
+                frames.peer(connection).pid,
                 former.pid,
             )
             if rank.connection is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent import protocol
+from megatron_flashckpt.agent import frames, protocol
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.errors import AgentError
@@ -70,7 +70,7 @@ def test_the_process_that_a_trainer_would_end_is_the_agent_from_the_first_moment
     node: Node, root: Path
 ) -> None:
     trainer = node.trainer(root)  # which has started it
-    assert protocol.peer(trainer.client._sock).pid == trainer.client.agent_pid
+    assert frames.peer(trainer.client._sock).pid == trainer.client.agent_pid
 
 
 def test_a_poll_that_waits_is_told_when_the_agent_is_killed(node: Node, root: Path) -> None:

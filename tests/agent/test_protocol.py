@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.socket_dir import SOCKET
 from megatron_flashckpt.errors import AgentError
@@ -70,21 +71,21 @@ def test_requests_arrive_whole_and_in_order(messages: list[p.Request]) -> None:
     left, right = socket.socketpair()
     with left, right:
         for message in messages:
-            p.send(left, message)
+            frames.send(left, message)
         left.close()
         for message in messages:
-            body, fd = p.receive(right)
+            body, fd = frames.receive(right)
             assert p.decode_request(body) == message
             assert fd is None
         with pytest.raises(EOFError):
-            p.receive(right)
+            frames.receive(right)
 
 
 def test_a_frame_larger_than_the_socket_buffer_arrives_whole(pair: Pair) -> None:
     encoded = os.urandom(5_000_000)
-    sender = threading.Thread(target=p.send, args=(pair[0], p.PutTemplate("x", encoded)))
+    sender = threading.Thread(target=frames.send, args=(pair[0], p.PutTemplate("x", encoded)))
     sender.start()
-    body, _ = p.receive(pair[1])
+    body, _ = frames.receive(pair[1])
     sender.join()
     assert p.decode_request(body) == p.PutTemplate("x", encoded)
 
@@ -93,10 +94,10 @@ def test_a_descriptor_arrives_with_its_frame_and_belongs_to_the_receiver(
     pair: Pair, tmp_path: Path
 ) -> None:
     with open(tmp_path / "file", "w+") as file:
-        p.send(pair[0], p.Leave())
-        p.send(pair[0], p.AttachSlab(), file.fileno())
-        p.send(pair[0], p.Leave())
-        received = [p.receive(pair[1])[1] for _ in range(3)]
+        frames.send(pair[0], p.Leave())
+        frames.send(pair[0], p.AttachSlab(), file.fileno())
+        frames.send(pair[0], p.Leave())
+        received = [frames.receive(pair[1])[1] for _ in range(3)]
         assert [fd is None for fd in received] == [True, False, True]
         fd = received[1]
         assert fd is not None
@@ -113,14 +114,14 @@ def test_a_connection_that_ends_inside_a_frame_is_an_eof(pair: Pair, cut: int) -
     pair[0].sendall((struct.pack("<I", len(body)) + body)[:cut])
     pair[0].close()
     with pytest.raises(EOFError):
-        p.receive(pair[1])
+        frames.receive(pair[1])
 
 
-@pytest.mark.parametrize("nbytes", [p.MAX_FRAME_NBYTES + 1, 2**32 - 1])
+@pytest.mark.parametrize("nbytes", [frames.MAX_FRAME_NBYTES + 1, 2**32 - 1])
 def test_an_oversized_frame_is_refused_before_it_is_read(pair: Pair, nbytes: int) -> None:
     pair[0].sendall(struct.pack("<I", nbytes) + b"x")
     with pytest.raises(AgentError, match=f"a frame of {nbytes} bytes"):
-        p.receive(pair[1])
+        frames.receive(pair[1])
 
 
 def test_descriptors_of_a_refused_frame_and_surplus_ones_are_closed(pair: Pair) -> None:
@@ -131,13 +132,13 @@ def test_descriptors_of_a_refused_frame_and_surplus_ones_are_closed(pair: Pair) 
             if prefix.endswith(b"cut"):
                 pair[0].shutdown(socket.SHUT_WR)
             with pytest.raises((AgentError, EOFError)):
-                p.receive(pair[1])
+                frames.receive(pair[1])
         assert open_fds() == before
         left, right = socket.socketpair()
         with left, right:
             before = open_fds()
             _send_with(left, struct.pack("<I", 1) + b"x", [file.fileno()] * 3)
-            _, fd = p.receive(right)
+            _, fd = frames.receive(right)
             assert fd is not None
             os.close(fd)
             assert open_fds() == before
@@ -163,7 +164,7 @@ def test_sending_succeeds_if_the_other_side_has_read_all_and_gone() -> None:
     left, right = socket.socketpair()
     with _Hasty(left.family, left.type, 0, left.detach()) as sender:
         sender.other = right
-        p.send(sender, p.Hello(0, 1))
+        frames.send(sender, p.Hello(0, 1))
         assert right.fileno() == -1
 
 
@@ -181,7 +182,7 @@ NONSENSE = {
     "half a length": b"\x01\x00",
     "half a frame": _frame(p.Hello(0, 1))[:-3],
     "oversized": struct.pack("<I", 2**32 - 1) + b"x" * 1000,
-    "promises more than it sends": struct.pack("<I", p.MAX_FRAME_NBYTES) + b"x" * 1000,
+    "promises more than it sends": struct.pack("<I", frames.MAX_FRAME_NBYTES) + b"x" * 1000,
     "an empty frame": _frame(b""),
     "not msgpack": _frame(b"\xc1\xc1\xc1"),
     "an unknown message": _frame({"type": "Explode", "rank": 0}),
@@ -257,8 +258,8 @@ def test_a_stranger_that_never_says_a_word_keeps_nobody_waiting(
 def test_another_protocol_is_told_so(node: Node, root: Path, busy: FakeTrainer) -> None:
     for _ in range(100):
         with stranger(node, root) as sock:
-            p.send(sock, p.Hello(0, 999))
-            reply = p.decode_reply(p.receive(sock)[0])
+            frames.send(sock, p.Hello(0, 999))
+            reply = p.decode_reply(frames.receive(sock)[0])
         assert isinstance(reply, p.Refused)
         assert f"pid {busy.client.agent_pid}" in reply.reason
     assert [offer.iteration for offer in busy.take()] == [1], "rank 0 is still who it was"
@@ -296,13 +297,13 @@ def test_a_descriptor_that_is_not_a_slab_is_refused_and_closed(
     fd = NOT_SLABS[kind]()
     with stranger(node, root) as sock:
         sock.sendall(_HELLO)
-        assert b"Welcome" in p.receive(sock)[0]
-        p.send(sock, p.AttachSlab(), fd)
-        reply = p.decode_reply(p.receive(sock)[0])
+        assert b"Welcome" in frames.receive(sock)[0]
+        frames.send(sock, p.AttachSlab(), fd)
+        reply = p.decode_reply(frames.receive(sock)[0])
         assert isinstance(reply, p.Refused)
         assert "slab" in reply.reason
-        p.send(sock, p.TakeSlab())
-        assert p.decode_reply(p.receive(sock)[0]) == p.SlabOffer(False, ())
+        frames.send(sock, p.TakeSlab())
+        assert p.decode_reply(frames.receive(sock)[0]) == p.SlabOffer(False, ())
     os.close(fd)
     eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)
     assert busy.save(2).error is None
@@ -321,7 +322,7 @@ def test_a_descriptor_that_nobody_asked_for_is_closed(
     with stranger(node, root) as sock, open(os.devnull) as file:
         if greeted:
             sock.sendall(_HELLO)
-            assert b"Welcome" in p.receive(sock)[0]
+            assert b"Welcome" in frames.receive(sock)[0]
         _send_with(sock, request_with_fd, [file.fileno()])
         _hang_up_and_read(sock)
     eventually("its end", lambda: open_fds(busy.client.agent_pid, root) == before)

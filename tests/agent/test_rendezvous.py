@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.client import connect
 from megatron_flashckpt.agent.save_directory import ensure
@@ -148,8 +149,8 @@ def say_hello(path: Path) -> str:
         sock.settimeout(10.0)
         sock.connect(str(path))
         try:
-            p.send(sock, p.Hello(0, p.PROTOCOL_VERSION))
-            return type(p.decode_reply(p.receive(sock)[0])).__name__
+            frames.send(sock, p.Hello(0, p.PROTOCOL_VERSION))
+            return type(p.decode_reply(frames.receive(sock)[0])).__name__
         except (EOFError, ConnectionError):
             return "hung up on"
 
