@@ -6,7 +6,6 @@ slab's file descriptor rides on the first byte of its frame (SCM_RIGHTS). No pic
 
 from __future__ import annotations
 
-import array
 import os
 import socket
 import struct
@@ -26,12 +25,9 @@ def send(sock: socket.socket, message: msgspec.Struct, fd: int | None = None) ->
     """Send one frame, with a descriptor if given."""
     body = msgspec.msgpack.encode(message)
     frame = _LENGTH.pack(len(body)) + body
-    rights = []
-    if fd is not None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-    sent = sock.sendmsg([frame], rights)
+    sent = socket.send_fds(sock, [frame], [] if fd is None else [fd])
     if sent < len(frame):
-        # Not for nothing: an empty send fails if the other side has answered and gone meanwhile.
+        # An empty send would fail if the other side has read the frame, answered and gone.
         sock.sendall(memoryview(frame)[sent:])
 
 
@@ -42,37 +38,35 @@ def receive(sock: socket.socket, limit_nbytes: int = MAX_FRAME_NBYTES) -> tuple[
         EOFError: the other side closed the connection.
         AgentError: the frame is larger than `limit_nbytes`.
     """
-    fds: list[int] = []
+    # The kernel closes descriptors that no call has room for: surplus ones, and those of the body.
+    start, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
     try:
-        prefix = _receive_exactly(sock, _LENGTH.size, fds)
-        (length,) = _LENGTH.unpack(prefix)
+        for fd in fds:
+            os.set_inheritable(fd, False)  # `recv_fds` of Python 3.11 passes no MSG_CMSG_CLOEXEC on
+        (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size, start))
         if length > limit_nbytes:
             raise AgentError(f"a frame of {length} bytes is not of this protocol")
-        body = _receive_exactly(sock, length, fds)
+        body = _receive_exactly(sock, length)
     except BaseException:
         for fd in fds:
             os.close(fd)
         raise
-    for fd in fds[1:]:
-        os.close(fd)
     return body, fds[0] if fds else None
 
 
-def _receive_exactly(sock: socket.socket, nbytes: int, fds: list[int]) -> bytes:
-    parts = bytearray()
-    while len(parts) < nbytes:
-        chunk, ancillary, _, _ = sock.recvmsg(
-            min(nbytes - len(parts), 1 << 20), socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
-        )
-        for level, kind, payload in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                received = array.array("i")
-                received.frombytes(payload[: len(payload) // received.itemsize * received.itemsize])
-                fds += received
+def _receive_exactly(sock: socket.socket, nbytes: int, start: bytes = b"") -> bytes:
+    """Return `nbytes`, of which `start` has been received.
+
+    Raises:
+        EOFError: the other side closed the connection before.
+    """
+    received = bytearray(start)
+    while len(received) < nbytes:
+        chunk = sock.recv(min(nbytes - len(received), 1 << 20))
         if not chunk:
             raise EOFError
-        parts += chunk
-    return bytes(parts)
+        received += chunk
+    return bytes(received)
 
 
 class Peer(NamedTuple):

@@ -81,7 +81,12 @@ def test_requests_arrive_whole_and_in_order(messages: list[p.Request]) -> None:
             frames.receive(right)
 
 
-def test_a_frame_larger_than_the_socket_buffer_arrives_whole(pair: Pair) -> None:
+@pytest.mark.parametrize("timeout_s", [None, 60.0], ids=["agent", "trainer"])
+def test_a_frame_larger_than_the_socket_buffer_arrives_whole(
+    pair: Pair, timeout_s: float | None
+) -> None:
+    """With a timeout, the kernel takes a part of the frame at a time."""
+    pair[0].settimeout(timeout_s)
     encoded = os.urandom(5_000_000)
     sender = threading.Thread(target=frames.send, args=(pair[0], p.PutTemplate("x", encoded)))
     sender.start()
@@ -142,6 +147,17 @@ def test_descriptors_of_a_refused_frame_and_surplus_ones_are_closed(pair: Pair) 
             assert fd is not None
             os.close(fd)
             assert open_fds() == before
+
+
+@pytest.mark.parametrize("at", [4, 5])
+def test_a_descriptor_that_comes_after_the_length_is_closed(pair: Pair, at: int) -> None:
+    frame = _frame(b"body")
+    with open(os.devnull) as file:
+        before = open_fds()
+        pair[0].sendall(frame[:at])
+        _send_with(pair[0], frame[at:], [file.fileno()])
+        assert frames.receive(pair[1]) == (b"body", None)
+        assert open_fds() == before
 
 
 def _send_with(sock: socket.socket, data: bytes, fds: list[int]) -> None:
