@@ -16,17 +16,11 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 Patience = Annotated[float, msgspec.Meta(ge=0.1, le=MOST)]
 
 
-class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The background process of a node."""
+class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of the section `agent` that every run sends to the agents; see `agent.settings`."""
 
     grace_s: Seconds = 600.0
     """Seconds that an agent without trainers keeps its slots for a restart, then leaves."""
-
-    start_timeout_s: Patience = 30.0
-    """Seconds that a rank waits for the agent to answer for the first time."""
-
-    answer_timeout_s: Patience = 10.0
-    """Seconds without an answer after which an agent counts as hung: it is killed and replaced."""
 
     persist_threads: Count = 2
     """Slots written at the same time per node."""
@@ -52,24 +46,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     (`inherit`); or a list as in taskset, `0-3,8`. `all` is `inherit` where Slurm gave the job fewer
     CPUs than its cpuset has."""
 
-    environment: tuple[str, ...] = ()
-    """Variables that the agent gets beyond those for paths, languages, Python, Slurm and
-    `FLASHCKPT_*`; `*` stands for any characters: `[LD_PRELOAD, MY_*]`."""
-
     direct_io: Literal["auto", "always", "never"] = "auto"
     """Writing past the page cache (O_DIRECT): wherever the file system can (`always`), nowhere
     (`never`), or where it can and the first chunks show that it is not slower (`auto`)."""
-
-    address: str | None = None
-    """Address of this node that the agents of other nodes reach; used with `redundancy` only.
-    `None`: the one on the way to the job's rendezvous (`MASTER_ADDR`)."""
-
-    peer_timeout_s: Patience = 20.0
-    """Seconds without an answer after which another node's agent counts as gone."""
-
-    peer_threads: Count = 2
-    """Streams to each of the nodes that hold something, and threads that encrypt and decrypt:
-    about 0.5 GB/s each."""
 
     commit_timeout_s: Annotated[float, msgspec.Meta(ge=1, le=MOST)] = 1800.0
     """Seconds from the first staged shard until a save that is not committed counts as failed,
@@ -87,3 +66,28 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Write the newest checkpoint if it is only in memory when the agent leaves: nobody came back
     within the grace time, or the job ended right after a save that was for memory only, or failed
     (a failed save is tried once more then: the storage may be back)."""
+
+
+class AgentConfig(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The background process of a node."""
+
+    start_timeout_s: Patience = 30.0
+    """Seconds that a rank waits for the agent to answer for the first time."""
+
+    answer_timeout_s: Patience = 10.0
+    """Seconds without an answer after which an agent counts as hung: it is killed and replaced."""
+
+    environment: tuple[str, ...] = ()
+    """Variables that the agent gets beyond those for paths, languages, Python, Slurm and
+    `FLASHCKPT_*`; `*` stands for any characters: `[LD_PRELOAD, MY_*]`."""
+
+    address: str | None = None
+    """Address of this node that the agents of other nodes reach; used with `redundancy` only.
+    `None`: the one on the way to the job's rendezvous (`MASTER_ADDR`)."""
+
+    peer_timeout_s: Patience = 20.0
+    """Seconds without an answer after which another node's agent counts as gone."""
+
+    peer_threads: Count = 2
+    """Streams to each of the nodes that hold something, and threads that encrypt and decrypt:
+    about 0.5 GB/s each."""

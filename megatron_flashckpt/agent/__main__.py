@@ -8,15 +8,16 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import get_args
+
+import msgspec
 
 from megatron_flashckpt import failpoints
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import raise_limit
 from megatron_flashckpt.agent.server import Agent
-from megatron_flashckpt.agent.state import AgentOptions
+from megatron_flashckpt.agent.settings import AgentSettings
+from megatron_flashckpt.agent.state import options_of
 from megatron_flashckpt.agent.upkeep import LOG_FORMAT, Upkeep
-from megatron_flashckpt.storage.direct_io import DirectMode
 
 
 class _ErrorSeen(logging.Handler):
@@ -33,24 +34,11 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--runtime-dir")
     parser.add_argument("--root", required=True)
-    parser.add_argument("--grace-s", type=float, required=True)
-    parser.add_argument("--persist-threads", type=int, required=True)
-    parser.add_argument("--write-threads", type=int, required=True)
-    parser.add_argument("--write-mib-per-s", type=float)
-    parser.add_argument("--writer-nice", type=int, required=True)
-    parser.add_argument("--session-nice", type=int, required=True)
-    parser.add_argument("--cpus", required=True)
-    parser.add_argument("--direct-io", choices=get_args(DirectMode), required=True)
-    parser.add_argument("--commit-timeout-s", type=float, required=True)
-    parser.add_argument("--slow-save-s", type=float, required=True)
-    parser.add_argument("--sigterm-timeout-s", type=float, required=True)
-    parser.add_argument("--persist-on-leave", action=argparse.BooleanOptionalAction, required=True)
-    parser.add_argument("--history", type=int, required=True)
-    parser.add_argument("--trace-directory", required=True)
-    parser.add_argument("--trace-keep", type=int, required=True)
+    parser.add_argument("--settings", required=True)
     parser.add_argument("--foreground", action="store_true")
     arguments = parser.parse_args()
-    options = _options(arguments)
+    settings = msgspec.json.decode(arguments.settings, type=AgentSettings)
+    options = options_of(settings, arguments.root, foreground=arguments.foreground)
     if arguments.foreground:
         # Others start faster without what it needs.
         from megatron_flashckpt.agent import foreground
@@ -100,28 +88,6 @@ def main() -> int:
     # Without the threads, which the interpreter would wait for: one may be writing to a storage
     # that hangs.
     os._exit(0)
-
-
-def _options(arguments: argparse.Namespace) -> AgentOptions:
-    return AgentOptions(
-        root=arguments.root,
-        grace_s=arguments.grace_s,
-        persist_threads=arguments.persist_threads,
-        write_threads=arguments.write_threads,
-        write_mib_per_s=arguments.write_mib_per_s,
-        writer_nice=arguments.writer_nice,
-        session_nice=arguments.session_nice,
-        cpus=arguments.cpus,
-        direct_io=arguments.direct_io,
-        commit_timeout_s=arguments.commit_timeout_s,
-        slow_save_s=arguments.slow_save_s,
-        sigterm_timeout_s=arguments.sigterm_timeout_s,
-        persist_on_leave=arguments.persist_on_leave,
-        history=arguments.history,
-        trace_directory=arguments.trace_directory,
-        trace_keep=arguments.trace_keep,
-        foreground=arguments.foreground,
-    )
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import msgspec
+
 import megatron_flashckpt
 from megatron_flashckpt import cpu_list
-from megatron_flashckpt.agent.settings import AgentSettings, flags, settings_of
+from megatron_flashckpt.agent.settings import AgentSettings, settings_of
 from megatron_flashckpt.config import Config
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,7 @@ def command(directory: Path, root: str, config: Config) -> list[str]:
         *(sys.executable, "-m", "megatron_flashckpt.agent"),
         *("--directory", str(directory), "--root", root),
         *(("--runtime-dir", os.path.abspath(config.runtime_dir)) if config.runtime_dir else ()),
-        *flags(settings_of(config)),
+        *("--settings", msgspec.json.encode(settings_of(config)).decode()),
     ]
 
 
@@ -95,9 +97,10 @@ class AgentProcess:
 
     def apply(self, settings: AgentSettings) -> None:
         """Take CPUs and priority from the settings of a run."""
-        if settings.cpus != self._cpus:
-            self._cpus = settings.cpus
-            self._place(settings.cpus)
+        cpus = str(settings.cpus)
+        if cpus != self._cpus:
+            self._cpus = cpus
+            self._place(cpus)
         if settings.session_nice != self._session_nice and self._has_session:
             self._session_nice = settings.session_nice
             _lower_session(settings.session_nice)

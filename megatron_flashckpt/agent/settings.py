@@ -2,75 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from megatron_flashckpt.config import Config
-from megatron_flashckpt.storage.direct_io import DirectMode
+from megatron_flashckpt.agent_config import CountOrZero, SentConfig
+from megatron_flashckpt.config import Config, Trace
 
 
-class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What of the configuration the agent heeds. Each field is named as its command-line flag."""
+class AgentSettings(SentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of the configuration that the agent needs: on its command line, and in `Configure`.
 
-    grace_s: float
-    persist_threads: int
-    write_threads: int
-    write_mib_per_s: float | None
-    writer_nice: int
-    direct_io: DirectMode
-    session_nice: int = 0
-    cpus: str = "all"
-    commit_timeout_s: float
-    slow_save_s: float
-    sigterm_timeout_s: float
-    persist_on_leave: bool
-    history: int = 0
-    """Saves that the history in the save directory tells of."""
-    trace_directory: str = ""
-    """Empty: no traces."""
-    trace_keep: int = 1
+    A field of the section `agent` is here by being one of `SentConfig`.
+    """
 
-
-#: Where the configuration has the settings that do not belong to its section `agent`.
-_ELSEWHERE = {
-    "history": "history",
-    "trace_directory": "trace.directory",
-    "trace_keep": "trace.keep",
-}
+    history: CountOrZero = 0
+    trace: Trace = Trace()
 
 
 def settings_of(config: Config) -> AgentSettings:
-    """Return what the agent needs to know of a configuration."""
-    own = {name: getattr(config.agent, name) for name in _names() if name not in _ELSEWHERE}
-    own["cpus"] = str(config.agent.cpus)
-    return AgentSettings(
-        **own,
-        history=config.history,
-        trace_directory=config.trace.directory or "",
-        trace_keep=config.trace.keep,
-    )
+    """Return the settings that an agent gets by `config`."""
+    section = {name: getattr(config.agent, name) for name in SentConfig.__struct_fields__}
+    return AgentSettings(**section, history=config.history, trace=config.trace)
 
 
-def flags(settings: AgentSettings) -> list[str]:
-    """Return the settings as arguments of the agent's command line."""
-    found = []
-    for name in _names():
-        value, flag = getattr(settings, name), name.replace("_", "-")
-        if isinstance(value, bool):
-            found.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            found += [f"--{flag}", str(value)]
-    return found
+def by_name(settings: AgentSettings) -> dict[str, Any]:
+    """Return the value of each setting by its name in the configuration."""
+    section = {f"agent.{name}": getattr(settings, name) for name in SentConfig.__struct_fields__}
+    trace = {
+        f"trace.{name}": value for name, value in msgspec.structs.asdict(settings.trace).items()
+    }
+    return {**section, "history": settings.history, **trace}
 
 
 def differences(former: AgentSettings, new: AgentSettings) -> tuple[str, ...]:
     """Return each setting that differs, named as in the configuration, with both values."""
+    new_values = by_name(new)
     return tuple(
-        f"{_ELSEWHERE.get(name, f'agent.{name}')} from {getattr(former, name)!r} to "
-        f"{getattr(new, name)!r}"
-        for name in _names()
-        if getattr(former, name) != getattr(new, name)
+        f"{name} from {value!r} to {new_values[name]!r}"
+        for name, value in by_name(former).items()
+        if value != new_values[name]
     )
-
-
-def _names() -> list[str]:
-    return [field.name for field in msgspec.structs.fields(AgentSettings)]

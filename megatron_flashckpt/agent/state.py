@@ -36,6 +36,11 @@ class AgentOptions(AgentSettings, frozen=True, kw_only=True):
     """`flashckpt agent --foreground`: not started by a trainer, and outlives all of them."""
 
 
+def options_of(settings: AgentSettings, root: str, *, foreground: bool) -> AgentOptions:
+    """Return what an agent with these settings is started with."""
+    return AgentOptions(root=root, foreground=foreground, **msgspec.structs.asdict(settings))
+
+
 class Trainer:
     """What the agent keeps for one trainer, across its restarts."""
 
@@ -75,7 +80,7 @@ class Node:
         self.storage = self.storage_at(options.root)
         self.held = HeldDirectory(options.root)
         self.flow = Flow(options.write_threads, Pace(options.write_mib_per_s))
-        self.traces = Traces(options.root, options.trace_directory, options.trace_keep)
+        self.traces = Traces(options.root, options.trace)
         self.changed = threading.Condition()
         self.ranks: dict[int, Trainer] = {}
         self.peers: Redundancy | None = None
@@ -112,12 +117,10 @@ class Node:
         former = self.options
         if settings.direct_io != former.direct_io:  # or what was learnt would be lost
             self.direct_io = DirectIo(settings.direct_io)
-        self.options = AgentOptions(
-            root=former.root, foreground=former.foreground, **msgspec.structs.asdict(settings)
-        )
+        self.options = options_of(settings, former.root, foreground=former.foreground)
         self.flow.pace.limit(settings.write_mib_per_s)
         self.flow = Flow(settings.write_threads, self.flow.pace)
-        self.traces.configure(settings.trace_directory, settings.trace_keep)
+        self.traces.configure(settings.trace)
         if self._process is not None:
             self._process.apply(settings)
         return differences(former, settings)

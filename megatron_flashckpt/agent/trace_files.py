@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_flashckpt.config import Trace
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.storage.base import temporary_name
 from megatron_flashckpt.tracing import Recorder, Span
@@ -51,7 +52,7 @@ class _Save:
 class Traces:
     """The phases of the node's saves. Does nothing at all unless a directory is given."""
 
-    def __init__(self, root: str, directory: str, keep: int) -> None:
+    def __init__(self, root: str, trace: Trace) -> None:
         self._root = root
         #: Whether a file in the directory is a trace of this save directory.
         self._known: dict[Path, bool] = {}
@@ -63,12 +64,12 @@ class Traces:
         self._saves: dict[str, _Save] = {}
         #: Saves of which something was told since they were written.
         self._unwritten: set[str] = set()
-        self.configure(directory, keep)
+        self.configure(trace)
 
-    def configure(self, directory: str, keep: int) -> None:
+    def configure(self, trace: Trace) -> None:
         """Put traces elsewhere, or keep others, from now on."""
-        self._directory = Path(self._root, directory) if directory else None
-        self._keep = keep
+        self._directory = Path(self._root, trace.directory) if trace.directory else None
+        self._keep = trace.keep
 
     def add(self, iteration: int, save_id: str, rank: int | None, spans: Iterable[Span]) -> None:
         """Remember phases of a save."""

@@ -135,6 +135,5 @@ def test_no_save_is_durable_before_its_last_shard_is() -> None:
 def test_settings_are_those_that_the_agent_gets() -> None:
     from megatron_flashckpt.agent.state import AgentOptions
 
-    named = set(AgentOptions.__struct_fields__)
-    assert {"history", "trace_directory", "trace_keep"} <= named
+    assert {"history", "trace"} <= set(AgentOptions.__struct_fields__)
     assert Config().history > 0

@@ -101,7 +101,7 @@ def test_the_newest_traces_stay_and_foreign_files_are_left_alone(node: Node, roo
 
 
 def test_traces_that_are_gone_are_not_remembered(tmp_path: Path) -> None:
-    traces = Traces(str(tmp_path), TRACES, 2)
+    traces = Traces(str(tmp_path), Trace(directory=TRACES, keep=2))
     for number in range(6):
         save_id = f"{number:012x}"
         traces.add(number, save_id, 0, [Span("copy", "MainThread", 0.0, 0.0)])
@@ -136,7 +136,7 @@ def test_jobs_that_share_a_directory_for_traces_keep_their_own(
 def test_without_the_setting_nothing_is_recorded_or_written(node: Node, root: Path) -> None:
     traced_save([node.trainer(root)], 7)
     assert not (root / TRACES).exists()
-    quiet = Traces(str(root), "", 1)
+    quiet = Traces(str(root), Trace())
     with quiet.recording(1, "a" * 12, 0):
         assert phase("x") is not None
     quiet.add(1, "a" * 12, 0, [Span("x", "MainThread", 0.0, 1.0)])
