@@ -30,11 +30,12 @@ setup(
         "msgspec>=0.18",
         "numpy",
         "pyyaml>=6",
-        "pyzmq>=25",
         "rich>=13",
         "xxhash>=3",
     ],
     extras_require={
+        # `redundancy: copy` and `redundancy: xor`: the agents of all nodes are connected by it.
+        "redundancy": ["pyzmq>=25"],
         # `flashckpt report --png`, `scripts/bench save --png`
         "plot": ["matplotlib>=3.7"],
         # The tests, and what they check code and scripts with.

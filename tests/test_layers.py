@@ -80,6 +80,9 @@ KNOW_MEGATRON = {
 }
 #: Clients of object stores: an optional dependency, and one module's business.
 STORE_CLIENTS = {"obstore", "boto3", "botocore", "fsspec", "s3fs", "google", "azure"}
+#: An extra (`redundancy`), so only what opens connections to other nodes needs it to be imported.
+NEEDS_PYZMQ = ("agent.peers.redundancy", "agent.peers.sender", "agent.peers.transport")
+NEEDS_PYZMQ += ("agent.peers.recovery",)
 #: `layout` has no I/O and no clock.
 IMPURE = {"io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile", "threading", "time"}
 IMPURE |= {"asyncio", "datetime", "logging", "mmap", "multiprocessing", "random", "uuid"}
@@ -306,6 +309,13 @@ def test_only_open_storage_knows_which_kind_of_storage_there_is():
         if found.target == "storage.posix" and module != "storage.opening"
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_needs_pyzmq_but_those_that_connect_nodes(module):
+    if module not in NEEDS_PYZMQ:
+        reached = loaded_by(module, at_start=True)
+        assert {name: reached[name] for name in roots(reached, {"zmq"})} == {}
 
 
 def test_layouts_are_pure():

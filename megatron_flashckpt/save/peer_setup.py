@@ -11,8 +11,9 @@ import logging
 import os
 import socket
 
+from megatron_flashckpt.agent.peers.requirement import require_pyzmq
 from megatron_flashckpt.agent.protocol import JoinPeers, PeerNode, PeersOpened
-from megatron_flashckpt.collectives import gather_objects
+from megatron_flashckpt.collectives import gather_objects, together
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError
 from megatron_flashckpt.save.agent_link import NodeLink
@@ -21,11 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 def introduce(link: NodeLink, rank: int, config: Config) -> None:
-    """Let the agents of all nodes know each other. Collective; never in a save.
+    """Introduce the agents of all nodes to each other. Collective; never in a save.
 
-    A node whose agent cannot take part is left out, and its ranks have no copies: said, not raised,
-    for training and saving do not depend on it.
+    A node whose agent cannot take part is left out, and its ranks have no copies: logged, not
+    raised, because training and saving do not depend on it.
+
+    Raises:
+        ConfigError: pyzmq is missing on the node of a rank. Raised on all ranks.
     """
+    together(require_pyzmq)
     mine: tuple[str, int, str] | None = None
     try:
         address = config.agent.address or own_address()

@@ -1,4 +1,5 @@
 """Agents help each other: staged checkpoints survive the loss of a node, without storage.
 
-Imported only where `redundancy` is configured: pyzmq takes 20 ms to load.
+`redundancy.py` is imported only where `redundancy` is configured: it needs pyzmq, which is an extra
+and takes 20 ms to load.
 """
