@@ -9,7 +9,6 @@ import resource
 import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Mapping
@@ -17,10 +16,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_flashckpt import forks
-from megatron_flashckpt.agent import frames, process
+from megatron_flashckpt.agent import frames
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.claim import RunKey
-from megatron_flashckpt.agent.endings import KILLED, why_not_started
+from megatron_flashckpt.agent.endings import KILLED
+from megatron_flashckpt.agent.launcher import SilentHolder, start_agent
 from megatron_flashckpt.agent.run_messages import (
     AskHeld,
     BeginRun,
@@ -31,7 +31,7 @@ from megatron_flashckpt.agent.run_messages import (
 )
 from megatron_flashckpt.agent.save_directory import ensure, identity_of
 from megatron_flashckpt.agent.settings import AgentSettings, settings_of
-from megatron_flashckpt.agent.socket_dir import LOCK, LOG, SOCKET, agent_directory, holder
+from megatron_flashckpt.agent.socket_dir import LOG, SOCKET, agent_directory
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, SaveFailedError
 from megatron_flashckpt.layout.save_cost import RankCost
@@ -46,9 +46,8 @@ _DIGESTED_S = 120.0
 _RETRY_S = 0.02
 #: A wait for something long is asked for in slices, so that a hung agent is noticed.
 _SLICE_S = 5.0
-#: Seconds that an agent has to restore its socket, and between two looks at who holds the lock.
+#: Seconds that an agent has to restore its socket.
 _SILENT_S = 10.0
-_PROBE_S = 0.5
 _TEMPLATE_SLICE_S = 1.0
 #: How finely the patience with an agent is counted.
 _PATIENCE_PARTS = 10
@@ -289,7 +288,7 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         AgentError: it did not answer in time, or the socket directory is not private.
     """
     deadline = time.monotonic() + config.agent.start_timeout_s
-    silent = _SilentHolder(min(_SILENT_S, config.agent.start_timeout_s / 2))
+    silent = SilentHolder(min(_SILENT_S, config.agent.start_timeout_s / 2))
     ensure(root)
     while True:
         directory = agent_directory(root, config.runtime_dir)
@@ -321,51 +320,8 @@ def connect(root: str, rank: int, local_rank: int, config: Config) -> AgentClien
         if local_rank == 0:
             directory = agent_directory(root, config.runtime_dir)
             if silent.is_none(directory):
-                _start(directory, root, config)
+                start_agent(directory, root, config)
         time.sleep(_RETRY_S)
-
-
-class _SilentHolder:
-    """Ends an agent that holds the lock of its directory and has no socket that anybody reaches.
-
-    An agent restores its socket within a second or two; one that does not is stopped or hangs.
-    """
-
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
-        self._pid: int | None = None
-        self._since = 0.0
-        self._looked_at = -_PROBE_S
-
-    def is_none(self, directory: Path) -> bool:
-        """Return whether an agent can be started; one that has been silent for long is killed."""
-        now = time.monotonic()
-        if now - self._looked_at < _PROBE_S:
-            return self._pid is None
-        self._looked_at = now  # now and then: a lock that is looked at cannot be taken
-        pid = holder(directory)
-        if pid is None or pid != self._pid:
-            self._pid, self._since = pid, now
-        elif now - self._since > self._patience_s:
-            self._since = now
-            held = f"{directory / LOCK}: is held by process {pid or '?'}, which has no socket there"
-            if not pid or not _is_agent_of(pid, directory):
-                logger.error("%s and is not seen from here; end it on this node", held)
-                return False
-            logger.error("%s: killed", held)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return self._pid is None
-
-
-def _is_agent_of(pid: int, directory: Path) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    # An agent may have moved from where it was started, but keeps the name of its directory.
-    of_directory = any(word.endswith(b"/" + os.fsencode(directory.name)) for word in words)
-    return b"megatron_flashckpt.agent" in words and of_directory
 
 
 def _new_socket() -> socket.socket:
@@ -379,32 +335,3 @@ def _new_socket() -> socket.socket:
 def _close(sock: socket.socket) -> None:
     with forks.held_off():
         sock.close()
-
-
-def _start(directory: Path, root: str, config: Config) -> None:
-    """Return when an agent listens in `directory` (or another is about to, or leaving).
-
-    It has a session of its own and no parent, so it survives the trainers. Who ends their Slurm
-    step, container or systemd unit ends it as well: `agent/life.py`.
-
-    Raises:
-        AgentError: it could not be started; the message holds the last line it said.
-    """
-    try:
-        fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError:
-        return  # an agent has just left, directory and all: the caller tries again
-    with open(fd, "ab") as log:
-        begun = log.tell()
-        status = subprocess.run(
-            process.command(directory, root, config),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=process.environment(os.environ, config.agent.environment),
-            start_new_session=True,
-            cwd="/",
-            check=False,
-        ).returncode
-    if status:
-        raise AgentError(why_not_started(status, directory / LOG, begun))

@@ -10,13 +10,14 @@ import logging
 import time
 
 from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.conversations import Conversations
 from megatron_flashckpt.agent.incarnations import SecondStarts
 from megatron_flashckpt.agent.keeper import ClaimKeeper
 from megatron_flashckpt.agent.pending_save import awaited_by
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.process import AgentProcess
 from megatron_flashckpt.agent.reception import Reception, Strangers
-from megatron_flashckpt.agent.request_handler import Conversations
+from megatron_flashckpt.agent.request_handler import RequestHandler
 from megatron_flashckpt.agent.state import AgentOptions, Node
 from megatron_flashckpt.agent.upkeep import Upkeep
 
@@ -51,8 +52,9 @@ class Agent:
         self._saves = Saves(self._node, self._committer)
         strangers = Strangers()
         second_starts = SecondStarts(lambda: upkeep.directory)
+        self._handler = RequestHandler(self._node, self._saves, self._committer)
         self._talks = Conversations(
-            self._node, self._saves, self._committer, strangers, second_starts
+            self._node, self._saves, self._handler, strangers, second_starts
         )
         self._reception = Reception(upkeep.listen(), strangers)
         self._unclaimed_s = unclaimed_s
@@ -69,7 +71,7 @@ class Agent:
         self._claim.start()
         while not self._may_leave():
             self._committer.watch()
-            self._talks.departed.release()
+            self._handler.departed.release()
             listener = self._upkeep.look()
             if listener is not None:
                 self._reception.listen_on(listener)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.client import _SilentHolder
+from megatron_flashckpt.agent.launcher import SilentHolder
 from megatron_flashckpt.agent.socket_dir import LOCK, LOG, SOCKET, holder
 from tests.agent.conftest import Node
 from tests.agent.trainer import eventually, is_alive, suspend
@@ -137,8 +137,8 @@ def test_who_holds_a_lock_and_is_no_agent_is_named_and_lives(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, text: bytes
 ) -> None:
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("killed"))
-    monkeypatch.setattr("megatron_flashckpt.agent.client._PROBE_S", 0.0)
-    silent = _SilentHolder(0.0)
+    monkeypatch.setattr("megatron_flashckpt.agent.launcher._PROBE_S", 0.0)
+    silent = SilentHolder(0.0)
     assert silent.is_none(tmp_path), "nobody has it"
     (tmp_path / LOCK).write_bytes(text)
     assert silent.is_none(tmp_path), "an old one that nobody holds"

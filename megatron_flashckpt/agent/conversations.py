@@ -1,0 +1,186 @@
+"""The agent's conversations with trainers: one thread per connection, from greeting to end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+
+import msgspec
+
+from megatron_flashckpt.agent import frames
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.incarnations import (
+    RankProcess,
+    ReplacedError,
+    SecondStarts,
+    process_of,
+)
+from megatron_flashckpt.agent.persister import Saves
+from megatron_flashckpt.agent.reception import GREETING_NBYTES, Strangers
+from megatron_flashckpt.agent.request_handler import RequestHandler
+from megatron_flashckpt.agent.state import Node, Trainer
+from megatron_flashckpt.errors import FlashCkptError
+
+logger = logging.getLogger(__name__)
+
+
+class Conversations:
+    """All connections of trainers. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        node: Node,
+        saves: Saves,
+        handler: RequestHandler,
+        strangers: Strangers,
+        second_starts: SecondStarts,
+    ) -> None:
+        self._node = node
+        self._saves = saves
+        self._handler = handler
+        self._strangers = strangers
+        self._second_starts = second_starts
+        self._met_before = second_starts.read()
+        self.connections = 0
+        self.last_seen = time.monotonic()
+        self.parting = False
+        """Whether what is in memory only is being written, because nobody has come back."""
+
+    def begin(self, connection: socket.socket) -> None:
+        """Talk with whoever has connected, in a thread of its own."""
+        with self._node.changed:
+            self.connections += 1
+        self._strangers.add(connection)
+        try:
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+        except (RuntimeError, MemoryError) as error:  # no thread is left, or no memory
+            self._strangers.turned_away(str(error))
+            self._end(None, connection)
+
+    def _converse(self, connection: socket.socket) -> None:
+        number: int | None = None
+        try:
+            if frames.peer(connection).uid != os.getuid():
+                logger.warning("refused a connection of user %d", frames.peer(connection).uid)
+                return
+            process = process_of(connection)
+            number = self._greet(connection, process)
+            while number is not None:
+                body, fd = frames.receive(connection)
+                try:
+                    request = p.decode_request(body)
+                except msgspec.MsgspecError:
+                    if fd is not None:
+                        os.close(fd)
+                    raise
+                try:
+                    answer = self._handler.answer(number, request, fd, process)
+                except FlashCkptError as error:
+                    answer = (p.Refused(str(error)),)
+                frames.send(connection, *answer)
+                if isinstance(request, p.Poll):
+                    self._node.traces.write_told()
+        except EOFError:
+            pass
+        except (OSError, msgspec.MsgspecError, FlashCkptError) as error:
+            self._say_ended(number, error)
+        except Exception:  # whatever it is, it concerns this connection only
+            logger.exception("rank %s: connection ended", number)
+        finally:
+            self._end(number, connection)
+
+    def _end(self, number: int | None, connection: socket.socket) -> None:
+        self._strangers.remove(connection)
+        connection.close()
+        self._farewell(number, connection)
+
+    def _say_ended(self, number: int | None, error: Exception) -> None:
+        if number is None:
+            self._strangers.turned_away(f"no greeting ({error})")
+        else:
+            logger.warning("rank %d: connection ended (%s)", number, error)
+
+    def _greet(self, connection: socket.socket, process: RankProcess | None) -> int | None:
+        body, fd = frames.receive(connection, GREETING_NBYTES)
+        if fd is not None:
+            os.close(fd)
+        hello = p.decode_request(body)
+        self._strangers.remove(connection)
+        connection.settimeout(None)
+        if not isinstance(hello, p.Hello) or hello.protocol != p.PROTOCOL_VERSION:
+            reason = f"this agent speaks protocol {p.PROTOCOL_VERSION}; end it (pid {os.getpid()})"
+            frames.send(connection, p.Refused(reason))
+            return None
+        if (why_not := self._node.held.why_not(hello.directory)) is not None:
+            frames.send(connection, p.Refused(why_not))
+            return None
+        with self._node.changed:
+            rank = self._node.ranks.setdefault(
+                hello.rank, Trainer(self._met_before.pop(hello.rank, None))
+            )
+            try:
+                former = rank.incarnations.greet(process, left=rank.left)
+            except ReplacedError as error:
+                logger.warning(
+                    "rank %d: refused process %d", hello.rank, frames.peer(connection).pid
+                )
+                self._note_second_starts()
+                answer: p.Reply = p.Refused(str(error))
+            else:
+                self._begin_incarnation(hello.rank, connection, former)
+                former_pid = 0 if former is None else former.pid
+                facts = self._node.facts()
+                answer = p.Welcome(os.getpid(), self._node.options.root, former_pid, facts)
+        frames.send(connection, answer)
+        return hello.rank if isinstance(answer, p.Welcome) else None
+
+    def _begin_incarnation(
+        self, number: int, connection: socket.socket, former: RankProcess | None
+    ) -> None:
+        """Serve the rank on `connection` only. The lock is held."""
+        rank = self._node.ranks[number]
+        if former is not None:
+            logger.warning(
+                "rank %d: process %d takes the place of process %d, which still runs",
+                number,
+                frames.peer(connection).pid,
+                former.pid,
+            )
+            if rank.connection is not None:
+                # Ends the wait of its thread for a request; the process is told when it reconnects.
+                with contextlib.suppress(OSError):
+                    rank.connection.shutdown(socket.SHUT_RDWR)
+            if rank.slots is not None:
+                rank.slots.note_former(former)
+            self._note_second_starts()
+        rank.left, rank.run = False, None
+        rank.connection = connection
+        self._node.traces.first_rank = min(self._node.ranks)
+        self.parting = False
+        self._handler.inherit(number)
+        rank.forget_saves()
+        self._node.changed.notify_all()
+
+    def _note_second_starts(self) -> None:
+        """Let the next agent know the former processes of ranks. The lock is held."""
+        met = {number: each.incarnations for number, each in self._node.ranks.items()}
+        self._second_starts.write({**self._met_before, **met})
+
+    def _farewell(self, number: int | None, connection: socket.socket) -> None:
+        with self._node.changed:
+            self.connections -= 1
+            self.last_seen = time.monotonic()
+            rank = self._node.ranks.get(-1 if number is None else number)
+            # A successor of the same rank may have connected already: its slots are not ours.
+            if number is not None and rank is not None and rank.connection is connection:
+                rank.connection = None
+                self._handler.release(number)
+                self._handler.inherit(number)
+                rank.forget_saves()
+                if not rank.left:
+                    self._saves.digest_unread(rank)
+            self._node.changed.notify_all()

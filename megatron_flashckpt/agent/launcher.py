@@ -1,0 +1,94 @@
+"""Starts the agent of a node, and ends one that holds its place and serves nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from megatron_flashckpt.agent import process
+from megatron_flashckpt.agent.endings import why_not_started
+from megatron_flashckpt.agent.socket_dir import LOCK, LOG, holder
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import AgentError
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at who holds the lock.
+_PROBE_S = 0.5
+
+
+class SilentHolder:
+    """Ends an agent that holds the lock of its directory and has no socket that anybody reaches.
+
+    An agent restores its socket within a second or two; one that does not is stopped or hangs.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._pid: int | None = None
+        self._since = 0.0
+        self._looked_at = -_PROBE_S
+
+    def is_none(self, directory: Path) -> bool:
+        """Return whether an agent can be started; one that has been silent for long is killed."""
+        now = time.monotonic()
+        if now - self._looked_at < _PROBE_S:
+            return self._pid is None
+        self._looked_at = now  # now and then: a lock that is looked at cannot be taken
+        pid = holder(directory)
+        if pid is None or pid != self._pid:
+            self._pid, self._since = pid, now
+        elif now - self._since > self._patience_s:
+            self._since = now
+            held = f"{directory / LOCK}: is held by process {pid or '?'}, which has no socket there"
+            if not pid or not _is_agent_of(pid, directory):
+                logger.error("%s and is not seen from here; end it on this node", held)
+                return False
+            logger.error("%s: killed", held)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return self._pid is None
+
+
+def _is_agent_of(pid: int, directory: Path) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    # An agent may have moved from where it was started, but keeps the name of its directory.
+    of_directory = any(word.endswith(b"/" + os.fsencode(directory.name)) for word in words)
+    return b"megatron_flashckpt.agent" in words and of_directory
+
+
+def start_agent(directory: Path, root: str, config: Config) -> None:
+    """Return when an agent listens in `directory` (or another is about to, or leaving).
+
+    It has a session of its own and no parent, so it survives the trainers. Who ends their Slurm
+    step, container or systemd unit ends it as well: `agent/life.py`.
+
+    Raises:
+        AgentError: it could not be started; the message holds the last line it said.
+    """
+    try:
+        fd = os.open(directory / LOG, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return  # an agent has just left, directory and all: the caller tries again
+    with open(fd, "ab") as log:
+        begun = log.tell()
+        status = subprocess.run(
+            process.command(directory, root, config),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=process.environment(os.environ, config.agent.environment),
+            start_new_session=True,
+            cwd="/",
+            check=False,
+        ).returncode
+    if status:
+        raise AgentError(why_not_started(status, directory / LOG, begun))
