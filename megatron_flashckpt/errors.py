@@ -10,6 +10,8 @@ from megatron_flashckpt.error_classes import class_of
 
 #: The remedy for a damaged checkpoint, for whoever starts a training job.
 OLDER = "load an older iteration with --ckpt-step"
+#: The remedy where the wanted checkpoint is not there, or is that of another model.
+ANOTHER = "choose another iteration with --ckpt-step"
 
 
 class FlashCkptError(Exception):

@@ -616,7 +616,7 @@ def test_an_iteration_that_is_not_there_is_one_line(run: Run, save: Path, comman
     only_line(
         ran,
         r".*iter_0000011/manifest\.json: does not exist: iteration 11 was not committed, or was "
-        r"removed since; choose another with --iteration",
+        r"removed since; choose another iteration with --iteration",
     )
 
 

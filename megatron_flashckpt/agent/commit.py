@@ -27,13 +27,13 @@ from megatron_flashckpt.agent.markers import (
 )
 from megatron_flashckpt.agent.pending_save import PendingSave, gave_up
 from megatron_flashckpt.agent.presence import look
+from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
     FormatVersionError,
     SaveFailedError,
-    StorageError,
     is_damage,
 )
 from megatron_flashckpt.failpoints import reach
@@ -62,7 +62,6 @@ _ABANDONED_S = 30.0
 #: The same where nobody has kept the save: a job started in between, without this node.
 _MISSED_S = 5.0
 _ABANDONED = "a crash cut it short; training went on from an older checkpoint"
-_TRACKER_NBYTES = 4096
 
 
 def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
@@ -251,7 +250,7 @@ def _publish(save: PendingSave, encoded: bytes) -> None:
     # would remove by now is itself.
     save.previous = save.iteration
     if save.superseded_by is None and not _is_overtaken(save):
-        save.previous = tracked_iteration(storage)
+        save.previous = tracked_before_commit(storage)
         with phase("tracker"):
             storage.put(
                 file_names.TRACKER, str(save.iteration).encode(), guard=lambda: _check_named(save)
@@ -286,28 +285,11 @@ def _check_named(save: PendingSave) -> None:
 
 def _is_overtaken(save: PendingSave) -> bool:
     """Return whether the tracker names a save that was staged after this one."""
-    tracked = tracked_iteration(save.storage) if save.later else None
+    tracked = tracked_before_commit(save.storage) if save.later else None
     if tracked is None:
         return False
     found = _committed(save, tracked)
     return found is not None and found.save_id in save.later
-
-
-def tracked_iteration(storage: Storage) -> int | None:
-    """Return the iteration that the tracker names; None if it names none.
-
-    Something else may stand in its place (a link, a directory): whoever puts a tracker learns.
-    """
-    try:
-        text = storage.read(file_names.TRACKER, 0, _TRACKER_NBYTES).decode(errors="replace").strip()
-    except FileNotFoundError:
-        return None
-    except StorageError as error:
-        if is_damage(error) and not may_pass(error):
-            return None
-        raise
-    # Python refuses to make numbers of thousands of digits.
-    return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
 def forget(save: PendingSave) -> None:

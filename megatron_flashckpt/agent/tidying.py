@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 
 from megatron_flashckpt.agent.cleanup import Leftovers, beside
-from megatron_flashckpt.agent.commit import tracked_iteration
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.retention import finish, hide
+from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names
@@ -41,7 +41,7 @@ def tidy(save: PendingSave, pending: Callable[[], set[str]] = set) -> None:
                     storage,
                     meta.retention,
                     retain_interval=meta.retain_interval,
-                    tracked=tracked_iteration(storage),
+                    tracked=tracked_before_commit(storage),
                     previous=save.previous,
                     manifests=save.manifests,
                 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import msgspec
 
 from megatron_flashckpt.catalog import foreign
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
@@ -36,7 +36,6 @@ UNREADABLE = "unreadable"
 MEGATRON = "Megatron's own"
 
 _RELEASE = "release"
-_OURS = re.compile(r"rank_[0-9]{5,}-(?P<save_id>[0-9a-f]{8,32})\.(safetensors|commit|failed)")
 #: How the parallel sizes of a description are shown.
 _SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -51,7 +50,7 @@ _SHOWN = 8
 _MAX_RANKS = 1 << 20
 #: Files looked at at the same time, for storage that answers slowly.
 _THREADS = 16
-#: No more is read of a tracker or a note, however long they are.
+#: No more is read of a note, however long it is.
 _SMALL_NBYTES = 4096
 
 
@@ -112,26 +111,6 @@ def open_checkpoint(storage: Storage, iteration: int) -> StoredCheckpoint:
             f"'{megatron}', which has no digests to check; Megatron itself reads it"
         ) from error
     return StoredCheckpoint(storage, iteration, encoded)
-
-
-def tracker(storage: Storage) -> str | None:
-    """Return what the tracker says (an iteration or `release`); None if there is no tracker."""
-    try:
-        encoded = storage.read(file_names.TRACKER, 0, _SMALL_NBYTES)
-    except FileNotFoundError:
-        return None
-    return encoded.decode(errors="replace").strip()
-
-
-def iteration_in(text: str) -> int | None:
-    """Return the iteration that a tracker's `text` names; None if it names none."""
-    # Python refuses to make numbers of thousands of digits.
-    return int(text) if text.isdecimal() and len(text) < 20 else None
-
-
-def tracked_iteration(storage: Storage) -> int | None:
-    """Return the iteration that the tracker names; None if it names none."""
-    return iteration_in(tracker(storage) or "")
 
 
 def chosen_iteration(storage: Storage) -> int:
@@ -266,8 +245,9 @@ def _uncommitted(
     """Say how far each attempt to save this iteration came."""
     saves: dict[str, list[str]] = defaultdict(list)
     for name in sorted(present):
-        if match := _OURS.fullmatch(name):
-            saves[match["save_id"]].append(name)
+        save_id = file_names.save_id_of(name)
+        if save_id is not None and name.startswith("rank_"):
+            saves[save_id].append(name)
     if not saves:
         return Found(directory, iteration, NOT_COMMITTED, "no files of ours in it")
     remarks, ranks, nbytes = [], None, 0

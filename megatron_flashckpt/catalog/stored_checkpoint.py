@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from megatron_flashckpt.errors import OLDER, CorruptCheckpointError, NotCommittedError
+from megatron_flashckpt.errors import ANOTHER, OLDER, CorruptCheckpointError, NotCommittedError
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.manifest import Manifest, ShardEntry
 from megatron_flashckpt.file_format.shard_file import (
@@ -192,5 +192,5 @@ def read_manifest(storage: Storage, iteration: int) -> bytes:
     except FileNotFoundError as error:
         raise NotCommittedError(
             f"{storage.place}/{name}: does not exist: iteration {iteration} was not "
-            "committed, or was removed since; choose another with --ckpt-step"
+            f"committed, or was removed since; {ANOTHER}"
         ) from error

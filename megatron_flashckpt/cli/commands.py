@@ -22,6 +22,7 @@ from megatron_flashckpt.agent import claim, foreground
 from megatron_flashckpt.agent.takeover import is_live
 from megatron_flashckpt.catalog import listing
 from megatron_flashckpt.catalog.retention import retire, superfluous
+from megatron_flashckpt.catalog.tracker import tracked_iteration, tracker_text
 from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
 from megatron_flashckpt.cli import convert, plan, report
 from megatron_flashckpt.cli.console import (
@@ -147,7 +148,7 @@ def _iteration(text: str) -> int:
 def _ls(args: argparse.Namespace, out: Console) -> int:
     storage = listing.save_directory(args.directory)
     found = listing.checkpoints(storage)
-    tracker, tracked = listing.tracker(storage), listing.tracked_iteration(storage)
+    tracker, tracked = tracker_text(storage), tracked_iteration(storage)
     named = tracker if tracked is None else iteration_dir(tracked)
     kept_by = report.kept_by(storage, tracked)
     if found:
@@ -263,7 +264,7 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
         )
     which: dict[str, Any] = {
         "retain_interval": None,
-        "tracked": listing.tracked_iteration(storage),
+        "tracked": tracked_iteration(storage),
         "previous": None,
     }
     if not args.dry_run and (writer := is_live(storage)) is not None:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from megatron_flashckpt.catalog import history, listing
 from megatron_flashckpt.catalog.retention import committed, survey, why_kept
+from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.cli.console import add_row, human_size, human_time, new_table, say
 from megatron_flashckpt.config import Retention, load_config
 from megatron_flashckpt.errors import FlashCkptError, for_listing
@@ -162,7 +163,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace, out: Console) -> int:
     """Print the report, and draw it if asked for."""
     storage = listing.save_directory(args.directory)
-    reasons = kept_by(storage, listing.tracked_iteration(storage))
+    reasons = kept_by(storage, tracked_iteration(storage))
     found = rows(storage, reasons or {})
     if args.json:
         say(out, json.dumps(msgspec.to_builtins(found), indent=2))

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_flashckpt.catalog import foreign, listing
+from megatron_flashckpt.catalog import foreign
+from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.common.damage_check import refuse_damage
 from megatron_flashckpt.convert.common.options import Options
@@ -200,7 +201,7 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
             f"{root}: is one checkpoint; give the directory that holds it: "
             f"{root.absolute().parent} --iteration {own}"
         )
-    text = listing.tracker(open_storage(root))
+    text = tracker_text(open_storage(root))
     if text is None:
         raise NotCommittedError(
             f"{tracker}: does not exist, so nothing says which iteration to convert; give the "
@@ -208,7 +209,7 @@ def _directory(root: Path, iteration: int | None) -> tuple[Path, int]:
         )
     if text == RELEASE:
         return root / RELEASE, 0
-    number = listing.iteration_in(text)
+    number = iteration_in(text)
     if number is None:
         raise ConfigError(f"{tracker}: {text!r} is no iteration; choose one with --iteration N")
     return _directory(root, number)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from megatron_flashckpt.errors import MissingStateError
+from megatron_flashckpt.errors import ANOTHER, MissingStateError
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.exact_match import NOTHING_HELD, Held
 from megatron_flashckpt.layout.piece import RANK_STATE, UNUSED, Piece, Shape
@@ -123,7 +123,7 @@ def missing_state(
         f"{place} does not hold what this model needs ({len(differences)} differences):\n  "
         + "\n  ".join(differences)
         + "\nUse the model settings of the run that saved it (the parallel sizes are free), or "
-        "--ckpt-step for another iteration; nothing was loaded"
+        f"{ANOTHER}; nothing was loaded"
     )
     error.differences = differences
     return error

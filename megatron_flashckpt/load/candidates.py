@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_flashckpt.catalog import foreign, listing
 from megatron_flashckpt.catalog.stored_checkpoint import read_manifest
+from megatron_flashckpt.catalog.tracker import iteration_in, tracker_text
 from megatron_flashckpt.collectives import from_first
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
@@ -62,7 +63,7 @@ def named_in(storage: Storage, step: int | None) -> Named:
     if step is not None:
         return _unless_others(storage, step)
     try:
-        text = listing.tracker(storage)
+        text = tracker_text(storage)
     except StorageError as error:
         if not is_damage(error):
             raise
@@ -75,7 +76,7 @@ def named_in(storage: Storage, step: int | None) -> Named:
         if ahead is None:
             _warn_of_nameless(storage, text)
         return Named(ahead)
-    iteration = listing.iteration_in(text)
+    iteration = iteration_in(text)
     if iteration is None:
         shown = text if len(text) <= 40 else f"{text[:40]}..."
         return _newest_named(storage, f"{storage.place}/{TRACKER}: {shown!r} is no iteration")

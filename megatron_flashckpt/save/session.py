@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
-from megatron_flashckpt.catalog.listing import tracked_iteration
+from megatron_flashckpt.catalog.tracker import tracked_iteration
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.errors import FlashCkptError, SaveFailedError, UnsupportedError
 from megatron_flashckpt.megatron_lm import announcements

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_flashckpt.agent import commit as commit_module
 from megatron_flashckpt.agent.commit import forget, leave_note, outcome_of
+from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
@@ -218,5 +219,5 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_protects_its_shards(
         patch.setattr(storage, "read", refuse)
         forget(save)
         with pytest.raises(StorageError):
-            commit_module.tracked_iteration(storage)
+            tracked_before_commit(storage)
     assert set(os.listdir(root / DIRECTORY)) == before

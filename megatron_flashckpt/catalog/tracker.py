@@ -1,0 +1,48 @@
+"""Reads Megatron's tracker: the file that names the iteration a job resumes from."""
+
+from __future__ import annotations
+
+from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.errors import StorageError, is_damage
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.storage.base import Storage
+
+#: No more is read of a tracker, however long it is.
+_TRACKER_NBYTES = 4096
+
+
+def tracker_text(storage: Storage) -> str | None:
+    """Return the tracker's text (an iteration or `release`); None if there is no tracker."""
+    try:
+        encoded = storage.read(file_names.TRACKER, 0, _TRACKER_NBYTES)
+    except FileNotFoundError:
+        return None
+    return encoded.decode(errors="replace").strip()
+
+
+def iteration_in(text: str) -> int | None:
+    """Return the iteration that a tracker's `text` names; None if it names none."""
+    # Python refuses to make numbers of thousands of digits.
+    return int(text) if text.isdecimal() and len(text) < 20 else None
+
+
+def tracked_iteration(storage: Storage) -> int | None:
+    """Return the iteration that the tracker names; None if it names none.
+
+    Raises:
+        StorageError: the tracker cannot be read, or is not a file.
+    """
+    return iteration_in(tracker_text(storage) or "")
+
+
+def tracked_before_commit(storage: Storage) -> int | None:
+    """Return the iteration that the tracker names; None also if the tracker is not a file.
+
+    A commit replaces the tracker, and fails there if a link or a directory stands in its place.
+    """
+    try:
+        return tracked_iteration(storage)
+    except StorageError as error:
+        if is_damage(error) and not may_pass(error):
+            return None
+        raise

@@ -1,0 +1,73 @@
+"""The tracker names an iteration, `release`, nothing, or is not a file."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.catalog.tracker import (
+    tracked_before_commit,
+    tracked_iteration,
+    tracker_text,
+)
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.storage.opening import open_storage
+
+NAMED = {
+    b"12": 12,
+    b" 7\n": 7,
+    b"1" * 19: int("1" * 19),
+    b"1" * 20: None,
+    b"1" * 10**6: None,
+    b"release": None,
+    b"-1": None,
+    b"\xff": None,
+    b"": None,
+}
+
+
+@pytest.mark.parametrize(("contents", "iteration"), NAMED.items(), ids=range(len(NAMED)))
+def test_it_names_the_iteration_that_it_holds(
+    tmp_path: Path, contents: bytes, iteration: int | None
+) -> None:
+    (tmp_path / TRACKER).write_bytes(contents)
+    storage = open_storage(tmp_path)
+    assert tracked_iteration(storage) == tracked_before_commit(storage) == iteration
+    assert len(tracker_text(storage) or "") <= 4096
+
+
+def test_without_a_tracker_there_is_no_text(tmp_path: Path) -> None:
+    storage = open_storage(tmp_path)
+    assert tracker_text(storage) is tracked_iteration(storage) is tracked_before_commit(storage)
+    assert tracker_text(storage) is None
+
+
+@pytest.mark.parametrize("kind", ["directory", "link"])
+def test_where_it_is_not_a_file_only_a_commit_which_replaces_it_goes_on(
+    tmp_path: Path, kind: str
+) -> None:
+    if kind == "directory":
+        (tmp_path / TRACKER).mkdir()
+    else:
+        (tmp_path / "other").write_text("5")
+        (tmp_path / TRACKER).symlink_to("other")
+    storage = open_storage(tmp_path)
+    with pytest.raises(StorageError):
+        tracked_iteration(storage)
+    assert tracked_before_commit(storage) is None
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_one_that_may_be_readable_later_is_an_error_to_a_commit_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise StorageError(number, "refused")
+
+    storage = open_storage(tmp_path)
+    monkeypatch.setattr(storage, "read", refuse)
+    with pytest.raises(StorageError):
+        tracked_before_commit(storage)
