@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_flashckpt.load import resume
-from megatron_flashckpt.megatron_lm import announcements, side_state
-from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils, takes
-from megatron_flashckpt.megatron_lm.job_description import describe
+from megatron_flashckpt.megatron_lm import announcements
+from megatron_flashckpt.megatron_lm.compat import feature, has_async_utils
 from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps, left_to_megatron
 from megatron_flashckpt.megatron_lm.stock import (
     LoadCall,
@@ -79,21 +78,11 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
                 iteration=call.iteration,
                 chunks=chunks,
                 optimizer=optimizer,
-                rank_state=lambda geometry: side_state.rank_state(
-                    chunks,
-                    geometry,
-                    optimizer,
-                    _rerun_state(call),
-                    save_rng=not getattr(margs, "no_save_rng", False),
-                ),
-                common_state=lambda: side_state.common_state(
-                    margs,
-                    call.iteration,
-                    call.scheduler if optimizer is not None else None,
-                    call.floating_point_operations,
-                ),
-                description=describe(margs),
-                retain_interval=getattr(margs, "save_retain_interval", None),
+                args=margs,
+                scheduler=call.scheduler,
+                floating_point_operations=call.floating_point_operations,
+                data_iterator=call.data_iterator,
+                has_rerun_machine=True,
                 memory_only=call.non_persistent,
                 blocking=wait == "staged" or changes_beside_steps(margs) is not None,
                 must_wait=until_durable,
@@ -131,21 +120,6 @@ def _left_to_megatron(margs: Any) -> bool:
     if flag is not None:
         announcements.announce_left_to_megatron(flag)
     return flag is not None
-
-
-def _rerun_state(call: SaveCall) -> Any:
-    """Return the rerun state machine's state (None unless a step is being rerun)."""
-    get_machine = feature("get_rerun_state_machine")
-    if get_machine is None:
-        return None
-    machine = get_machine()
-    # Until core 0.11: `use_dist_ckpt`, which wraps all of it.
-    early = takes(machine.state_dict, "use_dist_ckpt")
-    form = {"use_dist_ckpt": False} if early else {"ckpt_format": "torch_dist"}
-    state = machine.state_dict(data_iterator=call.data_iterator, **form)
-    if state is not None and hasattr(state.get("sharded"), "data"):
-        state["sharded"] = state["sharded"].data
-    return state
 
 
 def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:

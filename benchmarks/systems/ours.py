@@ -34,12 +34,13 @@ from megatron_flashckpt.load import slot_source
 from megatron_flashckpt.load.loader import load_from_memory, load_from_storage
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
 from megatron_flashckpt.load.plan import LoadRequest
-from megatron_flashckpt.megatron_lm import side_state
-from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.opening import open_storage
+
+#: Stands in for Megatron's arguments.
+_ARGS = argparse.Namespace(**COMMON)
 
 
 class Weights(torch.nn.Module):
@@ -110,7 +111,7 @@ class Ours(System):
         # Training has begun by the first save: what is prepared in the background is there, and
         # the first step was followed by this.
         self._checkpointer.link.client()
-        self._checkpointer.rehearse([self._weights], self._optimizer, self._rank_state)
+        self._checkpointer.rehearse([self._weights], self._optimizer, _ARGS)
 
     def _adopt(self, state: State) -> None:
         self._weights = Weights(state.of("weight"), self.rank, self.world_size)
@@ -124,18 +125,9 @@ class Ours(System):
                 iteration=step,
                 chunks=[self._weights],
                 optimizer=self._optimizer,
-                rank_state=self._rank_state,
-                common_state=lambda: side_state.common_state(
-                    argparse.Namespace(**COMMON), step, None, 0
-                ),
-                description={},
+                args=_ARGS,
             )
         ).skipped
-
-    def _rank_state(self, geometry: ModelGeometry) -> dict[str, Any]:
-        return side_state.rank_state(
-            [self._weights], geometry, self._optimizer, None, save_rng=True
-        )
 
     def settle(self, step: int) -> None:
         self._optimizer.step()

@@ -20,6 +20,7 @@ from megatron.core import tensor_parallel
 from megatron_flashckpt.errors import MissingStateError
 from megatron_flashckpt.layout.piece import RANK_STATE, Piece
 from megatron_flashckpt.megatron_lm import side_state_codec
+from megatron_flashckpt.megatron_lm.compat import feature, takes
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.hyper_parameters import hyper_parameters
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
@@ -119,13 +120,36 @@ def rank_state(
     *,
     save_rng: bool,
 ) -> dict[str, Any]:
-    """Return what this rank alone keeps. No communication."""
+    """Return what this rank alone keeps. No communication.
+
+    Args:
+        rerun: what `rerun_state` returned.
+    """
     return {
         "rng": rng_state() if save_rng else None,
         "optimizer": hyper_parameters(optimizer, geometry),
         "rerun": rerun,
         "objects": extra_states(chunks, geometry),
     }
+
+
+def rerun_state(data_iterator: Any) -> Any:
+    """Return the rerun state machine's state; None unless a step is being rerun.
+
+    Args:
+        data_iterator: the training loop's; a list of them with virtual pipeline stages.
+    """
+    get_machine = feature("get_rerun_state_machine")
+    if get_machine is None:
+        return None
+    machine = get_machine()
+    # Until core 0.11: `use_dist_ckpt`, which wraps all of it.
+    early = takes(machine.state_dict, "use_dist_ckpt")
+    form = {"use_dist_ckpt": False} if early else {"ckpt_format": "torch_dist"}
+    state = machine.state_dict(data_iterator=data_iterator, **form)
+    if state is not None and hasattr(state.get("sharded"), "data"):
+        state["sharded"] = state["sharded"].data
+    return state
 
 
 def frame(state: dict[str, Any], rank: int, world_size: int) -> LocalPiece:

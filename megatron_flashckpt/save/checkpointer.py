@@ -34,6 +34,7 @@ from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel, side_state
 from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.job_description import describe
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import Expected
 from megatron_flashckpt.memory.runs import Copy
@@ -45,7 +46,7 @@ from megatron_flashckpt.save.gc_pause import held_off
 from megatron_flashckpt.save.outcomes import Outstanding
 from megatron_flashckpt.save.peer_setup import introduce
 from megatron_flashckpt.save.reports import level_on
-from megatron_flashckpt.save.request import RankState, SaveReport, SaveRequest
+from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.shared_templates import SharedTemplates
 from megatron_flashckpt.save.step_hook import StepHook
 from megatron_flashckpt.tracing import SAVE, OpenTraces, Recorder, phase
@@ -163,7 +164,7 @@ class Checkpointer:
         """Start the agent and reserve the slab in the background, so that no save pays for it."""
         self.link.prepare(expected.nbytes, expected.plan_nbytes)
 
-    def rehearse(self, chunks: list[Any], optimizer: Any, rank_state: RankState) -> bool:
+    def rehearse(self, chunks: list[Any], optimizer: Any, args: Any) -> bool:
         """Enumerate and plan as a save does, so that the first one finds all that this leaves.
 
         That is the geometry of the model, the pieces, the plan, what Python imports on the way, and
@@ -179,7 +180,7 @@ class Checkpointer:
         """
         if self.link.is_preparing:
             return False
-        ordered = self._ordered(chunks, optimizer, rank_state)
+        ordered = self._ordered(chunks, optimizer, args, rerun=None)
         over_nodes = self._templates.over_nodes(self.run.id)
         # If the agent is gone, the save finds another one.
         with contextlib.suppress(AgentError), held_off(), over_nodes:
@@ -294,21 +295,29 @@ class Checkpointer:
         """
         try:
             with phase("enumerate"):
-                ordered = self._ordered(request.chunks, request.optimizer, request.rank_state)
+                ordered = self._ordered_of(request)
                 with held_off():
                     begun = self._copy_check.begin(request.chunks, request.optimizer, ordered)
                 return ordered, begun
         except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
             raise SaveFailedError(f"rank {self.rank}: not staged: {error}") from error
 
+    def _ordered_of(self, request: SaveRequest) -> list[LocalPiece]:
+        rerun = None
+        if request.has_rerun_machine:
+            rerun = side_state.rerun_state(request.data_iterator)
+        return self._ordered(request.chunks, request.optimizer, request.args, rerun)
+
     def _ordered(
-        self, chunks: list[Any], optimizer: Any, rank_state: RankState
+        self, chunks: list[Any], optimizer: Any, args: Any, rerun: Any
     ) -> list[LocalPiece]:
         """Return all that this rank saves, in layout order."""
         with held_off():
             geometry = self.model_state.geometry(chunks)
             pieces = self.model_state.owned(geometry, chunks, optimizer)
-            pieces.append(side_state.frame(rank_state(geometry), self.rank, self.world_size))
+            save_rng = not getattr(args, "no_save_rng", False)
+            own = side_state.rank_state(chunks, geometry, optimizer, rerun, save_rng=save_rng)
+            pieces.append(side_state.frame(own, self.rank, self.world_size))
             return [pieces[i] for i in self._plans.order([local.piece for local in pieces])]
 
     def _place(
@@ -337,7 +346,7 @@ class Checkpointer:
         self, request: SaveRequest, layout: Layout, comparison: Comparison | None, save_id: str
     ) -> Slot | None:
         """Return a slot that says what it will hold; None if all are busy and 'busy' is 'skip'."""
-        common = side_state.encode_common(request.common_state()) if self.rank == 0 else b""
+        common = self._common_state(request) if self.rank == 0 else b""
         meta = msgspec.msgpack.encode(
             EncodedMeta(
                 root=self.root,
@@ -348,8 +357,8 @@ class Checkpointer:
                 template=msgspec.Raw(layout.encoded_template),
                 placement=layout.placement,
                 common=common,
-                description=request.description,
-                retain_interval=request.retain_interval,
+                description=describe(request.args),
+                retain_interval=getattr(request.args, "save_retain_interval", None),
                 retention=self.config.retention,
                 metrics=reported.current(),
                 differing=self.model_state.differing_here(request.chunks),
@@ -381,6 +390,16 @@ class Checkpointer:
         slot.set_meta(meta)
         reach("save.staging")
         return slot
+
+    @staticmethod
+    def _common_state(request: SaveRequest) -> bytes:
+        state = side_state.common_state(
+            request.args,
+            request.iteration,
+            request.scheduler if request.optimizer is not None else None,
+            request.floating_point_operations,
+        )
+        return side_state.encode_common(state)
 
     def _stage(
         self,

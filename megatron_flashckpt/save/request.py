@@ -1,16 +1,11 @@
-"""What the caller of a save says of the training job, and what it gets to know of the save."""
+"""What a save is told of the training job, and what it reports of itself."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 from megatron_flashckpt.tracing import Recorder
-
-RankState = Callable[[ModelGeometry], dict[str, Any]]
-"""Returns a rank's side state, for the geometry of its chunks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,12 +17,16 @@ class SaveRequest:
     """Unwrapped model chunks of this rank."""
     optimizer: Any
     """None: weights only."""
-    rank_state: RankState
-    """Called while nothing changes it."""
-    common_state: Callable[[], dict[str, Any]]
-    """What is alike on all ranks; called on rank 0."""
-    description: dict[str, Any]
-    retain_interval: int | None = None
+    args: Any
+    """Megatron's own."""
+    scheduler: Any = None
+    """Megatron's `OptimizerParamScheduler`; saved if there is an optimizer."""
+    floating_point_operations: Any = 0
+    """Counted by the training loop since the start of training."""
+    data_iterator: Any = None
+    """The training loop's; a step that is being rerun saves its position."""
+    has_rerun_machine: bool = False
+    """True if Megatron's training makes the call: its rerun machine may have state to save."""
     memory_only: bool = False
     """Stage it and leave it there: it is not written."""
     blocking: bool = False

@@ -29,7 +29,7 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.layout.completeness import Tally, tally
 from megatron_flashckpt.layout.piece import MASTER, WEIGHT, Piece
-from megatron_flashckpt.megatron_lm import parallel, self_check, side_state, stock
+from megatron_flashckpt.megatron_lm import parallel, self_check, stock
 from megatron_flashckpt.megatron_lm.accounting import has_states
 from megatron_flashckpt.megatron_lm.compat import exists, has_async_utils
 from megatron_flashckpt.megatron_lm.job_flags import captures_graphs, changes_beside_steps
@@ -201,17 +201,7 @@ def train_step(*args: Any, **kwargs: Any) -> Any:
     # State of a kind that cannot be saved shows now: not in the first save, hours later.
     if saved is None or has_states(saved):
         checkpointer = session.checkpointer(margs.save)
-        session.has_stepped = checkpointer.rehearse(
-            chunks,
-            saved,
-            lambda geometry: side_state.rank_state(
-                chunks,
-                geometry,
-                saved,
-                None,
-                save_rng=not getattr(margs, "no_save_rng", False),
-            ),
-        )
+        session.has_stepped = checkpointer.rehearse(chunks, saved, margs)
     return result
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import argparse
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_flashckpt.errors import AgentRefusedError, UnsupportedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
-from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm import parallel, side_state
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
 from megatron_flashckpt.save import run_id
@@ -32,12 +33,19 @@ RUN = "0123abcd"
 NUMEL = 1_500_000
 
 
+#: Megatron's arguments, as far as a save of such a job asks for them.
+ARGS = argparse.Namespace(no_save_rng=True)
+
+
 class Job:
     """One rank, with four tensors and no model."""
 
     def __init__(self, root: Path, config: Config, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(parallel, "coordinates", Coordinates)
         patch.setattr(run_id, "from_store", lambda root: RUN)
+        patch.setattr(side_state, "rank_state", self._rank_state)
+        #: What this rank has beside its tensors.
+        self.side_state: Callable[[], dict[str, Any]] = lambda: {"seed": 1}
         self.tensors = [torch.rand(NUMEL) for _ in range(4)]
         self.checkpointer = Checkpointer(str(root), config)
         patch.setattr(self.checkpointer.model_state, "owned", self._owned)
@@ -50,16 +58,11 @@ class Job:
             for n in range(len(self.tensors))
         ]
 
+    def _rank_state(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return self.side_state()
+
     def request(self, iteration: int, **more: Any) -> SaveRequest:
-        more.setdefault("rank_state", lambda geometry: {"seed": 1})
-        return SaveRequest(
-            iteration=iteration,
-            chunks=[],
-            optimizer=None,
-            common_state=lambda: {"iteration": iteration},
-            description={},
-            **more,
-        )
+        return SaveRequest(iteration, chunks=[], optimizer=None, args=ARGS, **more)
 
     def save(self, iteration: int, **more: Any) -> str | None:
         """Save, wait, and return the error if there was one."""
@@ -269,12 +272,16 @@ def test_a_rank_that_cannot_save_takes_part_in_what_the_others_wait_for(
         return value
 
     monkeypatch.setattr("megatron_flashckpt.save.checkpointer.reduce_int", reduce)
+    whole = job.side_state
+    job.side_state = lambda: {"hook": _Unsupported()}
     with pytest.raises(UnsupportedError):
-        job.checkpointer.save(job.request(1, rank_state=lambda _: {"it": _Unsupported()}))
+        job.checkpointer.save(job.request(1))
     assert said == [(2, "max")]
+    job.side_state = lambda: {"rate": 1 / 0}
     with pytest.raises(ZeroDivisionError):
-        job.checkpointer.save(job.request(1, rank_state=lambda _: {"it": 1 / 0}))
+        job.checkpointer.save(job.request(1))
     assert said == [(2, "max")] * 2
+    job.side_state = whole
     assert job.save(1) is None, "the state is saved if training asks for it again"
 
 
@@ -284,9 +291,11 @@ def test_a_rank_that_cannot_save_has_its_agent_tell_the_other_nodes(
     """Else they would wait for its part until `commit_timeout_s` is over."""
     job = make(config)
     assert job.save(1) is None
+    whole, job.side_state = job.side_state, lambda: {"hook": _Unsupported()}
     with pytest.raises(UnsupportedError):
-        job.checkpointer.save(job.request(2, rank_state=lambda _: {"it": _Unsupported()}))
+        job.checkpointer.save(job.request(2))
     note = root / file_names.iteration_dir(2) / file_names.failure_name(0, f"{RUN}0001")
     text = eventually("a note", lambda: note.exists() and note.read_text())
     assert "rank 0: UnsupportedError: " in text
+    job.side_state = whole
     assert job.save(3) is None

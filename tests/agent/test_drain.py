@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,18 +34,10 @@ def test_a_drain_that_runs_out_is_a_failure_with_its_setting_and_the_agent_goes_
     monkeypatch.setattr(run_id, "from_store", lambda root: RUN)
     config = Config(runtime_dir=str(node.runtime_dir), drain_timeout_s=0.3)
     job = Checkpointer(str(root), config)
-    request = SaveRequest(
-        iteration=1,
-        chunks=[],
-        optimizer=None,
-        rank_state=lambda _: {"seed": 1},
-        common_state=lambda: {"iteration": 1},
-        description={},
-    )
     with held_back(
         root / file_names.iteration_dir(1) / file_names.shard_name(0, f"{RUN}0000")
     ) as let_go:
-        job.save(request)
+        job.save(request(1))
         (outcome,) = job.wait()
         assert (outcome.iteration, job.pending) == (1, False)
         assert "not committed within 0 s; the agent goes on trying; raise 'drain_timeout_s'" in (
@@ -70,14 +63,8 @@ def job(node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Che
 
 
 def request(iteration: int) -> SaveRequest:
-    return SaveRequest(
-        iteration=iteration,
-        chunks=[],
-        optimizer=None,
-        rank_state=lambda _: {"seed": 1},
-        common_state=lambda: {"iteration": iteration},
-        description={},
-    )
+    args = argparse.Namespace(no_save_rng=True)
+    return SaveRequest(iteration, chunks=[], optimizer=None, args=args)
 
 
 @pytest.mark.parametrize("left", ["manifest", "history", "nothing"])

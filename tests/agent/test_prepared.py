@@ -21,7 +21,7 @@ from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from tests.agent.conftest import Node
-from tests.agent.test_checkpointer import Job
+from tests.agent.test_checkpointer import ARGS, Job
 from tests.agent.trainer import eventually
 from tests.megatron_lm.test_side_state import QuantizedKeeper
 
@@ -43,7 +43,7 @@ def slab_of(checkpointer: Checkpointer) -> Slab:
 
 
 def rehearse(job: Job) -> None:
-    assert job.checkpointer.rehearse([], None, lambda geometry: {"seed": 1})
+    assert job.checkpointer.rehearse([], None, ARGS)
 
 
 def test_a_slab_that_is_too_small_is_replaced_before_the_first_save(job: Job) -> None:
@@ -84,12 +84,9 @@ def test_a_slab_that_a_save_made_is_large_enough_for_the_next(job: Job) -> None:
 
 def test_side_state_that_no_load_could_restore_is_refused_by_the_rehearsal(job: Job) -> None:
     trackers = {"seed": torch.zeros(16), "dropout": torch.Generator()}
-
-    def rank_state(geometry: Any) -> dict[str, Any]:
-        return {"rng": {"trackers": trackers}, "optimizer": [{"hook": len}]}
-
+    job.side_state = lambda: {"rng": {"trackers": trackers}, "optimizer": [{"hook": len}]}
     with pytest.raises(UnsupportedError) as refused:
-        job.checkpointer.rehearse([], None, rank_state)
+        job.checkpointer.rehearse([], None, ARGS)
     assert str(refused.value) == (
         "a load could not restore this side state: rng.trackers.dropout (torch._C.Generator), "
         "optimizer[0].hook (builtin_function_or_method); keep it as tensors, numbers, text, or "
@@ -113,18 +110,16 @@ def test_one_slab_is_made_for_a_job_whose_modules_have_extra_states(
         made.append(create(*sizes, **more))
         return made[-1]
 
-    def rank_state(geometry: ModelGeometry) -> dict[str, Any]:
-        return side_state.rank_state(chunks, geometry, None, None, save_rng=False)
-
+    job.side_state = lambda: {"objects": side_state.extra_states(chunks, state.geometry(chunks))}
     monkeypatch.setattr(Slab, "create", counted)
     job.checkpointer.prepare(expect(state, chunks, None))
     assert slab_of(job.checkpointer) is made[0]
     for module in modules:
         module.has_stepped = True
-    assert len(side_state_codec.encode(rank_state(state.geometry(chunks)))) > SIDE_NBYTES
-    assert job.checkpointer.rehearse(chunks, None, rank_state)
+    assert len(side_state_codec.encode(job.side_state())) > SIDE_NBYTES
+    assert job.checkpointer.rehearse(chunks, None, ARGS)
     assert slab_of(job.checkpointer) is made[0]
-    assert job.save(1, rank_state=rank_state) is None
+    assert job.save(1) is None
     assert made == [slab_of(job.checkpointer)]
     job.assert_stored(root, 1)
 

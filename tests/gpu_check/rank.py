@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import signal
@@ -61,6 +62,12 @@ class Node:
             eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
 
 
+def request(iteration: int, *, memory_only: bool = False) -> SaveRequest:
+    """Return a save of a rank without a model, whose random state is left out."""
+    args = argparse.Namespace(no_save_rng=True)
+    return SaveRequest(iteration, chunks=[], optimizer=None, args=args, memory_only=memory_only)
+
+
 class Rank:
     """Saves the tensors that it was given."""
 
@@ -92,15 +99,7 @@ class Rank:
 
     def save(self, iteration: int) -> None:
         """Begin a save; tensors that only a step changes may still be copied afterwards."""
-        request = SaveRequest(
-            iteration=iteration,
-            chunks=[],
-            optimizer=None,
-            rank_state=lambda geometry: {"iteration": iteration},
-            common_state=lambda: {"iteration": iteration},
-            description={},
-        )
-        self.checkpointer.save(request)
+        self.checkpointer.save(request(iteration))
 
     def before_step(self) -> None:
         """Do what an optimizer's step does first."""

@@ -18,10 +18,9 @@ from megatron_flashckpt.config import AgentConfig
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.memory.slot import SlotState
-from megatron_flashckpt.save.checkpointer import SaveRequest
 from tests.agent.trainer import eventually
 from tests.gpu_check import machine
-from tests.gpu_check.rank import Node, Rank
+from tests.gpu_check.rank import Node, Rank, request
 from tests.gpu_check.report import Report
 
 LETTER = "-"
@@ -78,20 +77,7 @@ def keep(rank: Rank, iteration: int) -> None:
     rank.before_step()
     for tensor in rank.tensors:
         tensor.fill_(float(iteration))
-    rank.checkpointer.save(for_memory(iteration))
-
-
-def for_memory(iteration: int) -> SaveRequest:
-    """Return a save to host memory only of whatever the tensors hold."""
-    return SaveRequest(
-        iteration=iteration,
-        chunks=[],
-        optimizer=None,
-        rank_state=lambda geometry: {"iteration": iteration},
-        common_state=lambda: {"iteration": iteration},
-        description={},
-        memory_only=True,
-    )
+    rank.checkpointer.save(request(iteration, memory_only=True))
 
 
 # ---------------------------------------------------------------------- a GPU that fails
@@ -139,7 +125,7 @@ def break_before_a_save(report: Report, rank: Rank) -> None:
     report.must("the GPU is broken before a save", "CUDA error" in error, error[:300])
     report.figure("the end begins", time.monotonic(), "s")
     try:
-        rank.checkpointer.save(for_memory(2))
+        rank.checkpointer.save(request(2, memory_only=True))
     except RuntimeError as failure:
         report.must("a save on a broken GPU raises nothing", False, str(failure)[:300])
     rank.checkpointer.link.stager.wait(5.0)
@@ -179,7 +165,7 @@ def break_at_exit(report: Report, rank: Rank) -> None:
 def be_busy_for_ever(report: Report, rank: Rank) -> None:
     rank.before_step()
     keep_busy_for_ever()
-    rank.checkpointer.save(for_memory(2))
+    rank.checkpointer.save(request(2, memory_only=True))
     report.figure("the end begins", time.monotonic(), "s")
     end_after_a_crash(report, rank)
 
