@@ -24,7 +24,7 @@ from megatron_flashckpt.megatron_lm.stock import (
     original,
     unwrap,
 )
-from megatron_flashckpt.save import startup
+from megatron_flashckpt.save import entry_points
 from megatron_flashckpt.save.request import SaveReport, SaveRequest
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.waits import wait_of
@@ -67,7 +67,7 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
         pending=checkpointer.pending,
     )
     with announcements.save_hooks():
-        startup.check_alone(call.model, call.optimizer)
+        session.startup(margs.save).check_alone(call.model, call.optimizer)
         chunks = unwrap(call.model)
         optimizer = None if getattr(margs, "no_save_optim", False) else call.optimizer
         dataloader = feature("maybe_save_dataloader_state")
@@ -143,13 +143,14 @@ def load_checkpoint(*args: Any, **kwargs: Any) -> tuple[int, Any]:
     if _left_to_megatron(margs):
         left: tuple[int, Any] = original("checkpointing", "load_checkpoint")(*args, **kwargs)
         return left
-    # What cannot be saved is not loaded for training either.
-    startup.check(call.model, call.optimizer)
-    startup.claim()
+    if margs.save:
+        # What cannot be saved is not loaded for training either.
+        session.startup(margs.save).check(call.model, call.optimizer)
     loaded = resume.load(call, margs)
     if loaded is None:
         loaded = original("checkpointing", "load_checkpoint")(*args, **kwargs)
-    startup.begin(call.model, call.optimizer)
+    if margs.save:
+        session.startup(margs.save).prepare(call.model, call.optimizer)
     return loaded
 
 
@@ -157,4 +158,4 @@ def __getattr__(name: str) -> Any:
     return getattr(checkpointing(), name)
 
 
-startup.watch_from_import()
+entry_points.watch_from_import()

@@ -18,13 +18,13 @@ def install() -> None:
     """Put our functions in the place of Megatron's, in every module that has imported them."""
     from megatron_flashckpt import arguments, checkpointing
     from megatron_flashckpt.megatron_lm import announcements, compat, stock
-    from megatron_flashckpt.save import startup
+    from megatron_flashckpt.save import entry_points
 
     stock.replace("checkpointing", "save_checkpoint", checkpointing.save_checkpoint)
     stock.replace("checkpointing", "load_checkpoint", checkpointing.load_checkpoint)
     stock.replace("checkpointing", "load_args_from_checkpoint", arguments.load_args_from_checkpoint)
     stock.replace("training", "evaluate", announcements.evaluate_and_report)
-    startup.watch()
+    entry_points.watch()
     if compat.has_async_utils():
         from megatron_flashckpt import async_utils
 

@@ -107,11 +107,11 @@ class Ours(System):
         self._checkpointer.link.client()
         self.figures["agent_start_s"] = time.perf_counter() - started
         expected = expect(self._checkpointer.model_state, [self._weights], self._optimizer)
-        self._checkpointer.prepare(expected)
+        self._checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
         # Training has begun by the first save: what is prepared in the background is there, and
         # the first step was followed by this.
         self._checkpointer.link.client()
-        self._checkpointer.rehearse([self._weights], self._optimizer, _ARGS)
+        self._checkpointer.dry_run([self._weights], self._optimizer, _ARGS)
 
     def _adopt(self, state: State) -> None:
         self._weights = Weights(state.of("weight"), self.rank, self.world_size)

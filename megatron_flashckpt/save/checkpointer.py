@@ -36,7 +36,6 @@ from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.job_description import describe
 from megatron_flashckpt.megatron_lm.model_state import ModelState
-from megatron_flashckpt.megatron_lm.size_estimate import Expected
 from megatron_flashckpt.memory.runs import Copy
 from megatron_flashckpt.memory.slot import EMPTY_HEADER, EncodedMeta, Slot, SlotHeader, SlotState
 from megatron_flashckpt.metrics import reported
@@ -160,17 +159,12 @@ class Checkpointer:
         else:
             introduce(self.link, self.rank, self.config)
 
-    def prepare(self, expected: Expected) -> None:
-        """Start the agent and reserve the slab in the background, so that no save pays for it."""
-        self.link.prepare(expected.nbytes, expected.plan_nbytes)
+    def dry_run(self, chunks: list[Any], optimizer: Any, args: Any) -> bool:
+        """Enumerate and plan as a save does, so that the first save finds what this leaves.
 
-    def rehearse(self, chunks: list[Any], optimizer: Any, args: Any) -> bool:
-        """Enumerate and plan as a save does, so that the first one finds all that this leaves.
-
-        That is the geometry of the model, the pieces, the plan, what Python imports on the way, and
-        a slab in which all has room.
-        It comes after the first training step, because that makes the optimizer's state. Whatever
-        has changed until the save is found out then: plans are found by all that they cover.
+        It leaves the model's geometry, the plan, what Python imports on the way, and a slab with
+        enough room. It comes after the first training step, which makes the optimizer's state. If
+        the job has changed by then, the save sees that: a plan is looked up by all that it covers.
 
         Returns:
             False if agent and memory are still being made ready; ask again.

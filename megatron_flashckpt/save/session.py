@@ -10,11 +10,9 @@ import atexit
 import contextlib
 import dataclasses
 import logging
-import operator
 import os
 import sys
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 from megatron_flashckpt import exit_status, forks
 from megatron_flashckpt.agent.protocol import Outcome
@@ -30,6 +28,7 @@ from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.request import SaveReport
 from megatron_flashckpt.save.run_id import Run
 from megatron_flashckpt.save.scalars import save_scalars
+from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.storage.opening import open_storage
 
 logger = logging.getLogger(__name__)
@@ -42,13 +41,10 @@ _Agreed = tuple[frozenset[str], frozenset[str], frozenset[str]]
 class _Open:
     checkpointer: Checkpointer
     reports: SaveReports
+    startup: Startup
     announced: dict[int, announcements.AnnouncedSave] = dataclasses.field(default_factory=dict)
     unwritten: announcements.AnnouncedSave | None = None
     """The last save, if it was skipped or is for memory only."""
-    checked: tuple[Any, ...] = ()
-    """Model chunks and optimizer that passed the self-check of all ranks last."""
-    checked_alone: tuple[Any, ...] = ()
-    """Those of which this rank has checked its own part last."""
     failures_in_a_row: int = 0
 
     def why_stop(self, failed: Outcome, config: Config, *, last: bool) -> str | None:
@@ -82,10 +78,11 @@ class Session:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        #: Whether there was a training step, and the saving of what it made was rehearsed.
-        self.has_stepped = False
         self.loop_timer = LoopTimer()
         self._open: dict[str, _Open] = {}
+        #: Save directories, as given, of which all phases of the start are over. Looked up in every
+        #: iteration.
+        self._ready: set[str] = set()
         #: What the ranks had told each other of the model, by save directory that was closed.
         self._agreed: dict[str, _Agreed] = {}
         #: By directory; Megatron may open a checkpointer again after it has ended training.
@@ -110,18 +107,36 @@ class Session:
                 state.quantized_keys, state.copied_keys, state.differing_keys = agreed
             # Or the last save would ask the job's store for an id, which may be gone by then.
             made.run = self._runs.setdefault(root, made.run)
-            self._open[root] = _Open(made, self._reports_of(root, made.rank))
+            startup = Startup(made, self.note_nodes)
+            self._open[root] = _Open(made, self._reports_of(root, made.rank), startup)
             exit_status.watch()
             if self._nodes is not None:
                 made.model_state.note_nodes(self._nodes)
         return self._open[root].checkpointer
 
+    def startup(self, root: str) -> Startup:
+        """Return the phases that come before the first save to `root`."""
+        self.checkpointer(root)
+        return self._open[os.path.abspath(root)].startup
+
+    def is_ready(self, root: str) -> bool:
+        """Return whether all phases of the start of saves to `root` are over."""
+        return root in self._ready
+
+    def note_ready(self, root: str) -> None:
+        self._ready.add(root)
+
     def _forget_inherited(self) -> None:
         """In a forked child, forget the checkpointers of the parent, which still trains."""
         if forks.depth() != self._fork_depth:
             self._fork_depth = forks.depth()
-            self._open.clear()
+            self._forget_open()
             self._reports.clear()
+
+    def _forget_open(self) -> None:
+        """Forget the checkpointers; a job that saves later in this process starts from phase 1."""
+        self._open.clear()
+        self._ready.clear()
 
     def note_nodes(self, nodes: Sequence[Hashable]) -> None:
         """Note the node of every rank, for the checkpointers of this process, later ones too."""
@@ -137,29 +152,6 @@ class Session:
                 with contextlib.suppress(FlashCkptError, OSError):
                     self._reports[root].found(tracked_iteration(open_storage(root)))
         return self._reports[root]
-
-    def is_checked(
-        self, root: str, chunks: list[Any], optimizer: Any, *, alone: bool = False
-    ) -> bool:
-        """Return whether these passed the self-check, as `note_checked` was told.
-
-        Args:
-            alone: it is enough if this rank has checked its own part.
-        """
-        opened, asked = self._open[os.path.abspath(root)], (*chunks, optimizer)
-        return any(
-            len(checked) == len(asked) and all(map(operator.is_, checked, asked))
-            for checked in (opened.checked, *([opened.checked_alone] if alone else []))
-        )
-
-    def note_checked(
-        self, root: str, chunks: list[Any], optimizer: Any, *, alone: bool = False
-    ) -> None:
-        opened, checked = self._open[os.path.abspath(root)], (*chunks, optimizer)
-        if alone:
-            opened.checked_alone = checked
-        else:
-            opened.checked = checked
 
     def resumed(self, root: str, iteration: int) -> None:
         """Note that training continues from a checkpoint in storage, perhaps an older one."""
@@ -262,7 +254,7 @@ class Session:
             agreed = (state.quantized_keys, state.copied_keys, state.differing_keys)
             self._agreed[root] = agreed
             each.reports.has_agent = each.checkpointer.close(leave=leave)
-        self._open.clear()
+        self._forget_open()
 
     def end(self) -> bool:
         """Wait for pending saves, so that a job that ends right after its last save commits it.
@@ -329,7 +321,7 @@ class Session:
         """Hang up after a crash; the agent keeps the slots for a restart."""
         for opened in self._open.values():
             opened.checkpointer.abandon()
-        self._open.clear()
+        self._forget_open()
 
 
 def _make() -> Session:

@@ -24,6 +24,7 @@ from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _Open
+from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
 from tests.agent.trainer import eventually, held_back
@@ -249,7 +250,8 @@ def test_a_late_write_is_promised_only_if_there_is_an_agent(
     reports = SaveReports(job.checkpointer.root, 0)
     reports.wanted(2)
     reports.skipped(2, "no reason")
-    session._open[job.checkpointer.root] = _Open(job.checkpointer, reports)
+    startup = Startup(job.checkpointer, session.note_nodes)
+    session._open[job.checkpointer.root] = _Open(job.checkpointer, reports, startup)
     session._reports[job.checkpointer.root] = reports
     assert not session.end()
     assert ("try to write it after this exit" in caplog.text) == has_agent

@@ -18,7 +18,7 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory import slab
 from megatron_flashckpt.memory.host_memory import Limit
-from megatron_flashckpt.save import node_memory, startup
+from megatron_flashckpt.save import node_memory, reservation
 from megatron_flashckpt.save.agent_link import NodeLink, slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
@@ -235,7 +235,7 @@ def fitting(node: Node, root: Path, link: NodeLink) -> list[Need]:
         root=str(root), rank=0, config=node.config(), link=link, agree=lambda: "second"
     )
     expected: Any = SimpleNamespace(nbytes=MIB, plan_nbytes=0, compared_nbytes=0)
-    return startup._fitting(checkpointer, expected)
+    return reservation.check_memory(checkpointer, expected)
 
 
 @pytest.mark.parametrize("missing_nbytes", [0, 1])

@@ -35,6 +35,7 @@ from megatron_flashckpt.save import session as session_module
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _Open
+from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import NUMEL, RUN, Job
@@ -211,7 +212,8 @@ def test_a_fork_waits_until_a_descriptor_is_registered() -> None:
 def session(job: Job, root: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     """The session of this process, with one checkpointer, as the launcher ends it."""
     made = Session(Config())
-    made._open[str(root)] = _Open(job.checkpointer, SaveReports(str(root), 0))
+    startup = Startup(job.checkpointer, made.note_nodes)
+    made._open[str(root)] = _Open(job.checkpointer, SaveReports(str(root), 0), startup)
     monkeypatch.setattr(session_module, "session", made)
     return made
 

@@ -42,14 +42,14 @@ def slab_of(checkpointer: Checkpointer) -> Slab:
     return link._slab
 
 
-def rehearse(job: Job) -> None:
-    assert job.checkpointer.rehearse([], None, ARGS)
+def dry_run(job: Job) -> None:
+    assert job.checkpointer.dry_run([], None, ARGS)
 
 
 def test_a_slab_that_is_too_small_is_replaced_before_the_first_save(job: Job) -> None:
     job.checkpointer.link.prepare(1_000_000)
     small = slab_of(job.checkpointer)
-    rehearse(job)
+    dry_run(job)
     enough = slab_of(job.checkpointer)
     assert enough is not small
     assert job.save(1) is None
@@ -60,7 +60,7 @@ def test_a_slab_that_is_large_enough_stays(job: Job) -> None:
     """What it holds is all that a restart could load from memory."""
     job.checkpointer.link.prepare(25_000_000)
     enough = slab_of(job.checkpointer)
-    rehearse(job)
+    dry_run(job)
     assert slab_of(job.checkpointer) is enough
 
 
@@ -68,7 +68,7 @@ def test_a_slab_that_is_too_small_stays_while_a_restart_could_load_what_is_in_it
     job.checkpointer.link.prepare(1_000_000)
     small = slab_of(job.checkpointer)
     small.slots[0].set_header(SlotHeader(SlotState.KEPT, 1, "0123456789ab", 0, 100))
-    rehearse(job)
+    dry_run(job)
     assert slab_of(job.checkpointer) is small
     assert job.save(2) is None
     assert slab_of(job.checkpointer) is not small
@@ -78,15 +78,15 @@ def test_a_slab_that_a_save_made_is_large_enough_for_the_next(job: Job) -> None:
     """A slab that fits is kept, even with less room for metadata than one made before any save."""
     assert job.save(1) is None
     made = slab_of(job.checkpointer)
-    rehearse(job)
+    dry_run(job)
     assert slab_of(job.checkpointer) is made
 
 
-def test_side_state_that_no_load_could_restore_is_refused_by_the_rehearsal(job: Job) -> None:
+def test_side_state_that_no_load_could_restore_is_refused_by_the_dry_run(job: Job) -> None:
     trackers = {"seed": torch.zeros(16), "dropout": torch.Generator()}
     job.side_state = lambda: {"rng": {"trackers": trackers}, "optimizer": [{"hook": len}]}
     with pytest.raises(UnsupportedError) as refused:
-        job.checkpointer.rehearse([], None, ARGS)
+        job.checkpointer.dry_run([], None, ARGS)
     assert str(refused.value) == (
         "a load could not restore this side state: rng.trackers.dropout (torch._C.Generator), "
         "optimizer[0].hook (builtin_function_or_method); keep it as tensors, numbers, text, or "
@@ -112,12 +112,13 @@ def test_one_slab_is_made_for_a_job_whose_modules_have_extra_states(
 
     job.side_state = lambda: {"objects": side_state.extra_states(chunks, state.geometry(chunks))}
     monkeypatch.setattr(Slab, "create", counted)
-    job.checkpointer.prepare(expect(state, chunks, None))
+    expected = expect(state, chunks, None)
+    job.checkpointer.link.prepare(expected.nbytes, expected.plan_nbytes)
     assert slab_of(job.checkpointer) is made[0]
     for module in modules:
         module.has_stepped = True
     assert len(side_state_codec.encode(job.side_state())) > SIDE_NBYTES
-    assert job.checkpointer.rehearse(chunks, None, ARGS)
+    assert job.checkpointer.dry_run(chunks, None, ARGS)
     assert slab_of(job.checkpointer) is made[0]
     assert job.save(1) is None
     assert made == [slab_of(job.checkpointer)]
@@ -162,7 +163,7 @@ def test_a_slab_without_a_checkpoint_is_freed_before_a_larger_one_is_made(
 ) -> None:
     job.checkpointer.link.prepare(20_000_000)
     small = slab_of(job.checkpointer)
-    rehearse(job)
+    dry_run(job)
     enough = slab_of(job.checkpointer)
     assert enough is not small
     assert job.save(1) is None

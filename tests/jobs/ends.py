@@ -52,14 +52,14 @@ def is_committed(iteration: int) -> bool:
 def swap() -> None:
     from megatron_flashckpt import async_utils, checkpointing
     from megatron_flashckpt.megatron_lm import compat
-    from megatron_flashckpt.save import startup
+    from megatron_flashckpt.save import entry_points
 
     training.save_checkpoint = checkpointing.save_checkpoint
     training.load_checkpoint = checkpointing.load_checkpoint
     if "OLD_LOOP" in os.environ:
         compat.has_async_utils = checkpointing.has_async_utils = lambda: False
-        startup.has_async_utils = lambda: False
-        startup.watch()
+        entry_points.has_async_utils = lambda: False
+        entry_points.watch()
     else:
         training.maybe_finalize_async_save = async_utils.maybe_finalize_async_save
 

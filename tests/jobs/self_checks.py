@@ -1,7 +1,8 @@
 """One Megatron job in which Megatron is changed as a newer release might, case by case.
 
 Run by torchrun from the tests. Each case changes the real modules, model or optimizer, calls
-`begin` (what every door does before the first step), traces what it raised, and undoes the change.
+`begin` (what every entry point does before the first step), traces what it raised, and undoes the
+change.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from megatron.training.initialize import initialize_megatron
 
 from megatron_flashckpt.checkpointing import save_checkpoint
 from megatron_flashckpt.memory.host_memory import Limit
-from megatron_flashckpt.save import node_memory, startup
+from megatron_flashckpt.save import entry_points, node_memory, reservation
 from megatron_flashckpt.save.session import session
 
 RANK = int(os.environ["RANK"])
@@ -236,6 +238,11 @@ CASES: dict[str, Callable[[Job], contextlib.AbstractContextManager[None]]] = {
 }
 
 
+def begin(model: list[Any], optimizer: Any) -> None:
+    """Do what comes before the first step."""
+    session.startup(get_args().save).prepare(model, optimizer)
+
+
 def caught(name: str, call: Callable[[], None]) -> None:
     error = None
     try:
@@ -250,20 +257,46 @@ def caught(name: str, call: Callable[[], None]) -> None:
 def save_first(job: Job) -> None:
     """Save before anything else, as a job may that makes its first checkpoint by itself."""
     save_checkpoint(5, *job, None, 0)
-    startup.begin(*job)
+    begin(*job)
+
+
+#: State that the next step makes for a parameter.
+next_state: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+
+def step(model: list[Any], optimizer: Any) -> None:
+    """Stand in for Megatron's step: only makes the optimizer's state."""
+    inner = optimizer.chained_optimizers[0].optimizer
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            inner.state[parameter] = next_state(parameter)
+
+
+def adam_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def factored_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"row_factor": torch.zeros(2)}
+
+
+def earlier_job(job: Job) -> None:
+    """Train, without a load, until the start of saves is over in all its phases."""
+    global next_state
+    next_state = adam_state
+    deadline = time.monotonic() + 60
+    while not session.is_ready(get_args().save):
+        assert time.monotonic() < deadline, "agent and memory are not ready"
+        training.train_step(*job)
+        time.sleep(0.01)
 
 
 def first_step(job: Job) -> None:
     """Let Megatron's loop make a step which makes state that cannot be saved."""
-
-    def step(model: list[Any], optimizer: Any) -> None:
-        trace(event="stepped", error=None)
-        (owned, *_) = sub(job).optimizer.param_groups[0]["params"]
-        sub(job).optimizer.state[owned] = {"row_factor": torch.zeros(2)}
-
-    with changed(training, "train_step", step):
-        startup.watch()
-        training.train_step(*job)
+    global next_state
+    next_state = factored_state
+    trace(event="stepped", error=None)
+    training.train_step(*job)
 
 
 def with_memory_for(nbytes: int, job: Job) -> None:
@@ -271,9 +304,9 @@ def with_memory_for(nbytes: int, job: Job) -> None:
     machine = [Limit("boot", "the machine", nbytes)]
     with (
         changed(node_memory, "limits", lambda: machine),
-        changed(startup, "slab_nbytes", lambda *_: 10 * 2**20),
+        changed(reservation, "slab_nbytes", lambda *_: 10 * 2**20),
     ):
-        startup.begin(*job)
+        begin(*job)
 
 
 def with_small_files(nbytes: int, job: Job) -> None:
@@ -282,8 +315,8 @@ def with_small_files(nbytes: int, job: Job) -> None:
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, former[1]))
     try:
-        with changed(startup, "slab_nbytes", lambda *_: 10 * 2**20):
-            startup.begin(*job)
+        with changed(reservation, "slab_nbytes", lambda *_: 10 * 2**20):
+            begin(*job)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, former)
 
@@ -297,7 +330,7 @@ def main() -> None:
     args.save = save
     for name, change in CASES.items():
         with change(job):
-            caught(name, lambda: startup.begin(*job))
+            caught(name, lambda: begin(*job))
     for name, mib in {"memory for one": 15, "memory for all": 20}.items():
         caught(name, functools.partial(with_memory_for, mib * 2**20, job))
     for name, mib in {"small files": 9, "large files": 10}.items():
@@ -312,7 +345,10 @@ def main() -> None:
     with renamed(job[1], "chained_optimizers"):
         caught("save without a start", lambda: save_checkpoint(6, *job, None, 0))
     caught("start after a save", lambda: save_first(job))
-    caught("first step", lambda: first_step(job))
+    with changed(training, "train_step", step):
+        entry_points.watch()
+        caught("earlier job", lambda: earlier_job(job))
+        caught("first step", lambda: first_step(job))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ Environment:
                   wait before each save for the outcomes of those before
     MTP           give the model multi-token prediction (`--mtp-num-layers`), and wait likewise
     PREPARED      in the forward of that iteration, wait until agent and memory are ready, so that
-                  the step after it is followed by a rehearsal
+                  the step after it is followed by a dry run
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
     GROUP_MARKS   have Megatron tell param groups apart by these settings too, as core 0.19 does
                   (0.17.1 gives groups that differ in these alone the settings of the last one)

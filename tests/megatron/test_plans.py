@@ -1,6 +1,6 @@
 """Ranks with equal plans compute one between them, on a node and over nodes; saves say so.
 
-Whichever rank comes first computes. Each job saves after iterations 2 and 4; the rehearsal comes
+Whichever rank comes first computes. Each job saves after iterations 2 and 4; the dry run comes
 before the first save (`PREPARED`).
 """
 

@@ -218,7 +218,7 @@ def test_plans_are_computed_once_per_template_then_shared_and_cached(jobs: Jobs)
     assert len(plans) == 4
     assert sum(plan["misses"] for plan in plans) == len(templates)
     assert sum(plan["misses"] + plan["shared"] for plan in plans) == 4
-    assert [plan["local"] for plan in plans] == [2, 2, 2, 2], "both saves find what was rehearsed"
+    assert [plan["local"] for plan in plans] == [2, 2, 2, 2], "both saves find the dry run's plan"
     restarted = jobs.b.named("plans", attempt=1)
     assert [(plan["misses"], plan["shared"]) for plan in restarted] == [(0, 1)] * 4
 

@@ -107,6 +107,8 @@ def test_a_save_that_nothing_came_before_checks_its_own_rank(ran: Result) -> Non
 def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
     ran: Result,
 ) -> None:
+    """Although the process has trained before, and saves to the same directory again."""
+    assert errors(ran, "earlier job") == [None] * RANKS
     assert len(ran.named("stepped")) == RANKS
     for error in errors(ran, "first step"):
         assert error is not None
@@ -116,9 +118,9 @@ def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
 def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
     said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
     accepted = [name for name, expected in CASES.items() if expected is None]
-    # Enough memory, large files, a start after a save, the first step.
+    # Enough memory, large files, a start after a save, the first steps of two jobs.
     assert errors(ran, "start after a save") == [None] * RANKS
-    assert sum("self-check of" in line for line in said) == len(accepted) + 4
+    assert sum("self-check of" in line for line in said) == len(accepted) + 5
     checked = next(n for n, line in enumerate(said) if "self-check of" in line)
     start = "\n".join(said[: checked + 1])
     for pattern in (

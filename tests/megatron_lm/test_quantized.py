@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,8 @@ from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import DistributedOptimizer
 from megatron_flashckpt.megatron_lm.quantized import is_quantized
-from megatron_flashckpt.save import startup
+from megatron_flashckpt.save import startup as startup_module
+from megatron_flashckpt.save.startup import Startup
 from tests.megatron_lm.quantized_double import BlockDouble, QuantizedDouble
 from tests.megatron_lm.test_model_state import Job
 
@@ -183,13 +184,12 @@ def test_stages_that_have_not_agreed_do_not_save_fp8_weights(
 ) -> None:
     state = ModelState(Replicated())
     state.note_quantized(agreed)
-    opened = SimpleNamespace(checkpointer=lambda root: SimpleNamespace(model_state=state))
-    args = SimpleNamespace(get_args=lambda: SimpleNamespace(save="save"))
-    monkeypatch.setattr(startup, "session", opened)
-    monkeypatch.setattr(startup.stock, "checkpointing", lambda: args)
-    monkeypatch.setattr(startup, "_is_checked", lambda *_, alone: False)
-    monkeypatch.setattr(startup, "_check_own", lambda *_: frozenset(keys))
-    monkeypatch.setattr(startup, "_note_checked", lambda *_, alone: None)
+    stock = SimpleNamespace(
+        get_args=lambda: SimpleNamespace(save="save"), unwrap_model=lambda model: model
+    )
+    startup = Startup(cast("Any", SimpleNamespace(model_state=state)), lambda nodes: None)
+    monkeypatch.setattr(startup_module.stock, "checkpointing", lambda: stock)
+    monkeypatch.setattr(startup, "_check_own", lambda job: frozenset(keys))
     monkeypatch.setattr(parallel, "model_cut", lambda: (1, stages, 1))
     if not keys or stages == 1 or agreed:
         startup.check_alone([], None)

@@ -1,0 +1,82 @@
+"""The lines in which rank 0 says, before the first step, where and how the job will save."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from megatron.core import package_info
+
+import megatron_flashckpt
+from megatron_flashckpt.config import Retention
+from megatron_flashckpt.megatron_lm import stock
+from megatron_flashckpt.megatron_lm.job_flags import changes_beside_steps
+from megatron_flashckpt.megatron_lm.size_estimate import Expected
+from megatron_flashckpt.memory.host_memory import shown
+from megatron_flashckpt.save import node_memory
+from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.node_memory import Need
+
+
+def print_start(
+    margs: Any, checkpointer: Checkpointer, expected: Expected, needs: list[Need], started: float
+) -> None:
+    """Print on rank 0 where and how the job saves; called by all ranks before the first step.
+
+    Args:
+        started: `time.perf_counter()` when the checks began.
+    """
+    config = checkpointer.config
+    node = node_memory.around(needs, checkpointer.rank)
+    largest = max(need.slab_nbytes for need in needs)
+    needed = sum(needs[rank].nbytes for rank in node.ranks)
+    took = time.perf_counter() - started
+    every = getattr(margs, "save_interval", None)
+    lines = [
+        f"{megatron_flashckpt.__version__}, {stock.door()}; megatron-core "
+        f"{package_info.__version__}, torch {torch.__version__}",
+        f"saves to {checkpointer.root}{f' every {every} iterations' if every else ''}"
+        f"{_memory_saves(margs)}; {_kept(config.retention, margs)}; "
+        f"redundancy: {config.redundancy}",
+        f"host memory: {config.slots} slots of {shown(expected.nbytes)} on rank 0, at most "
+        f"{shown(largest)} per rank; {shown(needed)} on this node ({len(node.ranks)} ranks) "
+        f"of {shown(node.left_nbytes)} available",
+        f"self-check of {len(expected.pieces)} pieces on rank 0 passed in {1000 * took:.0f} ms; "
+        + (
+            "memory of the run before is used again"
+            if checkpointer.link.has_slab
+            else "agent and memory are made ready in the background, so that the first save costs "
+            "no more than later ones"
+        ),
+    ]
+    if config.slots == 1:
+        lines.append(
+            "slots: 1: a save begins when the one before is committed or has failed"
+            f"{', or is skipped' if config.busy == 'skip' else ''}; a crash during its copies into "
+            "host memory resumes from storage"
+        )
+    if (flag := changes_beside_steps(margs)) is not None and config.staging != "blocking":
+        lines.append(
+            f"each save copies everything before it returns, as with 'staging: blocking', because "
+            f"{flag} changes tensors outside of the optimizer's step"
+        )
+    for line in lines:
+        stock.checkpointing().print_rank_0(f"  flashckpt: {line}")
+
+
+def _memory_saves(margs: Any) -> str:
+    interval = getattr(margs, "non_persistent_save_interval", None)
+    return f", to host memory only every {interval}" if interval else ""
+
+
+def _kept(rules: Retention, margs: Any) -> str:
+    given = {
+        "latest": rules.latest,
+        "every": rules.every,
+        "best": rules.best and f"{rules.best.keep} by {rules.best.metric}",
+        "hours": rules.max_age_hours,
+        "--save-retain-interval": getattr(margs, "save_retain_interval", None),
+    }
+    kept = [f"{name} {value}" for name, value in given.items() if value is not None]
+    return f"kept: {', '.join(kept) or 'all'}"
