@@ -26,15 +26,15 @@ VARIABLE = "FLASHCKPT_FAULT"
 #: Every point: the module that reaches it, and what has happened (and what has not) by then.
 POINTS = {
     # Trainers, saving. Those of `stage` but its half are reached in the copy thread.
-    "save.granted": ("save.checkpointer", "the agent gave a slot, which is EMPTY"),
+    "save.granted": ("save.slot_acquisition", "the agent gave a slot, which is EMPTY"),
     "save.staging": (
-        "save.checkpointer",
+        "save.slot_acquisition",
         "the slot is STAGING and says what it will hold; no bytes",
     ),
     "stage.half": ("save.stager", "what the next forward may change is copied, the rest is not"),
-    "stage.copied": ("save.checkpointer", "all bytes are copied; the slot is still STAGING"),
-    "stage.staged": ("save.checkpointer", "the slot is STAGED; the doorbell was not rung"),
-    "stage.rung": ("save.checkpointer", "the agent has answered the doorbell"),
+    "stage.copied": ("save.hand_over", "all bytes are copied; the slot is still STAGING"),
+    "stage.staged": ("save.hand_over", "the slot is STAGED; the doorbell was not rung"),
+    "stage.rung": ("save.hand_over", "the agent has answered the doorbell"),
     "save.told": ("save.outcomes", "the agent told an outcome: the slot is DURABLE or FAILED"),
     # Trainers, loading. Nothing of the model is overwritten before `load.planned`.
     "load.taken": (

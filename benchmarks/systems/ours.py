@@ -133,7 +133,7 @@ class Ours(System):
         self._optimizer.step()
 
     def poll(self, step: int) -> bool:
-        self._note(self._checkpointer.poll())
+        self._note(self._checkpointer.saves.poll())
         return step in self._phases
 
     def wait(self, step: int) -> None:
@@ -143,7 +143,7 @@ class Ours(System):
         for outcome in outcomes:
             if outcome.error is not None:
                 raise RuntimeError(outcome.error)
-            recorder = self._checkpointer.traces.end(outcome.save_id)
+            recorder = self._checkpointer.saves.traces.end(outcome.save_id)
             self._phases[outcome.iteration] = {} if recorder is None else recorder.seconds
 
     def load(self, state: State) -> int:

@@ -7,7 +7,7 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.client import AgentClient, connect
@@ -15,7 +15,6 @@ from megatron_flashckpt.agent.protocol import (
     JoinPeers,
     Offer,
     OpenPeers,
-    Outcomes,
     PeersOpened,
 )
 from megatron_flashckpt.agent.run_messages import BeginRun, whose
@@ -28,7 +27,6 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlabGeometry, align
 from megatron_flashckpt.save import joining
 from megatron_flashckpt.save.stager import Stager
-from megatron_flashckpt.tracing import Span
 
 logger = logging.getLogger(__name__)
 
@@ -418,35 +416,11 @@ class NodeLink:
             self._slab.close()
         self._slab, self._unmapped = slab, False
 
-    def fetch_template(self, fingerprint: str) -> bytes | None:
-        """Return a template from the agent's store."""
-        return self.client().fetch_template(fingerprint)
-
-    def publish_template(self, fingerprint: str, encoded: bytes) -> None:
-        """Put a template into the agent's store."""
-        self.client().publish_template(fingerprint, encoded)
-
-    def poll(self, wait_s: float, spans: Mapping[str, tuple[Span, ...]]) -> Outcomes | None:
-        """Return what the agent reports; None while an agent is being looked for.
-
-        Without an agent, because none was needed or none can be had, nothing is pending.
-
-        Args:
-            spans: by save, what it has done since its doorbell was rung.
-
-        Raises:
-            AgentError: the agent is gone.
-        """
+    def wait_prepared(self, wait_s: float) -> bool:
+        """Return whether no work in the background is under way; wait up to `wait_s` for that."""
         if self._preparing is not None:
             self._preparing.join(wait_s)
-            if self._preparing.is_alive():
-                return None
-        if self._client is None:
-            return Outcomes((), 0)
-        outcomes = self._client.poll(wait_s, spans)
-        for notice in outcomes.notices:
-            logger.warning("rank %d: iteration %d: %s", self._rank, notice.iteration, notice.text)
-        return outcomes
+        return not self.is_preparing
 
     @property
     def current(self) -> AgentClient | None:

@@ -1,4 +1,4 @@
-"""Saves without an outcome: which there are, what became of them, and who has to be told.
+"""One rank's saves that are not committed or failed yet, and how they end.
 
 A save ends with an outcome from the agent; with a failure of this rank's own (no plan, no slot, a
 copy that went wrong); with the loss of the agent, if its successor finds neither the slot nor
@@ -14,13 +14,14 @@ import queue
 import msgspec
 
 from megatron_flashckpt.agent.client import AgentClient
-from megatron_flashckpt.agent.protocol import Outcome
+from megatron_flashckpt.agent.protocol import Outcome, Outcomes
 from megatron_flashckpt.catalog.history import PastSave, told_of
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.errors import AgentError, AgentRefusedError, FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
+from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
 from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.tracing import OpenTraces, Recorder
@@ -31,16 +32,18 @@ logger = logging.getLogger(__name__)
 _CALLS_OFF = 16
 
 
-class Outstanding:
-    """One rank's book of saves.
+class PendingSaves:
+    """One rank's saves without an outcome.
 
-    For the training thread; the copy thread calls `handed_over`, `broke` and `found_silent`.
+    For the training thread; the copy thread calls `handed_over`, `copies_failed` and
+    `agent_failed`.
     """
 
-    def __init__(self, root: str, rank: int, link: NodeLink) -> None:
+    def __init__(self, root: str, rank: int, link: NodeLink, copy_check: CopyCheck) -> None:
         self._root = root
         self._rank = rank
         self._link = link
+        self._copy_check = copy_check
         self.traces = OpenTraces()
         #: Iterations by save.
         self._open: dict[str, int] = {}
@@ -48,14 +51,16 @@ class Outstanding:
         self._memory_only: set[str] = set()
         #: Those that an agent was told of.
         self._handed_over: set[str] = set()
-        self._untold: list[Outcome] = []
+        self._unreported: list[Outcome] = []
         #: Those whose agent is gone, and why: its successor may have taken them over.
         self._orphaned: dict[str, int] = {}
         self._loss = ""
         #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
         self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
-        self._broken: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
-        self._silent: queue.SimpleQueue[tuple[AgentClient, AgentError]] = queue.SimpleQueue()
+        self._failed_copies: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
+        self._agent_failures: queue.SimpleQueue[tuple[AgentClient, AgentError]] = (
+            queue.SimpleQueue()
+        )
 
     def __bool__(self) -> bool:
         """Whether a save has no outcome yet."""
@@ -81,7 +86,7 @@ class Outstanding:
         """Conclude a save that this rank has no part in, here and for the other ranks."""
         self._open.pop(save_id, None)
         failed = (self._rank,)
-        self._untold.append(Outcome(iteration, save_id, reason, 0.0, failed_ranks=failed))
+        self._unreported.append(Outcome(iteration, save_id, reason, 0.0, failed_ranks=failed))
         if save_id not in self._memory_only:
             self._lost.append((iteration, save_id, reason))
 
@@ -90,13 +95,13 @@ class Outstanding:
         self._lost.append((iteration, save_id, reason))
         self.settle()
 
-    def broke(self, save_id: str, failure: FlashCkptError) -> None:
+    def copies_failed(self, save_id: str, failure: FlashCkptError) -> None:
         """Note that a save failed in the copy thread, which calls this."""
-        self._broken.put((save_id, failure))
+        self._failed_copies.put((save_id, failure))
 
-    def found_silent(self, client: AgentClient, error: AgentError) -> None:
+    def agent_failed(self, client: AgentClient, error: AgentError) -> None:
         """Note that the agent is gone; for the copy thread."""
-        self._silent.put((client, error))
+        self._agent_failures.put((client, error))
 
     def lose_agent(self, lost: AgentClient | None, error: AgentError) -> None:
         """Find another agent, in the background; it gets the slab and all that is staged there."""
@@ -108,12 +113,16 @@ class Outstanding:
             self._loss = str(error)
 
     def poll(self, wait_s: float = 0.0) -> list[Outcome]:
-        """Return the outcomes since the last call, waiting up to `wait_s` for the first."""
+        """Return the outcomes since the last call, waiting up to `wait_s` for the first.
+
+        Never raises for a failed save. An agent that is gone is replaced in the background, and the
+        next one continues with what is staged.
+        """
         self.settle()
         client = self._link.current
         handed_over = self._handed_over & self._open.keys()
         try:
-            reply = self._link.poll(0.0 if self._untold else wait_s, self.traces.unsent())
+            reply = self._ask_agent(0.0 if self._unreported else wait_s)
         except AgentRefusedError as error:
             # It serves another process of this rank from now on.
             for save_id in list(self._open):
@@ -121,20 +130,49 @@ class Outstanding:
         except AgentError as error:
             self.lose_agent(client, error)
         else:
-            finished = () if reply is None else reply.finished
-            if finished:
-                reach("save.told")
-            for outcome in finished:
-                self._open.pop(outcome.save_id, None)
-            self._untold += finished
-            if reply is not None and reply.pending == 0:
-                self._look_up(handed_over)
-        told, self._untold = self._untold, []
-        return told
+            if reply is not None:
+                self._note(reply, handed_over)
+        outcomes, self._unreported = self._unreported, []
+        for outcome in outcomes:
+            if outcome.compared:
+                self._copy_check.learn(outcome.iteration, outcome.differing)
+        return outcomes
+
+    def _ask_agent(self, wait_s: float) -> Outcomes | None:
+        """Return what the agent reports; None while an agent is being looked for.
+
+        Without an agent, because none was needed or none can be had, nothing is pending.
+
+        Raises:
+            AgentError: the agent is gone.
+        """
+        if not self._link.wait_prepared(wait_s):
+            return None
+        client = self._link.current
+        if client is None:
+            return Outcomes((), 0)
+        reply = client.poll(wait_s, self.traces.unsent())
+        for notice in reply.notices:
+            logger.warning("rank %d: iteration %d: %s", self._rank, notice.iteration, notice.text)
+        return reply
+
+    def _note(self, reply: Outcomes, handed_over: set[str]) -> None:
+        """Note what the agent has reported.
+
+        Args:
+            handed_over: open saves that an agent had been told of when it was asked.
+        """
+        if reply.finished:
+            reach("save.told")
+        for outcome in reply.finished:
+            self._open.pop(outcome.save_id, None)
+        self._unreported += reply.finished
+        if reply.pending == 0:
+            self._look_up(handed_over)
 
     def put_back(self, outcomes: list[Outcome]) -> None:
         """Have the next `poll` return these again."""
-        self._untold = outcomes + self._untold
+        self._unreported = outcomes + self._unreported
 
     def give_up(self, reason: str, waited_s: float, failed_ranks: tuple[int, ...]) -> list[Outcome]:
         """Return a failure for every save that is still open; they are forgotten here."""
@@ -146,20 +184,20 @@ class Outstanding:
 
     def settle(self) -> None:
         """Take note of what the copy thread and the search for another agent came to."""
-        while not self._broken.empty():
-            save_id, failure = self._broken.get()
+        while not self._failed_copies.empty():
+            save_id, failure = self._failed_copies.get()
             if save_id in self._open:  # its failure was told already if a wait for it ran out
                 self.fail(self._open[save_id], save_id, str(failure))
-        while not self._silent.empty():
-            self.lose_agent(*self._silent.get())
+        while not self._agent_failures.empty():
+            self.lose_agent(*self._agent_failures.get())
         if not self._orphaned and not self._lost:
             return
         taken = self._link.settled()
         if taken is not None:
-            self._bury(taken)
+            self._conclude_orphaned(taken)
             self._call_off(taken)
 
-    def _bury(self, taken: tuple[str, ...]) -> None:
+    def _conclude_orphaned(self, taken: tuple[str, ...]) -> None:
         """Conclude those of a dead agent's saves that its successor has not `taken` over."""
         orphaned, self._orphaned = self._orphaned, {}
         for save_id in orphaned.keys() & self._open.keys() - set(taken):
@@ -187,15 +225,15 @@ class Outstanding:
         manifest = self._committed(iteration, save_id)
         past = None if manifest is not None else self._past(save_id)
         if manifest is None and (past is None or past.error is not None):
-            said = past.error if past is not None else None
-            self.fail(iteration, save_id, said or otherwise)
+            reason = past.error if past is not None else None
+            self.fail(iteration, save_id, reason or otherwise)
             return
         del self._open[save_id]
         outcome = Outcome(iteration, save_id, None, 0.0)
         if manifest is not None:
             differing, compared = manifest.differing, manifest.compared
             outcome = msgspec.structs.replace(outcome, differing=differing, compared=compared)
-        self._untold.append(outcome)
+        self._unreported.append(outcome)
 
     def _past(self, save_id: str) -> PastSave | None:
         """Return what the history says of a save: retention may have removed it since."""

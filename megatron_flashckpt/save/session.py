@@ -196,7 +196,7 @@ class Session:
                 self._write_last(each)
             if blocking and announces and each.checkpointer.pending:
                 announcements.announce_drain(checkpointing().get_args())
-            outcomes = each.checkpointer.wait() if blocking else each.checkpointer.poll()
+            outcomes = each.checkpointer.wait() if blocking else each.checkpointer.saves.poll()
             # Whoever follows the log or the latest artifact must end up with the newest.
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
                 if not self._report(each, outcome):
@@ -232,7 +232,7 @@ class Session:
 
     def _report(self, each: _Open, outcome: Outcome) -> bool:
         """Log one outcome; return whether it is a success."""
-        own = each.checkpointer.traces.end(outcome.save_id)
+        own = each.checkpointer.saves.traces.end(outcome.save_id)
         failures = each.failures_in_a_row + 1 if outcome.error is not None else 0
         write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
         if outcome.kept:

@@ -59,11 +59,11 @@ class SharedTemplates:
         Raises:
             AgentError: the agent is gone.
         """
-        encoded = self._link.fetch_template(fingerprint)
+        encoded = self._link.client().fetch_template(fingerprint)
         if encoded is None and self._store is not None:
             encoded = self._store.fetch(fingerprint)
             if encoded is not None:
-                self._link.publish_template(fingerprint, encoded)
+                self._link.client().publish_template(fingerprint, encoded)
         return encoded
 
     def publish(self, fingerprint: str, encoded: bytes) -> None:
@@ -72,7 +72,7 @@ class SharedTemplates:
         Raises:
             AgentError: the agent is gone.
         """
-        self._link.publish_template(fingerprint, encoded)
+        self._link.client().publish_template(fingerprint, encoded)
         if self._store is not None:
             self._store.publish(fingerprint, encoded)
 

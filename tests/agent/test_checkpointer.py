@@ -69,7 +69,7 @@ class Job:
         """Save, wait, and return the error if there was one."""
         self.checkpointer.save(self.request(iteration, **more))
         self.checkpointer.link.stager.wait()
-        (outcome,) = eventually("its outcome", lambda: self.checkpointer.poll(0.1))
+        (outcome,) = eventually("its outcome", lambda: self.checkpointer.saves.poll(0.1))
         return outcome.error
 
     def assert_stored(self, root: Path, iteration: int) -> None:

@@ -102,7 +102,7 @@ def test_a_save_that_its_agent_still_writes_is_not_looked_for_in_storage(
         job.link.stager.wait()
         # From now on the agent tells this connection nothing.
         connect(str(root), 0, 0, node.config()).close()
-        assert job.poll() == []
+        assert job.saves.poll() == []
         assert job.pending
         let_go()
         (outcome,) = job.wait(10 * PATIENCE_S)

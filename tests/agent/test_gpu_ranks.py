@@ -255,7 +255,9 @@ def test_a_save_in_mid_copy_is_taken_over_by_the_next_agent(
     with gpus.devices[5].held():
         job.checkpointer.save(job.request(2))
         os.kill(link.client().agent_pid, signal.SIGKILL)
-        eventually("the loss is seen", lambda: job.checkpointer.poll() or link.current is None)
+        eventually(
+            "the loss is seen", lambda: job.checkpointer.saves.poll() or link.current is None
+        )
         link._preparing.join(1.0)
         assert link.is_preparing, "the next agent waits for the copies"
     (outcome,) = job.checkpointer.wait()
@@ -389,7 +391,7 @@ def test_a_copy_that_fails_after_the_wait_for_it_ran_out_stops_nothing(
     awaited.set()
     job.checkpointer.link.stager.wait()
     gpus.refusals.clear()
-    assert job.checkpointer.poll() == []
+    assert job.checkpointer.saves.poll() == []
     assert job.save(3) is None
     job.assert_stored(root, 3)
 

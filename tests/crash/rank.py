@@ -124,7 +124,7 @@ class Rank:
         save_checkpoint(iteration, *self.job, 7 * iteration)
         checkpointer = session.checkpointer(self.life.save)
         if self.life.hurried:
-            outcomes = checkpointer.poll()
+            outcomes = checkpointer.saves.poll()
         else:
             checkpointer.link.stager.wait()
             self.say(staged=iteration)

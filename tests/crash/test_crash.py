@@ -29,7 +29,8 @@ from tests.crash.truth import await_tidy, check_storage, check_tidy
 #: Modules whose steps ranks come to.
 OF_RANKS = (
     *(
-        "save.checkpointer",
+        "save.slot_acquisition",
+        "save.hand_over",
         "save.stager",
         "save.outcomes",
         "load.memory_checkpoints",

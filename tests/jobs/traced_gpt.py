@@ -157,7 +157,7 @@ def await_outcomes() -> None:
 
     for each in session._open.values():
         checkpointer = each.checkpointer
-        checkpointer._outstanding.put_back(checkpointer.wait())
+        checkpointer.saves.put_back(checkpointer.wait())
 
 
 def traced_loss(loss_func: Any) -> Any:
@@ -385,7 +385,7 @@ def report_counters() -> None:
     """The plan counters of our checkpointer, if ours was in use."""
     session = sys.modules.get("megatron_flashckpt.save.session")
     for each in session.session._open.values() if session else ():
-        counters = each.checkpointer.counters
+        counters = each.checkpointer.planner.counters
         trace(
             event="plans",
             local=counters.local_hits,

@@ -59,7 +59,7 @@ def _run(report: Report) -> None:
         rank.checkpointer.link.prepare(rank.nbytes + SIDE_NBYTES)
         rank.checkpointer.link.wait_for_device_work()
         keep(rank, 1)
-        eventually("its outcome", lambda: rank.checkpointer.poll(0.1))
+        eventually("its outcome", lambda: rank.checkpointer.saves.poll(0.1))
     {
         "broken before a save": break_before_a_save,
         "broken during copies": break_during_copies,
@@ -113,7 +113,7 @@ def meet_the_error() -> str:
 
 def end_after_a_crash(report: Report, rank: Rank) -> None:
     """Do what this process does at exit when training has raised an error."""
-    rank.checkpointer.poll()
+    rank.checkpointer.saves.poll()
     started = time.monotonic()
     rank.checkpointer.abandon()
     report.figure("abandoned in", time.monotonic() - started, "s")
@@ -129,7 +129,7 @@ def break_before_a_save(report: Report, rank: Rank) -> None:
     except RuntimeError as failure:
         report.must("a save on a broken GPU raises nothing", False, str(failure)[:300])
     rank.checkpointer.link.stager.wait(5.0)
-    errors = [outcome.error or "" for outcome in rank.checkpointer.poll(0.1)]
+    errors = [outcome.error or "" for outcome in rank.checkpointer.saves.poll(0.1)]
     report.must(
         "a save on a broken GPU fails by name",
         any("CUDA" in text for text in errors),
@@ -225,6 +225,6 @@ def resume(report: Report, rank: Rank) -> None:
     rank.checkpointer.link.adopt(offers[0].save_id if offers else None, 1)
     keep(rank, 3)
     rank.checkpointer.link.stager.wait()
-    eventually("its outcome", lambda: rank.checkpointer.poll(0.1))
+    eventually("its outcome", lambda: rank.checkpointer.saves.poll(0.1))
     report.figure("the end begins", time.monotonic(), "s")
     rank.close()

@@ -91,7 +91,7 @@ def _job(report: Report, captures: _Captures) -> None:
                 tensor.add_(1.0)
             deadline = time.monotonic() + machine.pick(2.0, 0.2)
             while rank.checkpointer.pending and time.monotonic() < deadline:
-                rank.checkpointer.poll()
+                rank.checkpointer.saves.poll()
                 captures.capture("while the agent writes")
             errors = rank.wait()
             report.must(f"save {iteration} is committed", not errors, "; ".join(errors))

@@ -1,0 +1,115 @@
+"""Hands a slot to the agent when all its bytes are copied. Runs in the copy thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import msgspec
+
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.errors import (
+    AgentError,
+    AgentRefusedError,
+    FlashCkptError,
+    SaveFailedError,
+)
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.layout.save_cost import PlanOrigin
+from megatron_flashckpt.layout.template import Layout
+from megatron_flashckpt.megatron_lm.copy_check import Comparison
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotState
+from megatron_flashckpt.save.outcomes import PendingSaves
+from megatron_flashckpt.save.reports import level_on
+from megatron_flashckpt.tracing import Recorder, phase
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a staged slot waits for the training loop, so that its record has the loop's wait.
+#: The loop continues within milliseconds, unless other ranks are late.
+_LOOP_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class HandOver:
+    """One save's step from "copied" to "the agent has it". Every failure becomes its outcome."""
+
+    rank: int
+    saves: PendingSaves
+    client: AgentClient
+    slot: Slot
+    header: SlotHeader
+    """The slot's header while copies are made."""
+    layout: Layout
+    comparison: Comparison | None
+    recorder: Recorder
+    plan: PlanOrigin
+    memory_only: bool
+    blocking: bool
+
+    def __call__(self, seconds: float, error: BaseException | None) -> None:
+        """Mark the slot as staged and tell the agent; the stager calls this once.
+
+        Args:
+            seconds: duration of the late copies.
+            error: why copies failed; None if all were made.
+        """
+        save_id = self.header.save_id
+        try:
+            self._check_copies(error)
+            self._mark_staged()
+            self._tell_agent()
+            self.saves.handed_over(save_id)
+            reach("stage.rung")
+            self._log(seconds)
+        except AgentRefusedError as failure:
+            self.slot.set_state(SlotState.FAILED)
+            self.saves.copies_failed(save_id, failure)
+        except AgentError as failure:
+            # Staged all the same: the next agent adopts it.
+            self.saves.agent_failed(self.client, failure)
+            self.saves.handed_over(save_id)
+        except FlashCkptError as failure:
+            self.saves.copies_failed(save_id, failure)
+        except Exception as failure:
+            # No agent may adopt a save that all ranks are told has failed.
+            self.slot.set_state(SlotState.FAILED)
+            # Whatever failed: the drain at exit would wait for a save without an outcome.
+            reason = f"not handed to the agent ({type(failure).__name__}: {failure})"
+            self.saves.copies_failed(save_id, SaveFailedError(reason))
+            raise
+
+    def _check_copies(self, error: BaseException | None) -> None:
+        if error is not None:
+            raise SaveFailedError(f"copying to host memory failed: {error}") from error
+        reach("stage.copied")
+        if self.slot.header != self.header:
+            raise SaveFailedError(
+                "the agent discarded the slot during the copy; this rank had hung up"
+            )
+
+    def _mark_staged(self) -> None:
+        """Write the header last: the agent takes its state as a promise about all other bytes."""
+        if self.comparison is not None:
+            self.comparison.write(self.slot, self.layout)
+        state = SlotState.KEPT if self.memory_only else SlotState.STAGED
+        self.slot.set_header(msgspec.structs.replace(self.header, state=state))
+        reach("stage.staged")
+
+    def _tell_agent(self) -> None:
+        """Send the "staged" message, which has the timings of this rank's part."""
+        staged_s = self.recorder.age_s
+        self.recorder.await_loop(_LOOP_S)
+        cost = self.recorder.staged_cost(staged_s, self.plan, blocking=self.blocking)
+        with phase("doorbell"):
+            self.client.staged(self.slot.index, cost, self.recorder.first_sent())
+
+    def _log(self, seconds: float) -> None:
+        logger.log(
+            level_on(self.rank, logging.INFO),
+            "rank %d: staged iteration %d, %d bytes in %.3f s",
+            self.rank,
+            self.header.iteration,
+            self.layout.nbytes,
+            seconds,
+        )

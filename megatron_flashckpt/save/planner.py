@@ -1,0 +1,102 @@
+"""Enumerates what a rank saves, and plans where each piece lies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.layout.save_cost import PlanOrigin
+from megatron_flashckpt.layout.template import Layout, PlanCache, PlanCounters
+from megatron_flashckpt.megatron_lm import side_state
+from megatron_flashckpt.megatron_lm.copy_check import Comparison, CopyCheck
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.request import SaveRequest
+from megatron_flashckpt.save.shared_templates import SharedTemplates
+from megatron_flashckpt.tracing import phase
+
+
+class Planner:
+    """Enumerates and plans the saves of one rank. Tensors are enumerated afresh for each save."""
+
+    def __init__(
+        self, rank: int, world_size: int, link: NodeLink, state: ModelState, copy_check: CopyCheck
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._state = state
+        self._copy_check = copy_check
+        self._templates = SharedTemplates(link)
+        self._plans = PlanCache(self._templates.fetch, self._templates.publish)
+
+    @property
+    def counters(self) -> PlanCounters:
+        """How often this rank's layouts were cached, shared through the agent, or computed."""
+        return self._plans.counters
+
+    def enumerated(self, request: SaveRequest) -> tuple[list[LocalPiece], Comparison | None]:
+        """Return all pieces that this rank saves, in layout order, and what it sums up.
+
+        Raises:
+            UnsupportedError: the job holds state that cannot be saved.
+            SaveFailedError: CUDA has no memory for a temporary copy, or fails.
+        """
+        try:
+            with phase("enumerate"):
+                rerun = None
+                if request.has_rerun_machine:
+                    rerun = side_state.rerun_state(request.data_iterator)
+                pieces = self._pieces(request.chunks, request.optimizer, request.args, rerun)
+                with held_off():
+                    comparison = self._copy_check.begin(request.chunks, request.optimizer, pieces)
+                return pieces, comparison
+        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
+            raise SaveFailedError(f"rank {self._rank}: not staged: {error}") from error
+
+    def layout(self, pieces: list[LocalPiece]) -> Layout:
+        """Return where each piece lies.
+
+        Raises:
+            AgentError: the agent, which shares templates, is gone.
+        """
+        with phase("plan"), held_off():
+            return self._plans.layout([local.piece for local in pieces])
+
+    def dry_run(
+        self, chunks: list[Any], optimizer: Any, args: Any, run_id: str | None
+    ) -> tuple[int, int]:
+        """Enumerate and plan as a save does; share the template with other nodes.
+
+        Returns:
+            Bytes of the data, and of the plan.
+
+        Raises:
+            AgentError: as `layout`.
+            UnsupportedError: as `enumerated`.
+        """
+        pieces = self._pieces(chunks, optimizer, args, rerun=None)
+        with held_off(), self._templates.over_nodes(run_id):
+            layout = self._plans.layout([local.piece for local in pieces])
+        return layout.nbytes, len(layout.encoded_template)
+
+    def take_origin(self) -> PlanOrigin:
+        """Return how layouts came about since the last call: by the most expensive way taken."""
+        return self._plans.take_origin()
+
+    def _pieces(self, chunks: list[Any], optimizer: Any, args: Any, rerun: Any) -> list[LocalPiece]:
+        """Return all that this rank saves, in layout order.
+
+        Args:
+            rerun: what `side_state.rerun_state` returned.
+        """
+        with held_off():
+            geometry = self._state.geometry(chunks)
+            pieces = self._state.owned(geometry, chunks, optimizer)
+            save_rng = not getattr(args, "no_save_rng", False)
+            state = side_state.rank_state(chunks, geometry, optimizer, rerun, save_rng=save_rng)
+            pieces.append(side_state.frame(state, self._rank, self._world_size))
+            return [pieces[i] for i in self._plans.order([local.piece for local in pieces])]

@@ -1,0 +1,141 @@
+"""Gets a free slot from the agent and writes into it what it will hold."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+import msgspec
+
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.layout.template import Layout
+from megatron_flashckpt.megatron_lm import parallel, side_state
+from megatron_flashckpt.megatron_lm.copy_check import Comparison
+from megatron_flashckpt.megatron_lm.job_description import describe
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.memory.slot import EncodedMeta, Slot, SlotHeader, SlotState
+from megatron_flashckpt.metrics import reported
+from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.outcomes import PendingSaves
+from megatron_flashckpt.save.reports import level_on
+from megatron_flashckpt.save.request import SaveRequest
+
+logger = logging.getLogger(__name__)
+
+#: Longest wait of one message to the agent; a wait for longer is made of several.
+WAIT_SLICE_S = 5.0
+
+
+class SlotAcquisition:
+    """Acquires slots for the saves of one rank under `root`. Used on the training thread."""
+
+    def __init__(
+        self,
+        root: str,
+        rank: int,
+        world_size: int,
+        config: Config,
+        link: NodeLink,
+        state: ModelState,
+        saves: PendingSaves,
+    ) -> None:
+        self._root = root
+        self._rank = rank
+        self._world_size = world_size
+        self._config = config
+        self._link = link
+        self._state = state
+        self._saves = saves
+        #: When the job's end stops waiting for saves, in `time.monotonic()`. Infinite: it goes on.
+        self.ends_at = math.inf
+
+    def acquire(
+        self,
+        request: SaveRequest,
+        layout: Layout,
+        comparison: Comparison | None,
+        save_id: str,
+        *,
+        may_skip: bool,
+    ) -> Slot | None:
+        """Return a slot in state STAGING with its description; the bytes are still to be copied.
+
+        Args:
+            may_skip: return None at once if all slots hold saves that are being written.
+
+        Raises:
+            AgentError: the agent is gone.
+            SaveFailedError: no slot became free before the job's end.
+            StorageError: there is no memory for a slab that is large enough.
+            UnsupportedError: a load could not restore some of the side state.
+        """
+        meta = self._encoded_meta(request, layout, comparison)
+        slab = self._link.ensure_slab(layout.nbytes, len(meta))
+        self._saves.settle()
+        index = self._granted(request.iteration, save_id, may_skip=may_skip)
+        if index is None:
+            return None
+        slot = slab.slots[index]
+        reach("save.granted")
+        slot.set_header(
+            SlotHeader(SlotState.STAGING, request.iteration, save_id, len(meta), layout.nbytes)
+        )
+        slot.set_meta(meta)
+        reach("save.staging")
+        return slot
+
+    def _granted(self, iteration: int, save_id: str, *, may_skip: bool) -> int | None:
+        """Return the index of a free slot; None if all are busy and the save may be skipped."""
+        client = self._link.client()
+        index = client.acquire(iteration, save_id, 0.0)
+        while index < 0:
+            if may_skip:
+                return None
+            level = level_on(self._rank, logging.INFO)
+            logger.log(level, "iteration %d: waiting for a free slot", iteration)
+            self._saves.put_back(self._saves.poll())  # for what it logs
+            left_s = self.ends_at - time.monotonic()
+            if left_s <= 0:
+                raise SaveFailedError(
+                    f"no slot became free within {self._config.drain_timeout_s:g} s: earlier "
+                    "saves are still being written; raise 'drain_timeout_s' to wait longer"
+                )
+            index = client.acquire(iteration, save_id, min(left_s, WAIT_SLICE_S))
+        return index
+
+    def _encoded_meta(
+        self, request: SaveRequest, layout: Layout, comparison: Comparison | None
+    ) -> bytes:
+        """Return the description of what the slot will hold."""
+        return msgspec.msgpack.encode(
+            EncodedMeta(
+                root=self._root,
+                rank=self._rank,
+                world_size=self._world_size,
+                coordinates=parallel.coordinates(),
+                template_fingerprint=layout.template_fingerprint,
+                template=msgspec.Raw(layout.encoded_template),
+                placement=layout.placement,
+                common=_common_state(request) if self._rank == 0 else b"",
+                description=describe(request.args),
+                retain_interval=getattr(request.args, "save_retain_interval", None),
+                retention=self._config.retention,
+                metrics=reported.current(),
+                differing=self._state.differing_here(request.chunks),
+                sums=None if comparison is None else comparison.room,
+            )
+        )
+
+
+def _common_state(request: SaveRequest) -> bytes:
+    """Return what is equal on all ranks, encoded; rank 0 saves it."""
+    state = side_state.common_state(
+        request.args,
+        request.iteration,
+        request.scheduler if request.optimizer is not None else None,
+        request.floating_point_operations,
+    )
+    return side_state.encode_common(state)
