@@ -27,7 +27,7 @@ OF_THEIR_OWN = {
     "convert/common/output_dir": "passes on the number of another library's error",
     "memory/mapping": "what mmap and madvise answer",
     "memory/slab": "limits on memory, not on storage",
-    "save/agent_link": "no memory for a slab",
+    "save/new_slab": "no memory for a slab",
     "save/node_memory": "limits on memory, not on storage",
     "save/probe": "raises errors of its own",
     "collectives": "passes the number on to other ranks",

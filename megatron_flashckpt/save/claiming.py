@@ -42,5 +42,5 @@ def begin(link: NodeLink, root: str, config: Config, known: str | None) -> str:
 
     made, epoch = from_first(claim)
     if epoch:
-        link.hold(RunKey(epoch, made))
+        link.agent.hold(RunKey(epoch, made))
     return made

@@ -34,7 +34,7 @@ def introduce(link: NodeLink, rank: int, config: Config) -> None:
     mine: tuple[str, int, str] | None = None
     try:
         address = config.agent.address or own_address()
-        opened = link.open_peers(address)
+        opened = link.agent.open_peers(address)
         mine = (opened.host, opened.port, opened.identity.public)
         _say_what_stays(rank, opened, address, config)
     except FlashCkptError as error:
@@ -52,7 +52,7 @@ def introduce(link: NodeLink, rank: int, config: Config) -> None:
     try:
         for me, node in enumerate(nodes):
             if rank in node.ranks:
-                link.join_peers(
+                link.agent.join_peers(
                     JoinPeers(
                         config.redundancy,
                         config.redundancy_group,

@@ -11,8 +11,8 @@ from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.megatron_lm.size_estimate import Expected
 from megatron_flashckpt.save import node_memory, probe
-from megatron_flashckpt.save.agent_link import slab_nbytes
 from megatron_flashckpt.save.checkpointer import Checkpointer
+from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
 from megatron_flashckpt.storage.opening import open_storage
 
@@ -32,11 +32,11 @@ def check_memory(checkpointer: Checkpointer, expected: Expected) -> list[Need]:
     run_id, slots = checkpointer.agree(), checkpointer.config.slots
     needs = _needs(checkpointer, expected)
     ranks = node_memory.neighbours(needs, checkpointer.rank)
-    checkpointer.link.begin_run(BeginRun(run_id, ranks))
+    checkpointer.link.agent.begin_run(BeginRun(run_id, ranks))
     try:
         node_memory.check(needs, slots)
     except StorageError:
-        needs = _needs(checkpointer, expected, checkpointer.link.holder(_RELEASE_S))
+        needs = _needs(checkpointer, expected, checkpointer.link.agent.held_memory(_RELEASE_S))
         node_memory.check(needs, slots)
     return needs
 

@@ -19,7 +19,8 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory import slab
 from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.save import node_memory, reservation
-from megatron_flashckpt.save.agent_link import NodeLink, slab_nbytes
+from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored

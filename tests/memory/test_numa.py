@@ -153,9 +153,7 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeLink]:
 
 def nodes_of_slabs(link: NodeLink, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """Return the NUMA nodes of a slab made in the background and of a larger one of a save."""
-    monkeypatch.setattr(
-        "megatron_flashckpt.save.agent_link.node_of_gpu", lambda device: device + 10
-    )
+    monkeypatch.setattr("megatron_flashckpt.save.new_slab.node_of_gpu", lambda device: device + 10)
     nodes: list[int | None] = []
     create = Slab.create
 

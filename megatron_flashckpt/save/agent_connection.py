@@ -1,0 +1,160 @@
+"""A rank's connection to its node's agent, and what each agent of the run must be told."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+from megatron_flashckpt.agent.claim import RunKey
+from megatron_flashckpt.agent.client import AgentClient, connect
+from megatron_flashckpt.agent.protocol import JoinPeers, OpenPeers, PeersOpened
+from megatron_flashckpt.agent.run_messages import BeginRun, whose
+from megatron_flashckpt.agent.socket_dir import agent_directory, holder
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.save import joining
+
+logger = logging.getLogger(__name__)
+
+
+def held_memory(client: AgentClient, wait_s: float) -> str:
+    """Return how much memory an agent holds, and for whom; empty: none.
+
+    Args:
+        wait_s: longest wait until the memory of departed ranks is freed.
+    """
+    try:
+        slabs = client.held(wait_s)
+    except AgentError:  # its memory is gone with it
+        return ""
+    return f"agent {client.agent_pid} holds {whose(slabs)}" if slabs else ""
+
+
+class AgentConnection:
+    """Connects when first needed, and again after the agent was lost.
+
+    An agent that takes the place of a lost one is told what the lost one was told: the run, its
+    ranks on this node, and the agents of other nodes. Used by one thread at a time; see `NodeLink`.
+    """
+
+    def __init__(self, root: str, rank: int, config: Config) -> None:
+        self._root = root
+        self._rank = rank
+        self._config = config
+        self._client: AgentClient | None = None
+        self._has_lost_one = False
+        self._key: RunKey | None = None
+        self._begun: BeginRun | None = None
+        self._opened: PeersOpened | None = None
+        self._joined: JoinPeers | None = None
+
+    @property
+    def current(self) -> AgentClient | None:
+        """The connection, if there is one."""
+        return self._client
+
+    def client(self) -> AgentClient:
+        """Return the connection, made (and the agent started) if need be.
+
+        Raises:
+            AgentError: there is no agent, and none can be started.
+        """
+        if self._client is None:
+            # Ranks notice at different moments that an agent is gone, and the first rank of a node
+            # may be waiting for this one in training: the rank that notices first starts another.
+            local_rank = 0 if self._has_lost_one else int(os.environ.get("LOCAL_RANK", "0"))
+            self._client = connect(self._root, self._rank, local_rank, self._config)
+            self._introduce(self._client)
+        return self._client
+
+    def _introduce(self, client: AgentClient) -> None:
+        """Tell a new agent what the run has told its agents so far."""
+        if self._key is not None:
+            client.hold(self._key)
+        if self._rank == 0:
+            joining.announce(client.agent_pid, client.facts, self._root)
+        if self._config.redundancy == "none":
+            client.end_peers()
+        else:
+            self._join_again(client)
+        if self._begun is not None:
+            client.begin_run(self._begun)
+
+    def hold(self, key: RunKey) -> None:
+        """Tell the agent which run this rank is of, and every agent that takes its place."""
+        self._key = key
+        if self._client is not None:
+            self._client.hold(key)
+
+    def begin_run(self, run: BeginRun) -> None:
+        """Tell the agent which ranks the run has on this node; one that starts later, too."""
+        self._begun = run
+        if self._client is not None:
+            with contextlib.suppress(AgentError):  # it is gone: the next one is told
+                self._client.begin_run(run)
+
+    def open_peers(self, host: str) -> PeersOpened:
+        """Have the agent listen for those of other nodes on `host`.
+
+        Raises:
+            AgentError: the agent cannot.
+        """
+        request = OpenPeers(host, self._config.agent.peer_threads)
+        self._opened = self.client().open_peers(request)
+        return self._opened
+
+    def join_peers(self, plan: JoinPeers) -> None:
+        """Introduce the agents of the job to this node's, and to one that takes its place."""
+        self._joined = plan
+        self.client().join_peers(plan)
+
+    def _join_again(self, client: AgentClient) -> None:
+        """Let an agent that replaces one of this run take its keys and port: others know those."""
+        opened, plan = self._opened, self._joined
+        if opened is None or plan is None:
+            return
+        threads = self._config.agent.peer_threads
+        try:
+            client.open_peers(OpenPeers(opened.host, threads, opened.identity, opened.port))
+            client.join_peers(plan)
+        except AgentError as error:
+            logger.warning(
+                "rank %d: no copies on other nodes until the job restarts: %s", self._rank, error
+            )
+
+    def held_memory(self, wait_s: float) -> str:
+        """Return how much memory the agent of this node holds, and for whom; empty: none.
+
+        Starts no agent for that. Waits until the agent has freed the memory of ranks that the run
+        does not have.
+        """
+        try:
+            directory = agent_directory(self._root, self._config.runtime_dir)
+            if self._client is None and holder(directory) is None:
+                return ""
+            return held_memory(self.client(), wait_s)
+        except OSError:  # an AgentError is one; the refusal must reach all ranks alike
+            return ""
+
+    def note_lost(self) -> None:
+        """Hang up on an agent that is gone; this rank may start the next one."""
+        self._has_lost_one = True
+        self.close()
+
+    def leave(self) -> bool:
+        """Have the agent free this rank's memory; return whether there is an agent."""
+        if self._client is None:
+            return False
+        try:
+            self._client.leave()
+        except AgentError as error:
+            logger.warning("rank %d: %s", self._rank, error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Hang up. Without `leave` before, the agent keeps this rank's slots for a restart."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
