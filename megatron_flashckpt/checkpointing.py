@@ -38,27 +38,19 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
     durable; `maybe_finalize_async_save` reports that. A non-persistent one stays in host memory,
     whatever `--non-persistent-ckpt-type` says.
 
+    Start to read a save here: it is what Megatron does around a save, and `Checkpointer.save`.
+
     Raises:
         SaveFailedError: it waited for a durable save, which failed, and `on_failure` is `raise`.
         UnsupportedError: the job uses something that this release does not save.
         TypeError: an argument that this Megatron's own function does not have.
     """
     call = SaveCall.of(args, kwargs)
-    stock = checkpointing()
-    margs = stock.get_args()
-    if _left_to_megatron(margs):
-        original("checkpointing", "save_checkpoint")(*args, **kwargs)
-        return
-    if not has_async_utils():
-        # Where no `train_step` of Megatron asks for outcomes either, saves and the exit do.
-        session.finalize(blocking=False)
-    if call.release:
-        # A release checkpoint is made once, by hand: Megatron's own format serves it best.
+    margs = checkpointing().get_args()
+    if _is_saved_by_megatron(call, margs):
         original("checkpointing", "save_checkpoint")(*args, **kwargs)
         return
     checkpointer = session.checkpointer(margs.save)
-    wait = wait_of(session.config.wait)
-    until_durable = wait == "durable" and not call.non_persistent
     announced = announcements.announce_save(
         margs,
         call.iteration,
@@ -68,35 +60,55 @@ def save_checkpoint(*args: Any, **kwargs: Any) -> None:
     )
     with announcements.save_hooks():
         session.startup(margs.save).check_alone(call.model, call.optimizer)
-        chunks = unwrap(call.model)
-        optimizer = None if getattr(margs, "no_save_optim", False) else call.optimizer
-        dataloader = feature("maybe_save_dataloader_state")
-        if dataloader is not None:
-            dataloader(call.data_iterator, call.iteration, getattr(margs, "dataloader_save", None))
-        report = checkpointer.save(
-            SaveRequest(
-                iteration=call.iteration,
-                chunks=chunks,
-                optimizer=optimizer,
-                args=margs,
-                scheduler=call.scheduler,
-                floating_point_operations=call.floating_point_operations,
-                data_iterator=call.data_iterator,
-                has_rerun_machine=True,
-                memory_only=call.non_persistent,
-                blocking=wait == "staged" or changes_beside_steps(margs) is not None,
-                must_wait=until_durable,
-                # The shard must not wait for the loop, which waits for the shard.
-                in_loop=session.loop_timer.is_running and not until_durable,
-            )
-        )
+        request = _request(call, margs)
+        _save_dataloader(call, margs)
+        report = checkpointer.save(request)
         session.saved(margs.save, announced, report, memory_only=call.non_persistent)
         if not report.skipped:
             if not call.non_persistent:
                 announcements.announce_staged(margs, announced)
-            _announce_cost(call, report, until_durable=until_durable)
-        if until_durable:
+            _announce_cost(call, report, until_durable=request.must_wait)
+        if request.must_wait:
             session.finalize(blocking=True, announces=False)
+
+
+def _is_saved_by_megatron(call: SaveCall, margs: Any) -> bool:
+    """Return whether Megatron's own function makes this save."""
+    if _left_to_megatron(margs):
+        return True
+    if not has_async_utils():
+        # If no `train_step` of Megatron asks for outcomes either, saves and the exit do.
+        session.finalize(blocking=False)
+    # A release checkpoint is made once, by hand: Megatron's own format serves it best.
+    return call.release
+
+
+def _request(call: SaveCall, margs: Any) -> SaveRequest:
+    """Return what is to be saved, and how long training waits for it."""
+    wait = wait_of(session.config.wait)
+    until_durable = wait == "durable" and not call.non_persistent
+    return SaveRequest(
+        iteration=call.iteration,
+        chunks=unwrap(call.model),
+        optimizer=None if getattr(margs, "no_save_optim", False) else call.optimizer,
+        args=margs,
+        scheduler=call.scheduler,
+        floating_point_operations=call.floating_point_operations,
+        data_iterator=call.data_iterator,
+        has_rerun_machine=True,
+        memory_only=call.non_persistent,
+        blocking=wait == "staged" or changes_beside_steps(margs) is not None,
+        must_wait=until_durable,
+        # The shard must not wait for the loop, which waits for the shard.
+        in_loop=session.loop_timer.is_running and not until_durable,
+    )
+
+
+def _save_dataloader(call: SaveCall, margs: Any) -> None:
+    """Have Megatron save the state of its data loader, if this release does that."""
+    save = feature("maybe_save_dataloader_state")
+    if save is not None:
+        save(call.data_iterator, call.iteration, getattr(margs, "dataloader_save", None))
 
 
 def _announce_cost(call: SaveCall, report: SaveReport, *, until_durable: bool) -> None:
