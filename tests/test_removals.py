@@ -27,7 +27,7 @@ REMOVING |= {"write_bytes", "write_text", "copyfile", "copy2", "copytree"}
 #: lists, queues, and the store of templates.
 IN_MEMORY = {"msgspec.structs", "dataclasses", "stock", "Slab", "records", "rank.retired"}
 IN_MEMORY |= {"rank.awaited", "answer", "self._found", "self._templates", "self._jobs"}
-IN_MEMORY |= {"self._broken", "self._silent", "self._buffers", "sink", "link"}
+IN_MEMORY |= {"self._failed_copies", "self._agent_failures", "self._buffers", "sink", "link"}
 IN_MEMORY |= {"self._strangers", "self._work"}
 
 
