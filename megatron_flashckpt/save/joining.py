@@ -45,11 +45,11 @@ def lines(pid: int, facts: AgentFacts, own: Life, root: str) -> list[str]:
     place = ""
     if facts.foreground:
         place = f", a foreground one{f' in {facts.life}' if facts.life.kind else ''},"
-    told = [f"agent {pid} of this node{place} has run since {since}; its memory holds {held}"]
+    printed = [f"agent {pid} of this node{place} has run since {since}; its memory holds {held}"]
     if facts.life.kind and facts.life == own:
         remedy = _REMEDIES[facts.life.kind].format(root)
-        told.append(
+        printed.append(
             f"agent {pid} ends with the {facts.life} that this rank runs in, and its memory with "
             f"it: {remedy}"
         )
-    return told
+    return printed

@@ -31,18 +31,18 @@ def introduce(link: NodeLink, rank: int, config: Config) -> None:
         ConfigError: pyzmq is missing on the node of a rank. Raised on all ranks.
     """
     together(require_pyzmq)
-    mine: tuple[str, int, str] | None = None
+    own: tuple[str, int, str] | None = None
     try:
         address = config.agent.address or own_address()
         opened = link.agent.open_peers(address)
-        mine = (opened.host, opened.port, opened.identity.public)
+        own = (opened.host, opened.port, opened.identity.public)
         _say_what_stays(rank, opened, address, config)
     except FlashCkptError as error:
         logger.error(
             "rank %d: its checkpoints are not held by other nodes: %s; training and saving go on",
             *(rank, error),
         )
-    nodes = nodes_of(gather_objects(mine))
+    nodes = nodes_of(gather_objects(own))
     if rank == 0 and len(nodes) < 2:
         logger.warning(
             "'redundancy' is %s, but the job has %d node: if it is lost, the job goes on from "
@@ -85,11 +85,11 @@ def _say_what_stays(rank: int, opened: PeersOpened, address: str, config: Config
 
 def nodes_of(ranks: list[tuple[str, int, str] | None]) -> tuple[PeerNode, ...]:
     """Return the nodes, by their first ranks, given each rank's agent: host, port, public key."""
-    found: dict[tuple[str, int, str], list[int]] = {}
+    ranks_of: dict[tuple[str, int, str], list[int]] = {}
     for rank, agent in enumerate(ranks):
         if agent is not None:
-            found.setdefault((agent[0], agent[1], agent[2]), []).append(rank)
-    return tuple(PeerNode(*agent, tuple(theirs)) for agent, theirs in found.items())
+            ranks_of.setdefault((agent[0], agent[1], agent[2]), []).append(rank)
+    return tuple(PeerNode(*agent, tuple(of_agent)) for agent, of_agent in ranks_of.items())
 
 
 def own_address() -> str:

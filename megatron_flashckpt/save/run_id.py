@@ -41,11 +41,11 @@ def from_store(root: str) -> str:
 
     The first rank to reach the job's rendezvous store decides; no collective, no barrier.
     """
-    mine = new()
+    own = new()
     if not dist.is_initialized():
-        return mine
+        return own
     store = dist.distributed_c10d._get_default_store()
-    chosen: bytes = store.compare_set(f"megatron_flashckpt/run_id/{root}", "", mine)
+    chosen: bytes = store.compare_set(f"megatron_flashckpt/run_id/{root}", "", own)
     return chosen.decode()
 
 

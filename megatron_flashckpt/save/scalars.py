@@ -18,12 +18,12 @@ def save_scalars(outcome: Outcome, own: Recorder | None, failures: int) -> dict[
     blocked_s = 0.0 if own is None else own.blocked_s
     if outcome.kept:
         return {"checkpoint/memory/blocked_ms": 1000 * blocked_s}
-    found: dict[str, float] = {"checkpoint/failures_in_a_row": failures}
+    scalars: dict[str, float] = {"checkpoint/failures_in_a_row": failures}
     if (cost := outcome.cost) is not None:
         blocked_s = max(blocked_s, cost.blocked_s)
-        found["checkpoint/staged_s"] = cost.staged_s
-        found["checkpoint/durable_s"] = cost.durable_s
-        found["checkpoint/bytes"] = cost.nbytes
-        found["checkpoint/gb_per_s"] = cost.nbytes / 1e9 / max(cost.durable_s, 1e-9)
-    found["checkpoint/blocked_ms"] = 1000 * blocked_s
-    return found
+        scalars["checkpoint/staged_s"] = cost.staged_s
+        scalars["checkpoint/durable_s"] = cost.durable_s
+        scalars["checkpoint/bytes"] = cost.nbytes
+        scalars["checkpoint/gb_per_s"] = cost.nbytes / 1e9 / max(cost.durable_s, 1e-9)
+    scalars["checkpoint/blocked_ms"] = 1000 * blocked_s
+    return scalars

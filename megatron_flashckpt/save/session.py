@@ -141,8 +141,8 @@ class Session:
     def note_nodes(self, nodes: Sequence[Hashable]) -> None:
         """Note the node of every rank, for the checkpointers of this process, later ones too."""
         self._nodes = nodes
-        for each in self._open.values():
-            each.checkpointer.model_state.note_nodes(nodes)
+        for opened in self._open.values():
+            opened.checkpointer.model_state.note_nodes(nodes)
 
     def _reports_of(self, root: str, rank: int) -> SaveReports:
         if root not in self._reports:
@@ -175,8 +175,8 @@ class Session:
     def wait_copied(self) -> None:
         """Return when nothing is being copied: the state of the model may change."""
         self._forget_inherited()
-        for each in self._open.values():
-            each.checkpointer.link.stager.wait_copied()
+        for opened in self._open.values():
+            opened.checkpointer.link.stager.wait_copied()
 
     def finalize(self, *, blocking: bool, last: bool = False, announces: bool = True) -> None:
         """Report what became of the saves; with `blocking`, of all of them.
@@ -191,69 +191,69 @@ class Session:
         """
         self._forget_inherited()
         failures = []
-        for each in self._open.values():
+        for opened in self._open.values():
             if last:
-                self._write_last(each)
-            if blocking and announces and each.checkpointer.pending:
+                self._write_last(opened)
+            if blocking and announces and opened.checkpointer.pending:
                 announcements.announce_drain(checkpointing().get_args())
-            outcomes = each.checkpointer.wait() if blocking else each.checkpointer.saves.poll()
+            outcomes = opened.checkpointer.wait() if blocking else opened.checkpointer.saves.poll()
             # Whoever follows the log or the latest artifact must end up with the newest.
             for outcome in sorted(outcomes, key=lambda outcome: outcome.iteration):
-                if not self._report(each, outcome):
-                    each.failures_in_a_row += 1
-                    failures.append(each.why_stop(outcome, self.config, last=last))
+                if not self._report(opened, outcome):
+                    opened.failures_in_a_row += 1
+                    failures.append(opened.why_stop(outcome, self.config, last=last))
                 elif not outcome.kept:  # what went to memory says nothing of storage
-                    each.failures_in_a_row = 0
+                    opened.failures_in_a_row = 0
         if reasons := [reason for reason in failures if reason]:
             raise SaveFailedError("; ".join(reasons))
 
-    def _write_last(self, each: _Open) -> None:
+    def _write_last(self, opened: _Open) -> None:
         """Save to storage what was called for last, if it was skipped or is in memory only."""
-        save, each.unwritten = each.unwritten, None
+        save, opened.unwritten = opened.unwritten, None
         if save is None or announcements.saves_after_training(
             checkpointing().get_args(), save.iteration
         ):
             return
         try:
-            if each.checkpointer.write_last() is None:
+            if opened.checkpointer.write_last() is None:
                 return
         except UnsupportedError as error:
-            each.reports.wanted(save.iteration)
-            each.reports.skipped(save.iteration, str(error))
+            opened.reports.wanted(save.iteration)
+            opened.reports.skipped(save.iteration, str(error))
             return
-        each.reports.wanted(save.iteration)
-        each.announced[save.iteration] = save
-        if each.checkpointer.rank == 0:
+        opened.reports.wanted(save.iteration)
+        opened.announced[save.iteration] = save
+        if opened.checkpointer.rank == 0:
             print(
                 f"  flashckpt: the last save, iteration {save.iteration}, is written to storage "
                 "before the job ends",
                 flush=True,
             )
 
-    def _report(self, each: _Open, outcome: Outcome) -> bool:
+    def _report(self, opened: _Open, outcome: Outcome) -> bool:
         """Log one outcome; return whether it is a success."""
-        own = each.checkpointer.saves.traces.end(outcome.save_id)
-        failures = each.failures_in_a_row + 1 if outcome.error is not None else 0
+        own = opened.checkpointer.saves.traces.end(outcome.save_id)
+        failures = opened.failures_in_a_row + 1 if outcome.error is not None else 0
         write_scalars(lambda: save_scalars(outcome, own, failures), outcome.iteration)
         if outcome.kept:
-            each.reports.kept(outcome)
+            opened.reports.kept(outcome)
             return True
-        save = each.announced.pop(outcome.iteration, None)
+        save = opened.announced.pop(outcome.iteration, None)
         if outcome.error is not None:
-            each.reports.failed(outcome)
+            opened.reports.failed(outcome)
             return False
         if save is not None:
             announcements.announce_committed(checkpointing().get_args(), save)
-        each.reports.committed(outcome)
+        opened.reports.committed(outcome)
         return True
 
     def close(self, *, leave: bool) -> None:
         """Hang up; with `leave`, give the host memory back (no restart is expected)."""
-        for root, each in self._open.items():
-            state = each.checkpointer.model_state
+        for root, opened in self._open.items():
+            state = opened.checkpointer.model_state
             agreed = (state.quantized_keys, state.copied_keys, state.differing_keys)
             self._agreed[root] = agreed
-            each.reports.has_agent = each.checkpointer.close(leave=leave)
+            opened.reports.has_agent = opened.checkpointer.close(leave=leave)
         self._forget_open()
 
     def end(self) -> bool:
@@ -286,10 +286,12 @@ class Session:
         Rank 0 decides alone: nothing is committed without it. If other ranks exited with their
         own status, the launcher might end rank 0 before it has said why.
         """
-        reports = [each for each in self._reports.values() if each.rank == 0]
+        reports = [report for report in self._reports.values() if report.rank == 0]
         self._reports.clear()
         verdicts = [
-            (said, each.has_agent) for each in reports if (said := each.verdict()) is not None
+            (verdict, report.has_agent)
+            for report in reports
+            if (verdict := report.verdict()) is not None
         ]
         fails = self.config.exit_nonzero_unless_durable
         if not fails:
@@ -298,11 +300,11 @@ class Session:
             status = "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)"
         else:
             status = "the exit status is the one that the script has chosen"
-        for said, has_agent in verdicts:
+        for verdict, has_agent in verdicts:
             retry = ""
             if self.config.agent.persist_on_leave and has_agent:
                 retry = "; if all ranks have staged it, the agents try to write it after this exit"
-            logger.error("%s%s; %s", said, retry, status)
+            logger.error("%s%s; %s", verdict, retry, status)
         return not (verdicts and fails)
 
     def at_exit(self) -> None:
