@@ -145,7 +145,7 @@ def test_an_unknown_node_of_a_gpu_is_none(devices: Path, monkeypatch: pytest.Mon
 @pytest.fixture
 def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeLink]:
     made = NodeLink(str(tmp_path), 0, Config(runtime_dir=str(tmp_path / "run")))
-    monkeypatch.setattr(made, "_connected", lambda: None)
+    monkeypatch.setattr(made._connection, "client", lambda: None)
     monkeypatch.setattr(made, "_attach", lambda slab: None)
     yield made
     made.close(leave=False)
