@@ -8,12 +8,24 @@
  *     after CALL ERRNO SKIP TIMES PART      do it, and report the error all the same
  *     late MS PART                          a new name is hidden from other processes for MS ms
  *     append PART                           positioned writes elsewhere than at the end: EINVAL
+ *     sometimes CALL RATE SEED NUMBERS PART  refuse RATE of 10,000 such calls, each with one of the
+ *                                           errors NUMBERS (`5,116`); SEED decides which calls
+ *     sometimes-after CALL RATE SEED NUMBERS PART  the same, and the call is done all the same
+ *     sometimes-late MS SEED PART           `late`, by at most MS ms; SEED decides how much, for all
+ *                                           names of a directory alike
+ *     calm MOST MS                          a process meets at most MOST errors of `sometimes` in MS
  *
  * PART `*` is in every path. CALL is open, read, write, fsync, close, rename, link, unlink, mkdir,
  * rmdir, list, stat, fallocate, truncate or statfs. A close that fails closes all the same, as in
  * Linux. What was refused is appended to FAULTY_STORAGE.hits; the names that processes have made
  * stand in FAULTY_STORAGE.names, shared. A name that replaces another is visible at once. So is a
- * name to a process that was told of it (EEXIST), and a directory in which the process has made one.
+ * name to a process that has replaced it or was told of it (EEXIST), and a directory in which the
+ * process has made one.
+ *
+ * What `sometimes` decides about a call depends on the seed, the call, the path below the root without
+ * its random parts (8 and more hexadecimal digits), and how often the process has made that call. So
+ * the same seed refuses the same calls again, as far as threads do the same. A descriptor that was
+ * only read from is never refused its close.
  *
  * Counts are of one process and of one version of the rules. Own work is done by plain system
  * calls, so that nothing here calls itself.
@@ -43,18 +55,21 @@ enum call { OPEN, READ, WRITE, FSYNC, CLOSE, RENAME, LINK, UNLINK, MKDIR, RMDIR,
 static const char *const call_names[CALLS] = {"open", "read", "write", "fsync", "close", "rename",
     "link", "unlink", "mkdir", "rmdir", "list", "stat", "fallocate", "truncate"};
 
-enum verb { FAIL, AFTER, LATE, APPEND };
+enum verb { FAIL, AFTER, SOMETIMES, SOMETIMES_AFTER, LATE, SOMETIMES_LATE, APPEND };
+#define NUMBERS 64
 struct rule {
     enum verb verb;
     enum call call;
     int number, ms;
     long skip, times;
+    int rate, count, numbers[NUMBERS];
+    unsigned long seed;
     char part[256];
     atomic_long seen;
 };
 struct rules {
     char root[PATH_MAX];
-    int count;
+    int count, most, calm_ms;
     struct rule rule[64];
 };
 struct name {
@@ -71,6 +86,31 @@ static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
 static const char *rules_path;
 
 /* ------------------------------------------------------------------ rules */
+
+static int call_of(const char *name) {
+    int call = 0;
+    while (call < CALLS && strcmp(name, call_names[call]))
+        call++;
+    return call;
+}
+
+/* Read the rest of a rule that begins with `sometimes`; 0: it is none. */
+static int read_sometimes(const char *line, struct rule *rule) {
+    char verb[32], call[32], numbers[512], *each = numbers, *number;
+    rule->count = 0;
+    if (sscanf(line, "sometimes-late %d %lu %255s", &rule->ms, &rule->seed, rule->part) == 3) {
+        rule->verb = SOMETIMES_LATE;
+        return 1;
+    }
+    if (sscanf(line, "%31s %31s %d %lu %511s %255s", verb, call, &rule->rate, &rule->seed, numbers,
+               rule->part) != 6)
+        return 0;
+    rule->verb = strcmp(verb, "sometimes") ? SOMETIMES_AFTER : SOMETIMES;
+    rule->call = call_of(call);
+    while ((number = strsep(&each, ",")) != NULL && rule->count < NUMBERS)
+        rule->numbers[rule->count++] = atoi(number);
+    return rule->call < CALLS && !strncmp(verb, "sometimes", 9);
+}
 
 static void load(const struct statx *now) {
     static char text[1 << 16];
@@ -96,9 +136,7 @@ static void load(const struct statx *now) {
                        &rule->skip, &rule->times, rule->part) != 5)
                 continue;
             rule->verb = is_fail ? FAIL : AFTER;
-            for (rule->call = 0; rule->call < CALLS; rule->call++)
-                if (!strcmp(call, call_names[rule->call]))
-                    break;
+            rule->call = call_of(call);
             made->count += rule->call < CALLS;
         } else if (sscanf(line, "late %d %255s", &rule->ms, rule->part) == 2) {
             rule->verb = LATE;
@@ -106,7 +144,10 @@ static void load(const struct statx *now) {
         } else if (sscanf(line, "append %255s", rule->part) == 1) {
             rule->verb = APPEND;
             made->count++;
-        }
+        } else if (sscanf(line, "calm %d %d", &made->most, &made->calm_ms) == 2)
+            continue;
+        else
+            made->count += read_sometimes(line, rule);
     }
     loaded = *now;
     atomic_store(&current, made);
@@ -192,6 +233,74 @@ static void note_hit(enum call call, int number, const char *path) {
     }
 }
 
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static uint64_t mixed(uint64_t value) {
+    value = (value ^ (value >> 33)) * 0xff51afd7ed558ccdu;
+    value = (value ^ (value >> 33)) * 0xc4ceb9fe1a85ec53u;
+    return value ^ (value >> 33);
+}
+
+/* A number that is the same for all paths that differ in their random parts only. */
+static uint64_t hash_of_place(const struct rules *rules, const char *path) {
+    uint64_t hash = 1469598103934665603u;
+    for (path += strlen(rules->root); *path;) {
+        size_t digits = strspn(path, "0123456789abcdef");
+        if (digits >= 8) {
+            path += digits;
+            continue;
+        }
+        for (size_t n = 0; n < (digits ? digits : 1); n++)
+            hash = (hash ^ (unsigned char)*path++) * 1099511628211u;
+    }
+    return hash;
+}
+
+/* Whether this process may meet one more error by now; takes note of it. */
+static int is_due(const struct rules *rules) {
+    static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;
+    static uint64_t met[16];
+    static unsigned count;
+    int most = rules->most < 16 ? rules->most : 16, due = 1;
+    if (!most)
+        return 1;
+    pthread_mutex_lock(&noting);
+    if (count >= (unsigned)most
+        && now_ns() - met[(count - (unsigned)most) % 16] < (uint64_t)rules->calm_ms * 1000000u)
+        due = 0;
+    if (due)
+        met[count++ % 16] = now_ns();
+    pthread_mutex_unlock(&noting);
+    return due;
+}
+
+/* The error that the seed has for a call on `path`, 0: none. */
+static int drawn(struct rules *rules, enum verb verb, enum call call, const char *path) {
+    static atomic_uint times[4096];
+    uint64_t place = 0;
+    unsigned nth = 0;
+    for (int n = 0; n < rules->count; n++) {
+        const struct rule *rule = &rules->rule[n];
+        if (rule->verb != verb || rule->call != call || !concerns(rule, path))
+            continue;
+        if (!place) {
+            place = mixed(hash_of_place(rules, path) + call * 8 + verb);
+            nth = atomic_fetch_add(&times[place % 4096], 1);
+        }
+        uint64_t draw = mixed(place ^ mixed(rule->seed + ((uint64_t)nth << 32)));
+        if ((int)(draw % 10000) < rule->rate && is_due(rules)) {
+            int number = rule->numbers[(draw >> 32) % (unsigned)rule->count];
+            note_hit(call, number, path);
+            return number;
+        }
+    }
+    return 0;
+}
+
 /* The error for a call on `path`, 0: none. */
 static int fault(struct rules *rules, enum verb verb, enum call call, const char *path) {
     for (int n = 0; n < rules->count; n++) {
@@ -207,13 +316,13 @@ static int fault(struct rules *rules, enum verb verb, enum call call, const char
     return 0;
 }
 
-/* ------------------------------------------------------------------ names that come late */
-
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+/* The same, with what is sometimes so. */
+static int refusal(struct rules *rules, enum verb verb, enum call call, const char *path) {
+    int number = fault(rules, verb, call, path);
+    return number ? number : drawn(rules, verb == FAIL ? SOMETIMES : SOMETIMES_AFTER, call, path);
 }
+
+/* ------------------------------------------------------------------ names that come late */
 
 static uint64_t hash_of(const char *path) {
     uint64_t hash = 1469598103934665603u;
@@ -281,9 +390,9 @@ static void learn_from(int result, const char *path) {
     char parent[PATH_MAX];
     int number = errno;
     char *end;
-    if (result < 0 && number == EEXIST)
+    if (result >= 0 || number == EEXIST)
         learn(path);
-    else if (result >= 0) {
+    if (result >= 0) {
         snprintf(parent, sizeof parent, "%s", path);
         if ((end = strrchr(parent, '/')) != NULL) {
             *end = 0;
@@ -294,16 +403,23 @@ static void learn_from(int result, const char *path) {
 }
 
 static int is_hidden(const struct rules *rules, const char *path) {
+    char parent[PATH_MAX];
     if (is_known(path))
         return 0;
+    snprintf(parent, sizeof parent, "%s", path);
+    if (strcmp(path, rules->root))
+        *strrchr(parent, '/') = 0;
     for (int n = 0; n < rules->count; n++) {
         const struct rule *rule = &rules->rule[n];
-        if (rule->verb != LATE || !concerns(rule, path))
+        uint64_t ms = (uint64_t)rule->ms;
+        if ((rule->verb != LATE && rule->verb != SOMETIMES_LATE) || !concerns(rule, path))
             continue;
+        if (rule->verb == SOMETIMES_LATE)
+            ms = mixed(rule->seed ^ hash_of_place(rules, parent)) % (ms + 1);
         struct name *name = find(path, 0);
         if (name == NULL || atomic_load(&name->pid) == (int)syscall(SYS_getpid))
             continue;
-        if (now_ns() - atomic_load(&name->made_ns) < (uint64_t)rule->ms * 1000000u)
+        if (now_ns() - atomic_load(&name->made_ns) < ms * 1000000u)
             return 1;
     }
     return 0;
@@ -321,7 +437,7 @@ static int is_hidden(const struct rules *rules, const char *path) {
     struct rules *rules = rules_now(); \
     int ours = rules != NULL && whole(rules, dir, name_, path); \
     if (ours) { \
-        int number = fault(rules, FAIL, call, path); \
+        int number = refusal(rules, FAIL, call, path); \
         if (number) { \
             errno = number; \
             return otherwise; \
@@ -330,7 +446,7 @@ static int is_hidden(const struct rules *rules, const char *path) {
 
 #define DONE(call, result, otherwise) \
     if (ours && (result) != (otherwise)) { \
-        int number = fault(rules, AFTER, call, path); \
+        int number = refusal(rules, AFTER, call, path); \
         if (number) { \
             errno = number; \
             return otherwise; \
@@ -391,6 +507,8 @@ int close(int fd) {
     struct rules *rules = rules_now();
     int ours = rules != NULL && whole(rules, fd, NULL, path);
     int number = ours ? fault(rules, FAIL, CLOSE, path) : 0;
+    if (ours && !number && (syscall(SYS_fcntl, fd, F_GETFL) & O_ACCMODE) != O_RDONLY)
+        number = drawn(rules, SOMETIMES, CLOSE, path);
     int result = real(fd);
     if (number) {
         errno = number;

@@ -11,7 +11,7 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -80,6 +80,34 @@ def append_only(part: str = "*") -> str:
     return f"append {part}"
 
 
+def sometimes(
+    call: str,
+    rate: int,
+    seed: int,
+    numbers: Iterable[int],
+    part: str = "*",
+    *,
+    done: bool = False,
+) -> str:
+    """Return the rule that refuses `rate` of 10,000 calls, each with one of the error `numbers`.
+
+    With `done` they are carried out all the same. `seed` decides which calls are refused.
+    """
+    assert call in CALLS
+    listed = ",".join(map(str, numbers))
+    return f"sometimes{'-after' if done else ''} {call} {rate} {seed} {listed} {part}"
+
+
+def sometimes_late(milliseconds: int, seed: int, part: str = "*") -> str:
+    """Return the rule that hides new names from other processes for so long at most."""
+    return f"sometimes-late {milliseconds} {seed} {part}"
+
+
+def calm(most: int, milliseconds: int) -> str:
+    """Return the rule that lets a process meet at most so many errors of `sometimes` in a time."""
+    return f"calm {most} {milliseconds}"
+
+
 def no_fallocate() -> str:
     """Return the rule of a file system that cannot reserve space."""
     return fail("fallocate", errno.EOPNOTSUPP)
@@ -92,6 +120,11 @@ class FaultyStorage:
         """Args: `home`: an existing directory for the rules, not below `root`."""
         self._root = root
         self._rules = home / "faults"
+        #: What was ruled there before goes on.
+        self._always = []
+        if self._rules.exists():
+            lines = self._rules.read_text().splitlines()
+            self._always = [line for line in lines if not line.startswith("root ")]
         library()  # skips the test where there is no compiler
         self.heal()
 
@@ -103,7 +136,7 @@ class FaultyStorage:
     def rule(self, *rules: str) -> None:
         """Let `rules` count from now on, and no others; all counts start anew."""
         draft = self._rules.with_suffix(".new")
-        draft.write_text("\n".join([f"root {self._root}", *rules, ""]))
+        draft.write_text("\n".join([f"root {self._root}", *self._always, *rules, ""]))
         draft.replace(self._rules)
 
     def heal(self) -> None:

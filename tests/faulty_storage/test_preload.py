@@ -14,9 +14,12 @@ from tests.agent.trainer import eventually
 from tests.faulty_storage.preload import (
     FaultyStorage,
     append_only,
+    calm,
     fail,
     late,
     no_fallocate,
+    sometimes,
+    sometimes_late,
 )
 
 #: Each does with files what the package does, and says how it went; run in one process.
@@ -232,3 +235,80 @@ def test_a_process_that_was_told_of_a_name_sees_it(faulty: FaultyStorage, tmp_pa
         *(f"attempt({n!r}, lambda: os.stat(at({n!r})) and 1)" for n in ("one", "other", "third")),
     )
     assert told == {"mkdir": "EEXIST", "one": 1, "other": 1, "third": "ENOENT"}
+
+
+# ---------------------------------------------------------------------- faults by a seed
+
+#: Looks at six files 50 times each; results are the numbers of the looks that were refused.
+LOOKS = """
+results.append(["refused", []])
+for look in range(300):
+    try: os.stat(at(f"rank_{look % 6}-0123456789ab.bin"))
+    except OSError as error:
+        if error.errno != errno.ENOENT: results[0][1].append((look, error.errno))
+"""
+
+
+def refused_looks(faulty: FaultyStorage, root: Path, looks: str = LOOKS) -> list[list[int]]:
+    found = tell(faulty, root, looks)["refused"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_a_seed_refuses_the_same_calls_again_and_another_seed_others(
+    faulty: FaultyStorage, tmp_path: Path
+) -> None:
+    root = tmp_path / "save"
+
+    def refused(seed: int, looks: str = LOOKS) -> list[list[int]]:
+        faulty.rule(sometimes("stat", 1000, seed, [errno.EIO, errno.ESTALE], "rank"))
+        return refused_looks(faulty, root, looks)
+
+    first = refused(1)
+    assert 15 < len(first) < 50, "about one in ten"
+    assert {number for _, number in first} == {errno.EIO, errno.ESTALE}
+    # Names of other saves differ in their ids only.
+    assert refused(1, LOOKS.replace("0123456789ab", "ba9876543210")) == first
+    assert refused(2) != first
+
+
+def test_a_process_meets_no_more_errors_than_it_is_to_within_a_time(
+    faulty: FaultyStorage, tmp_path: Path
+) -> None:
+    always = sometimes("stat", 10_000, 1, [errno.EIO])
+    faulty.rule(calm(2, 3_600_000), always)
+    assert [look for look, _ in refused_looks(faulty, tmp_path / "save")] == [0, 1]
+    faulty.rule(calm(2, 0), always)
+    assert len(refused_looks(faulty, tmp_path / "save")) == 300
+
+
+def test_what_a_seed_refuses_may_be_done_all_the_same(
+    faulty: FaultyStorage, tmp_path: Path
+) -> None:
+    faulty.rule(sometimes("rename", 10_000, 1, [errno.ETIMEDOUT], done=True))
+    told = tell(faulty, tmp_path / "save", "attempt('it', lambda: os.rename(at('file'), at('to')))")
+    assert told == {"it": "ETIMEDOUT"}
+    assert (tmp_path / "save" / "to").exists()
+
+
+def test_a_seed_refuses_the_close_of_what_may_have_been_written_only(
+    faulty: FaultyStorage, tmp_path: Path
+) -> None:
+    faulty.rule(sometimes("close", 10_000, 1, [errno.EIO]))
+    told = tell(
+        faulty,
+        tmp_path / "save",
+        "attempt('read', lambda: os.close(fd('file', os.O_RDONLY)))",
+        "attempt('written', lambda: os.close(fd('file', os.O_WRONLY)))",
+    )
+    assert told == {"read": None, "written": "EIO"}
+
+
+def test_names_come_late_by_as_much_as_a_seed_says(faulty: FaultyStorage, tmp_path: Path) -> None:
+    root = tmp_path / "save"
+    faulty.rule(sometimes_late(3_600_000, 1, "new"))
+    tell(faulty, root, *(f"open(at('new{n}'), 'w').close()" for n in range(20)))
+    shown = "results.append(['seen', len([n for n in os.listdir(root) if 'new' in n])])"
+    assert tell(faulty, root, shown) == {"seen": 0}
+    faulty.rule(sometimes_late(1000, 1, "new"))
+    eventually("all are seen", lambda: tell(faulty, root, shown) == {"seen": 20}, within_s=60.0)
