@@ -18,6 +18,7 @@ from typing import TypeVar
 from megatron_flashckpt.collectives import from_first, gathered
 from megatron_flashckpt.errors import FlashCkptError, StorageError
 from megatron_flashckpt.storage.base import Storage, probe_name
+from megatron_flashckpt.storage.patient import PatientStorage
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +49,21 @@ def check(storage: Storage, rank: int, *, is_first_of_node: bool, wait_s: float 
         StorageError: names the operation that failed, or the ranks whose nodes are not seen.
     """
     name = probe_name(rank) if is_first_of_node and wait_s is not None else None
+    # A moment without an answer must not end a job that has just got its nodes.
+    patient = PatientStorage(storage)
 
     def try_out() -> tuple[None, str | None]:
         if name is not None:
-            _within(_ANSWER_S, lambda: _write(storage, name), storage)
+            _within(_ANSWER_S, lambda: patient.patiently(lambda: _write(storage, name)), storage)
         return None, name
 
     try:
         _, of_ranks = gathered(try_out)
-        seen_s = from_first(lambda: 0.0 if wait_s is None else _await(storage, of_ranks, wait_s))
+        seen_s = from_first(lambda: 0.0 if wait_s is None else _await(patient, of_ranks, wait_s))
     finally:
         if name is not None:
             # In the background: storage that hangs must not keep training.
-            threading.Thread(target=_remove, args=(storage, name), daemon=True).start()
+            threading.Thread(target=_remove, args=(patient, name), daemon=True).start()
     if rank == 0 and seen_s > _SLOW_S:
         logger.warning(
             "%s: files of other nodes became visible after %.1f s; every commit waits for that",
@@ -135,9 +138,9 @@ def _await(storage: Storage, of_ranks: Sequence[str | None], wait_s: float) -> f
         pause_s = min(2 * pause_s, longest_s)
 
 
-def _remove(storage: Storage, name: str) -> None:
+def _remove(storage: PatientStorage, name: str) -> None:
     try:
-        storage.delete(name)
+        storage.patiently(lambda: storage.delete(name))
     except (FlashCkptError, OSError) as error:
         logger.warning("left behind: %s", error)
 

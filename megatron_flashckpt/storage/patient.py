@@ -1,4 +1,4 @@
-"""Storage whose reads wait out errors that pass: what loads read through.
+"""Storage whose reads wait out errors that pass: what starts and loads read through.
 
 A server that is away for a moment must not send a job back to an older checkpoint. Each attempt
 opens the file by its name again: a handle that went stale (ESTALE) stays stale. The other ranks
@@ -38,7 +38,7 @@ _random = random.SystemRandom()
 
 
 class PatientStorage:
-    """See `storage.base.Storage`. One for each load; writes are not retried.
+    """See `storage.base.Storage`. One for each load; of writes only `put` is retried.
 
     Args:
         collectives_s: when the collectives in which other ranks wait time out; None: by default.
@@ -59,7 +59,7 @@ class PatientStorage:
         return self._storage.place
 
     def read(self, name: str, offset: int = 0, nbytes: int | None = None) -> bytes:
-        return self._patiently(lambda: self._storage.read(name, offset, nbytes))
+        return self.patiently(lambda: self._storage.read(name, offset, nbytes))
 
     def read_into(
         self,
@@ -83,25 +83,35 @@ class PatientStorage:
             rest = cut(parts, before) if before else parts
             return before + self._storage.read_into(name, offset + before, rest, note, kept)
 
-        return self._patiently(read, lambda: kept.drop(name) if kept is not None else None)
+        return self.patiently(read, lambda: kept.drop(name) if kept is not None else None)
 
     def size(self, name: str) -> int:
-        return self._patiently(lambda: self._storage.size(name))
+        return self.patiently(lambda: self._storage.size(name))
 
     def stamp(self, name: str) -> Stamp:
-        return self._patiently(lambda: self._storage.stamp(name))
+        return self.patiently(lambda: self._storage.stamp(name))
 
     def list(self, directory: str) -> list[str]:
-        return self._patiently(lambda: self._storage.list(directory))
+        return self.patiently(lambda: self._storage.list(directory))
 
     def present(self, directory: str, names: Iterable[str]) -> set[str]:
         wanted = tuple(names)
-        return self._patiently(lambda: self._storage.present(directory, wanted))
+        return self.patiently(lambda: self._storage.present(directory, wanted))
 
     def kind(self, name: str) -> Kind | None:
-        return self._patiently(lambda: self._storage.kind(name))
+        return self.patiently(lambda: self._storage.kind(name))
 
-    def _patiently(
+    def put(
+        self,
+        name: str,
+        data: bytes,
+        durable: Durable = "name",
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        # One that has reported an error may have been done, and may be done once more.
+        self.patiently(lambda: self._storage.put(name, data, durable, guard))
+
+    def patiently(
         self, attempt: Callable[[], _T], before: Callable[[], object] | None = None
     ) -> _T:
         """Return `attempt()`, tried again after errors that may pass.
@@ -145,16 +155,7 @@ class PatientStorage:
             self._pauses_end = max(self._pauses_end, end)
             return True
 
-    # ------------------------------------------------------------------ writes, as they are
-
-    def put(
-        self,
-        name: str,
-        data: bytes,
-        durable: Durable = "name",
-        guard: Callable[[], None] | None = None,
-    ) -> None:
-        self._storage.put(name, data, durable, guard)
+    # ------------------------------------------------------------------ other writes, as they are
 
     def rewrite(self, name: str, expected: bytes, data: bytes) -> bool:
         return self._storage.rewrite(name, expected, data)

@@ -347,10 +347,20 @@ def test_a_start_outlasts_storage_that_does_not_answer_for_a_moment(
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         return opened(path, *args, **named)
 
+    replaced, not_put = os.replace, []
+
+    def replace_and_report_an_error(path: Any, to: Any) -> None:
+        replaced(path, to)
+        if Path(to).name == claims.CLAIM and not not_put:
+            not_put.append(to)
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
     monkeypatch.setattr(patient, "RETRIES_S", (0.001,))
     monkeypatch.setattr(os, "open", refuse_once)
+    monkeypatch.setattr(os, "replace", replace_and_report_an_error)
     made = claiming.begin(link, str(root), node.config(), None)
     assert refused == [root]
+    assert not_put == [root / claims.CLAIM]
     found = claims.read(PosixStorage(root))
     assert found is not None
     assert found.run_id == made

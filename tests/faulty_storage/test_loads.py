@@ -15,6 +15,7 @@ from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.persisting import persisted
+from tests.agent.trainer import eventually
 from tests.faulty_storage.preload import FaultyStorage, append_only, fail, no_fallocate
 
 #: Loads what the tracker names, whole, for each line of its input; says what came of it.
@@ -49,7 +50,10 @@ PROBE = """
 import json, sys
 from megatron_flashckpt.save import probe
 from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.storage import patient
 from megatron_flashckpt.storage.posix import PosixStorage
+
+patient.RETRIES_S = (0.001, 0.001, 0.001)
 
 for line in sys.stdin:
     try:
@@ -169,5 +173,42 @@ def test_a_probe_tries_what_saves_need(tmp_path: Path) -> None:
         else:
             cannot = f"{root}: this node cannot {refused} in the save directory"
             assert cannot in said, f"{name}: {said}"
+    probing.communicate(timeout=60.0)
+    assert probing.returncode == 0
+
+
+#: The calls of a probe, each with a part of the path.
+PROBE_STEPS = [
+    ("open", "probe"),
+    ("write", "probe"),
+    ("fsync", "probe"),
+    ("close", "probe"),
+    ("fsync", "save"),
+    ("rename", "probe"),
+    ("list", "save"),
+    ("read", "probe"),
+    ("stat", "probe"),
+    ("unlink", "probe"),
+]
+
+
+def test_errors_that_pass_cost_a_probe_nothing_and_one_that_lasts_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "save"
+    root.mkdir()
+    faulty = FaultyStorage(root, tmp_path)
+    probing = start(faulty, PROBE, root)
+    for n, (call, part) in enumerate(PROBE_STEPS):
+        number = PASSING[n % len(PASSING)]
+        before = len(faulty.hits())
+        faulty.rule(fail(call, number, part, times=2))
+        said = f"{errno.errorcode[number]} at {call} of {part}"
+        assert again(probing) == [None], said
+        # The last call is made in the background.
+        eventually(f"{said} is met", lambda: len(faulty.hits()) == before + 2)  # noqa: B023
+        eventually("nothing is left", lambda: not list(root.iterdir()))
+    faulty.rule(fail("rename", errno.ESTALE, "probe"))
+    (error,) = again(probing)
+    assert f"{root}: this node cannot rename a file" in error
+    assert len(faulty.hits()) == 2 * len(PROBE_STEPS) + 4
     probing.communicate(timeout=60.0)
     assert probing.returncode == 0
