@@ -71,13 +71,20 @@ class Sweeper:
         self._manifests = manifests or KnownManifests()
         self._clean: set[int] = set()
         self._committed: int | None = None
+        #: The iteration that the job has just resumed from, whatever its directory looks like.
+        self._resumed: int | None = None
         self._found: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
 
-    def look_soon(self, is_pending: Callable[[int], bool]) -> None:
+    def look_soon(self, is_pending: Callable[[int], bool], resumed: int | None = None) -> None:
         """Note what is left of all dead saves, if storage answers within a moment.
 
         What is seen later may be of a save that has begun meanwhile, on another node.
+
+        Args:
+            resumed: the iteration of the checkpoint that the job resumes from. Its manifest may be
+                visible to the trainers, but not here yet: its directory is no half of a save.
         """
+        self._resumed = resumed
         answer: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
         threading.Thread(
             target=lambda: answer.put(self._find(is_pending, None)), name="look", daemon=True
@@ -106,6 +113,7 @@ class Sweeper:
                 what is not known here yet.
         """
         until, self._committed = self._committed, committed
+        self._resumed = None
         if until is not None:
             # Training may have gone back, and other nodes may have begun what follows.
             found = self._find(is_pending, min(until, committed))
@@ -170,6 +178,8 @@ class Sweeper:
     def _look_into(self, directory: str, iteration: int, found: Leftovers) -> None:
         listed = self._storage.list(directory)
         if file_names.MANIFEST not in listed:
+            if iteration == self._resumed:
+                return
             whole = _committed_once(listed)
             if whole:
                 logger.warning(

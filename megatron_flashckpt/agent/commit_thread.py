@@ -62,9 +62,13 @@ class Committer:
             self._thread.join(_TIDY_S)
             self._tidier.close(_TIDY_S)
 
-    def look_for_leftovers(self) -> None:
-        """Have what crashes have left removed: a job resumes, and none of its ranks is saving."""
-        self._sweeper.look_soon(self.is_pending)
+    def look_for_leftovers(self, resumed: int | None) -> None:
+        """Have what crashes have left removed: a job resumes, and none of its ranks is saving.
+
+        Args:
+            resumed: the iteration of the checkpoint that it resumes from; None: from none.
+        """
+        self._sweeper.look_soon(self.is_pending, resumed)
         self._tidier.add(self._sweeper.sweep)
 
     def join(

@@ -68,7 +68,8 @@ class RequestHandler:
             return (p.Done(),)
         if isinstance(request, p.Adopt) and number == 0:
             # Before any rank goes on: none of them has a save under way.
-            self._committer.look_for_leftovers()
+            is_resumed = request.save_id is not None
+            self._committer.look_for_leftovers(request.iteration if is_resumed else None)
         with self._node.changed:
             rank = self._served(number, process)
             match request:

@@ -201,6 +201,26 @@ def test_nodes_that_see_each_others_files_late_commit(
         assert_intact(root, iteration, trainers)
 
 
+def test_what_a_job_resumes_from_is_no_leftover_though_its_manifest_comes_late(
+    node: Node, other_node: Node, root: Path, faulty: FaultyStorage
+) -> None:
+    """Before: the agent of the node on which the job starts again deleted the shards."""
+    trainer = node.trainer(root)
+    faulty.rule(late(3_600_000, "manifest.json"))
+    save_id = new_save_id()
+    assert trainer.save(5, save_id).error is None
+    half = root / file_names.iteration_dir(3) / file_names.shard_name(0, new_save_id())
+    half.parent.mkdir()
+    half.touch()
+    later = other_node.trainer(root)
+    later.client.adopt(save_id, 5)
+    eventually("other leftovers are removed", lambda: not half.parent.exists())
+    faulty.heal()
+    assert_intact(root, 5, [trainer])
+    assert later.save(6).error is None
+    assert_intact(root, 6, [later])
+
+
 def test_a_file_system_without_fallocate_holds_checkpoints(
     node: Node, root: Path, faulty: FaultyStorage
 ) -> None:
