@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_record
 from megatron_flashckpt.layout.read_plan import read_plan
@@ -118,7 +118,7 @@ def committed(root: Path, meta: SlotMeta) -> Commit:
     seconds = time.perf_counter() - started
     assert outcome_of(waiting, 600.0) == (True, None)
     started = time.perf_counter()
-    tidy(save)
+    tidy(CommittedSave.of(save))
     return Commit(seconds, time.perf_counter() - started, distant.listed, distant.nbytes)
 
 

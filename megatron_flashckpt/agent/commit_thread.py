@@ -13,7 +13,7 @@ from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.agent.commit import forget, outcome_of, tell_again
 from megatron_flashckpt.agent.pending_save import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.agent.state import Node, Trainer
-from megatron_flashckpt.agent.tidying import Tidier, tidy
+from megatron_flashckpt.agent.tidying import CommittedSave, Tidier, tidy
 from megatron_flashckpt.catalog.history import PastSave, append
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.failpoints import reach
@@ -163,12 +163,12 @@ class Committer:
             # Written while the others' files were being removed.
             forget(save)
         if error is None and 0 in save.metas and save.past is None:
-            self._tidier.add(functools.partial(self._tidy, save))
+            self._tidier.add(functools.partial(self._tidy, CommittedSave.of(save)))
         else:
             self._node.traces.write(save.save_id)
         return True
 
-    def _tidy(self, save: PendingSave) -> None:
+    def _tidy(self, save: CommittedSave) -> None:
         """Remove what a commit leaves to be removed; nobody waits for it."""
         with self._node.traces.recording(save.iteration, save.save_id, None):
             tidy(save, self._pending_ids)

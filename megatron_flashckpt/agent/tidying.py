@@ -7,30 +7,80 @@ removed, the next one finds: records as leftovers, checkpoints by their moved ma
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import queue
 import threading
 from collections.abc import Callable
 
+from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.cleanup import Leftovers, beside
+from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.catalog.retention import finish, hide
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
+from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.storage.base import Storage
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
 
-def tidy(save: PendingSave, pending: Callable[[], set[str]] = set) -> None:
+@dataclasses.dataclass(frozen=True)
+class CommittedSave:
+    """The facts of a committed save that its removals need: some hundred bytes.
+
+    Storage that hangs in a removal takes new saves all the same, and each of them waits here. The
+    template and the common state of one save may have megabytes, so they must not wait with it.
+    """
+
+    storage: Storage
+    iteration: int
+    save_id: str
+    retention: Retention
+    retain_interval: int | None
+    previous: int | None
+    """The iteration that the tracker named before this save."""
+    manifests: KnownManifests
+    fence: Fence | None
+    run: RunKey | None
+
+    @classmethod
+    def of(cls, save: PendingSave) -> CommittedSave:
+        """Return the facts of a save that this agent has committed."""
+        return cls(
+            storage=save.storage,
+            iteration=save.iteration,
+            save_id=save.save_id,
+            retention=save.metas[0].retention,
+            retain_interval=save.metas[0].retain_interval,
+            previous=save.previous,
+            manifests=save.manifests,
+            fence=save.fence,
+            run=save.run,
+        )
+
+    @property
+    def directory(self) -> str:
+        return file_names.iteration_dir(self.iteration)
+
+    @property
+    def is_of_newest_run(self) -> bool:
+        """Return whether no job has started since the agent was given the save."""
+        return self.fence is None or self.fence.newest == self.run
+
+
+def tidy(save: CommittedSave, pending: Callable[[], set[str]] = set) -> None:
     """Remove the records of a committed save, other attempts at it, and what retention lets go.
 
     Args:
         pending: returns the saves that are under way; their files stay.
     """
-    storage, meta = save.storage, save.metas[0]
+    storage = save.storage
     try:
         with phase("tidy up"):
             _superfluous_files(save, pending).remove(storage)
@@ -39,8 +89,8 @@ def tidy(save: PendingSave, pending: Callable[[], set[str]] = set) -> None:
             with save.manifests.changing:
                 hide(
                     storage,
-                    meta.retention,
-                    retain_interval=meta.retain_interval,
+                    save.retention,
+                    retain_interval=save.retain_interval,
                     tracked=tracked_before_commit(storage),
                     previous=save.previous,
                     manifests=save.manifests,
@@ -52,7 +102,7 @@ def tidy(save: PendingSave, pending: Callable[[], set[str]] = set) -> None:
         logger.warning("committed iteration %d, but: %s", save.iteration, error)
 
 
-def _superfluous_files(save: PendingSave, pending: Callable[[], set[str]]) -> Leftovers:
+def _superfluous_files(save: CommittedSave, pending: Callable[[], set[str]]) -> Leftovers:
     """Return what of ours is in the directory of a committed save and not part of it.
 
     Nothing if another save of the same iteration has been committed since.

@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from megatron_flashckpt.agent.commit import commit, outcome_of
-from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.errors import CorruptCheckpointError, StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import (
@@ -451,7 +451,7 @@ def test_the_manifest_comes_after_all_it_names_then_the_tracker_then_the_tidying
     storage = _Failing(root, "nothing")
     save = persisted(storage, "a" * 12)
     commit(save)
-    tidy(save)
+    tidy(CommittedSave.of(save))
     record = file_names.record_name(0, "a" * 12)
     assert storage.steps == [
         record,

@@ -14,7 +14,7 @@ from megatron_flashckpt.agent import commit as commit_module
 from megatron_flashckpt.agent import commit_records, presence
 from megatron_flashckpt.agent.commit import commit, forget, outcome_of
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.catalog.retention import retire
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Retention
@@ -125,7 +125,7 @@ def test_a_checkpoint_with_its_marker_is_whole_and_goes_with_it(root: Path) -> N
     commit(saves[0])
     assert marker(root, A).exists()
     assert verify(stored(root, 5)) == []
-    tidy(saves[0])
+    tidy(CommittedSave.of(saves[0]))
     assert marker(root, A).exists(), "nodes may look for it later"
     retire(PosixStorage(root), Retention(latest=1), retain_interval=None, tracked=5, previous=None)
     assert marker(root, A).exists()
@@ -208,7 +208,7 @@ def test_records_that_were_tidied_up_are_not_missed_by_a_node_that_awaits_the_ma
     monkeypatch.setattr(presence, "_FIRST_S", 0.0)  # it lists the directory at once
     saves = pair(root, A)
     commit(saves[0])
-    tidy(saves[0])
+    tidy(CommittedSave.of(saves[0]))
     marker(root, A).unlink()
     for _ in range(3):
         assert outcome_of(saves[1], 60.0) == OPEN, "the marker may come in a moment"
@@ -219,7 +219,7 @@ def test_records_that_were_tidied_up_are_not_missed_by_a_node_that_awaits_the_ma
 def test_a_node_that_has_given_up_keeps_its_files_of_a_save_without_a_marker(root: Path) -> None:
     saves = pair(root, A)
     commit(saves[0])
-    tidy(saves[0])
+    tidy(CommittedSave.of(saves[0]))
     marker(root, A).unlink()
     saves[1].called_off = True  # it may remove them, for all that it knows
     forget(saves[1])

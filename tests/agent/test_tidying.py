@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import gc
 import os
 import threading
 import time
@@ -14,13 +16,15 @@ from megatron_flashckpt.agent import commit_thread as committer_module
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.commit import commit, outcome_of
 from megatron_flashckpt.agent.fence import Fence
-from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.catalog import retention as retention_module
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.catalog.retention import finish, retire, survey
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format import file_names, manifest
+from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
@@ -107,6 +111,35 @@ def test_what_a_killed_agent_had_not_tidied_goes_after_the_next_commit(
     assert verify(stored(root, 1)) == []
 
 
+def test_saves_wait_for_removals_without_what_only_their_commit_needed(
+    node: Node, root: Path, gate: threading.Event
+) -> None:
+    """Before: each of them kept its template and its common state until storage answered."""
+    with agent_here(node, root):
+        trainer = node.trainer(root, retention=Retention(latest=1))
+        for iteration in range(1, 51):
+            outcome = trainer.save(iteration)
+            assert (outcome.iteration, outcome.error) == (iteration, None)
+        assert len(list(root.rglob("*.commit"))) == 50, "nothing was removed so far"
+        gc.collect()
+        kept = collections.Counter(type(each) for each in gc.get_objects())
+        # One may still be in the hands of the thread that has committed it; slots describe two.
+        assert kept[PendingSave] <= 2
+        assert kept[SlotMeta] <= 6
+        assert len(_waiting()) == 50
+        assert len({id(each.manifests) for each in _waiting()}) == 1, "it is the agent's"
+        gate.set()
+        eventually("tidiness", lambda: iterations_in(root) == [50], within_s=60.0)
+        eventually("the end of records", lambda: not list(root.rglob("*.commit")))
+        assert_intact(root, 50, [trainer])
+        eventually("the end of what waited", lambda: len(_waiting()) <= 1)  # the last
+
+
+def _waiting() -> list[CommittedSave]:
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is CommittedSave]
+
+
 # ---------------------------------------------------------------------- nothing else is hit
 
 
@@ -114,7 +147,7 @@ def test_a_save_of_the_same_iteration_that_is_under_way_is_spared(root: Path) ->
     storage = PosixStorage(root)
     former, later = persisted(storage, A), persisted(storage, B)
     commit(former)
-    tidy(former, lambda: {B})
+    tidy(CommittedSave.of(former), lambda: {B})
     commit(later)
     assert verify(stored(root, 5)) == []
     assert stored(root, 5).manifest.save_id == B
@@ -129,7 +162,7 @@ def test_tidying_after_a_restart_spares_what_other_nodes_save_again(root: Path) 
     commit(former)
     fence.hold(RunKey(2, "run"), has_rank_0=True)
     elsewhere = persisted(storage, B, 1, 2)
-    tidy(former)
+    tidy(CommittedSave.of(former))
     left = set(os.listdir(root / DIRECTORY))
     assert {file_names.shard_name(1, B), file_names.record_name(1, B)} <= left
     assert file_names.record_name(0, A) not in left
@@ -169,10 +202,10 @@ def test_tidying_late_removes_nothing_of_a_later_commit_of_the_same_iteration(ro
     former, later = persisted(storage, A), persisted(storage, B)
     commit(former)
     commit(later)
-    tidy(former)
+    tidy(CommittedSave.of(former))
     assert stored(root, 5).manifest.save_id == B
     assert verify(stored(root, 5)) == []
-    tidy(later)
+    tidy(CommittedSave.of(later))
     assert set(os.listdir(root / DIRECTORY)) == {
         file_names.MANIFEST,
         file_names.common_name(B),
@@ -189,7 +222,7 @@ def test_nothing_is_chosen_and_nothing_looked_for_while_a_commit_puts_its_files(
     commit(save)
     record = root / DIRECTORY / file_names.record_name(0, A)
     with save.manifests.changing:
-        tidying = threading.Thread(target=tidy, args=(save,))
+        tidying = threading.Thread(target=tidy, args=(CommittedSave.of(save),))
         tidying.start()
         tidying.join(0.2)
         assert record.exists()

@@ -15,7 +15,7 @@ import torch
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.shard_writer import write_shard
-from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import Piece, equal_shares
@@ -194,7 +194,7 @@ def save_as_ranks(made: Contents, root: Path, replicas: int) -> None:
         data = b"".join(tensor.view(torch.uint8).numpy().tobytes() for _, tensor in found)
         write_shard(storage, made.iteration, SAVE_ID, pending.metas[rank], iter([memoryview(data)]))
     commit(pending)
-    tidy(pending)
+    tidy(CommittedSave.of(pending))
 
 
 def with_tensor(made: Contents, name: str, value: torch.Tensor) -> Contents:

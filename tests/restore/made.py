@@ -21,7 +21,7 @@ import xxhash
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.shard_writer import persist_slot
-from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.file_format.commit_record import Coordinates
@@ -157,7 +157,7 @@ def make(
     pieces = [pieces_of_rank(rank) for rank in range(WORLD)] if ranks is None else ranks
     save = stage(root, iteration, save_id, pieces, seed, common)
     commit(save)
-    tidy(save)
+    tidy(CommittedSave.of(save))
     return Made(root, iteration, save_id, pieces, seed)
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.shard_writer import write_shard
-from megatron_flashckpt.agent.tidying import tidy
+from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.convert.common.contents import Contents, GlobalTensor
 from megatron_flashckpt.convert.common.former_export import CONVERTED_FROM
 from megatron_flashckpt.convert.common.options import Options
@@ -74,7 +74,7 @@ def _write(contents: Contents, storage: Storage, shard_nbytes: int) -> None:
         )
         write_shard(storage, contents.iteration, pending.save_id, meta, _chunks(tensors))
     commit(pending)
-    tidy(pending)
+    tidy(CommittedSave.of(pending))
 
 
 def _shards(contents: Contents, limit_nbytes: int) -> list[_Shard]:
