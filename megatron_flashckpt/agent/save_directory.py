@@ -10,24 +10,53 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
+
+from megatron_flashckpt.error_classes import may_pass
 
 #: Seconds between two looks at the path, and how many of them must find something else there.
 _LOOK_S = 2.0
 _LOOKS = 3
+#: Pauses before a directory is looked at again, after errors which may pass.
+_RETRIES_S = (0.1, 0.5, 2.0)
 
 
 def ensure(root: str) -> None:
-    """Create the directory, so that there is one to tell from others; or leave that to a save."""
-    with contextlib.suppress(OSError):  # the check before the first step, or a save, says why
+    """Create the directory, so that there is one to tell from others; or leave that to a save.
+
+    Errors are waited out as in `identity_of`.
+    """
+
+    def make() -> str:
         os.makedirs(root, exist_ok=True)
+        return ""
+
+    _patiently(make, "")  # the check before the first step, or a save, says why there is none
 
 
 def identity_of(root: str) -> str:
-    """Return what tells the directory `root` from others on this node; empty if there is none."""
-    try:
-        return _shown(os.stat(root))
-    except OSError:
-        return ""
+    """Return what tells the directory `root` from others on this node; empty if there is none.
+
+    Errors that may pass are waited out for some seconds. With another identity the trainer would
+    look for another agent, and start one, beside the agent that holds its memory.
+    """
+    return _patiently(lambda: _shown(os.stat(root)), "")
+
+
+def resolved(root: str) -> str:
+    """Return the path of `root` without links; errors are waited out as in `identity_of`."""
+    return _patiently(lambda: os.path.realpath(root, strict=True), os.path.realpath(root))
+
+
+def _patiently(look: Callable[[], str], otherwise: str) -> str:
+    for pause_s in (*_RETRIES_S, None):
+        try:
+            return look()
+        except OSError as error:
+            if pause_s is None or not may_pass(error):
+                break
+            time.sleep(pause_s)
+    return otherwise
 
 
 def _shown(status: os.stat_result) -> str:

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_flashckpt.agent.save_directory import identity_of
+from megatron_flashckpt.agent.save_directory import identity_of, resolved
 from megatron_flashckpt.errors import AgentError
 
 SOCKET = "agent.sock"
@@ -90,7 +90,7 @@ def agent_directory(root: str, runtime_dir: str | None) -> Path:
     Raises:
         AgentError: it is not private, or its path is too long for a socket.
     """
-    named = f"{os.path.realpath(root)}\0{identity_of(root)}"
+    named = f"{resolved(root)}\0{identity_of(root)}"
     return directory_of(xxhash.xxh3_64_hexdigest(os.fsencode(named)), runtime_dir)
 
 

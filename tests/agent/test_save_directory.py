@@ -5,6 +5,7 @@ The bind mounts are real, each in a mount namespace of its own, which ends with 
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_flashckpt.agent import client as client_module
+from megatron_flashckpt.agent import save_directory
 from megatron_flashckpt.agent.save_directory import identity_of
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.errors import AgentError
@@ -32,6 +34,32 @@ def mounted(directory: Path, path: Path) -> tuple[str, ...]:
 def holds_open(agent: int, directory: Path) -> bool:
     opened = [os.readlink(fd) for fd in Path(f"/proc/{agent}/fd").iterdir() if fd.exists()]
     return str(directory) in opened
+
+
+@pytest.mark.parametrize("call", ["mkdir", "stat", "lstat"])
+def test_an_error_that_passes_leads_no_trainer_to_another_agent(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Before: its rank had an agent of its own, in which there was no memory of it."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    root = tmp_path / "link" / "save"
+    if call != "mkdir":
+        expected = node.directory(root)
+    real, refused = getattr(os, call), []
+
+    def refuse_twice(path: Any, *args: Any, **named: Any) -> Any:
+        if str(path) in (str(root), str(root.parent)) and len(refused) < 2:
+            refused.append(path)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path, *args, **named)
+
+    monkeypatch.setattr(save_directory, "_RETRIES_S", (0.001, 0.001))
+    monkeypatch.setattr(os, call, refuse_twice)
+    found = node.directory(root)
+    assert len(refused) == 2
+    monkeypatch.undo()
+    assert found == (node.directory(root) if call == "mkdir" else expected)
 
 
 def test_two_directories_bind_mounted_at_one_path_have_an_agent_each(
