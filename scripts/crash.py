@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def main() -> int:
     # Not at the top: ranks are forked, and look into this file before they know who they are.
-    from tests.crash.matrix import run
+    from tests.crash.matrix import PLAIN, STORAGES, run
 
     parser = argparse.ArgumentParser(prog="scripts/crash", description=__doc__)
     parser.add_argument(
@@ -37,6 +37,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only cells whose description contains this")
     parser.add_argument("--jobs", type=int, default=1, help="cells at the same time")
     parser.add_argument("--keep", type=Path, help="keep what failed cells left, in this directory")
+    parser.add_argument(
+        "--storage",
+        choices=STORAGES,
+        default=PLAIN,
+        help="what all processes save to; on `faulty` storage they meet errors that pass, late "
+        "names and no fallocate (see tests/crash/trouble.py; takes a C compiler)",
+    )
+    parser.add_argument("--fault-seed", type=int, default=0, help="of faulty storage")
     parser.add_argument("--list", action="store_true", help="only list the cells")
     arguments = parser.parse_args()
     # Like Ctrl-C: the cells that are running come to their end, and leave no process behind.

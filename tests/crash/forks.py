@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.agent.test_forks import slabs_of, sockets_of
 from tests.agent.trainer import is_alive
+from tests.crash import trouble
 from tests.crash.cells import LOADING, SAVING
 from tests.crash.family import FamilyCell
 from tests.crash.helpers import end_helpers, helpers_in
@@ -58,6 +59,7 @@ def forks() -> list[FamilyCell]:
 
 
 def _happen(cell: Forks, job: Job) -> None:
+    trouble.begin(job.save)
     life = Life(save=str(job.save), seed=1, saves=_SAVES)
     forking = dataclasses.replace(life, forks=f"{cell.point}:{cell.count}")
     expected = Found()
@@ -69,7 +71,7 @@ def _happen(cell: Forks, job: Job) -> None:
     job.start(forking, crash.fault, linger=True)
     expected = crash_job(job, crash, expected)
     _check_helpers(job)
-    job.start(dataclasses.replace(forking, saves=2), None, linger=False)
+    job.start(dataclasses.replace(forking, saves=2, recovers=True), None, linger=False)
     job.join()  # the agent leaves, though helpers live
     check_load(job, expected)
     check_end(job, expected.iteration + 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.agent.trainer import agents_under, is_alive
+from tests.crash import trouble
 from tests.crash.start import Life, start
 from tests.forked.nursery import nursery
 
@@ -20,6 +22,8 @@ T = TypeVar("T")
 RANKS = 2
 #: Longest wait for anything; a cell that needs it has failed.
 PATIENCE_S = 60.0
+#: How long an agent whose ranks have come to their end may take to come to its point.
+_LAST_S = 5.0
 
 
 class CellError(AssertionError):
@@ -61,6 +65,9 @@ class Job:
         With `linger` the ranks do not end by themselves.
         """
         self._lives += 1
+        if trouble.is_troubled(self.save):
+            # What the last life has made is visible by now: schedulers take longer, too.
+            time.sleep(trouble.LATE_S)
         for rank in range(RANKS):
             environment = {
                 "RANK": str(rank),
@@ -69,6 +76,7 @@ class Job:
                 "FLASHCKPT_RUNTIME_DIR": str(self.runtime_dir),
                 "FLASHCKPT_AGENT__GRACE_S": "60",
                 "FLASHCKPT_OTHER_WRITER_WAIT_S": "0",
+                **trouble.environment(self.save),
             }
             if fault is not None:
                 environment["FLASHCKPT_FAULT"] = f"{fault}:STOP:{self.reached}"
@@ -115,16 +123,26 @@ class Job:
         return agents_under(self.runtime_dir)
 
     def stopped(self, who: str) -> int:
-        """Wait until the fault has happened; return the process that stands still."""
+        """Wait until the fault has happened; return the process that stands still.
 
-        def probe() -> int | None:
+        An error of storage may keep an agent from a step (a removal, say), to which it then comes
+        once less in a life: with faults, 0 is returned when this life has come to its end.
+        """
+        ended_at = math.inf
+
+        def probe() -> list[int]:
+            nonlocal ended_at
             if self.reached.exists():
                 pids = self.agents if who == "agent" else [self.trainers[int(who[4:])]]
-                return next((pid for pid in pids if state_of(pid) == "T"), None)
+                return [pid for pid in pids if state_of(pid) == "T"]
             self._complain_of_the_dead()
-            return None
+            if who == "agent" and trouble.is_troubled(self.save) and all(self.reports("ended")):
+                ended_at = min(ended_at, time.monotonic())
+                if time.monotonic() > ended_at + _LAST_S:
+                    return [0]
+            return []
 
-        return eventually(f"{who} comes to its point", probe)
+        return eventually(f"{who} comes to its point", probe)[0]
 
     def everyone(self, name: str) -> None:
         """Wait until all ranks have reported `name`."""
@@ -190,5 +208,8 @@ class Job:
 
 
 def wake(pid: int) -> None:
+    """Let a process go on; none if `pid` is 0."""
+    if not pid:
+        return
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)

@@ -24,8 +24,14 @@ class Later:
         """Start a process that makes `second_starts.Life(*arguments)` when it is asked."""
         made = nursery()
         self._connection, other = made.Pipe()
+        # Not at the top: the forked process imports this module before it has its environment.
+        from tests.crash import trouble
+
+        environment = trouble.environment(home / "save")
         log = home / f"later-{len(list(home.glob('later-*')))}.log"
-        self._process = made.Process(target=_serve, args=(str(log), other, *arguments), daemon=True)
+        self._process = made.Process(
+            target=_serve, args=(environment, str(log), other, *arguments), daemon=True
+        )
         self._process.start()
         other.close()
 
@@ -55,8 +61,8 @@ class Later:
         self._connection.close()
 
 
-def _serve(log: str, connection: Connection, *arguments: Any) -> None:
-    settle_in({}, log)
+def _serve(environment: dict[str, str], log: str, connection: Connection, *arguments: Any) -> None:
+    settle_in(environment, log)
     from tests.crash.second_starts import Life
 
     life = Life(*arguments)

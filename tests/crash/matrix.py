@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import shutil
 import tempfile
 import time
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tests.crash import trouble
 from tests.crash.cells import all_cells
 from tests.crash.families import family_cells
 from tests.crash.family import FamilyCell
@@ -22,6 +24,7 @@ from tests.crash.story import KILLED, Cell, Found, tell
 
 AnyCell = Cell | PeerCell | RivalCell | FamilyCell
 _RANDOM = "random"
+PLAIN, FAULTY = STORAGES = ("plain", "faulty")
 #: Of the table in a file, where no terminal says.
 _WIDTH = 100
 
@@ -78,7 +81,16 @@ def _place(cell: AnyCell) -> tuple[tuple[str, str], str]:
     return (last.who, where), f"{last.killed} killed"
 
 
-def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> int:
+def run(
+    *,
+    seeds: int,
+    only: str,
+    jobs: int,
+    keep: Path | None,
+    list: bool,
+    storage: str,
+    fault_seed: int,
+) -> int:
     """Run the cells whose description contains `only`; return the exit status."""
     out = Console(soft_wrap=True, highlight=False)
     if not out.is_terminal:
@@ -96,12 +108,18 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
     of_rivals = Matrix(HUNG)
     of_families = Matrix(*dict.fromkeys(cell.place[1] for cell in families))
     home = Path(tempfile.mkdtemp(prefix="flashckpt-crash-"))
+    seed = fault_seed if storage == FAULTY else None
+    if seed is not None:
+        out.print(f"storage with faults, seed {seed}")
+    met: collections.Counter[str] = collections.Counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bar = Progress(*columns, TimeElapsedColumn(), console=out, disable=not out.is_terminal)
-    with bar, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    faults = contextlib.nullcontext() if seed is None else trouble.everywhere()
+    with faults, bar, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         task = bar.add_task("crashing", total=len(cells))
         running = {
-            pool.submit(_tell, cell, home / str(n), keep): cell for n, cell in enumerate(cells)
+            pool.submit(_tell, cell, home / str(n), keep, seed, met): cell
+            for n, cell in enumerate(cells)
         }
         try:
             for future in concurrent.futures.as_completed(running):
@@ -125,6 +143,9 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
         if its:
             its.print(out)
     sources = ", ".join(f"{count} from {name}" for name, count in restored.most_common())
+    if seed is not None:
+        calls = ", ".join(f"{count} at {call}" for call, count in met.most_common())
+        out.print(f"storage with faults, seed {seed}: {met.total()} calls were refused: {calls}")
     out.print(
         f"{passed}/{ended} cells of {len(cells)}; {restored.total()} restarts: {sources}; "
         f"{time.monotonic() - started:.0f} s"
@@ -132,8 +153,23 @@ def run(*, seeds: int, only: str, jobs: int, keep: Path | None, list: bool) -> i
     return 0 if passed == len(cells) else 1
 
 
-def _tell(cell: AnyCell, home: Path, keep: Path | None) -> list[Found]:
+def _tell(
+    cell: AnyCell,
+    home: Path,
+    keep: Path | None,
+    seed: int | None,
+    met: collections.Counter[str],
+) -> list[Found]:
+    """Let a cell happen in the new directory `home`.
+
+    Args:
+        keep: gets a copy of what a cell leaves that is not as it should be.
+        seed: of the faults of its storage; None: it has none.
+        met: counts the calls that were refused.
+    """
     home.mkdir()
+    if seed is not None:
+        trouble.prepare(home, seed, cell)
     try:
         if isinstance(cell, FamilyCell):
             cell.tell(home)
@@ -147,4 +183,5 @@ def _tell(cell: AnyCell, home: Path, keep: Path | None) -> list[Found]:
             shutil.copytree(home, keep / home.name, ignore=shutil.ignore_patterns("*.sock"))
         raise
     finally:
+        met.update(trouble.met(home))
         shutil.rmtree(home)

@@ -29,6 +29,7 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.cluster import Cluster, cluster
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import PATIENCE_S, content, is_alive, new_save_id
+from tests.crash import trouble
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.story import Found
 from tests.crash.truth import await_tidy, check_left, check_storage, committed
@@ -171,6 +172,7 @@ class _Story:
     def begin(self) -> None:
         """Return when iteration 3 is staged and node 0's agent stands at its point."""
         made, point = self._made, self._cell.point
+        trouble.begin(made.root)
         self._start()
         self._save(1)
         self._await_held(1, self._all)
@@ -325,6 +327,8 @@ class _Story:
         """Refuse a last life in which something is not saved or held, and whatever is left."""
         made = self._made
         for iteration in (restored + 1, restored + 2):
+            if iteration == restored + 2:
+                trouble.end(made.root)
             before = self._held(iteration)
             self._save(iteration)
             self._await_held(iteration, self._all, before)

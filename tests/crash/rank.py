@@ -30,6 +30,7 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import entries
 from megatron_flashckpt.megatron_lm.stock import unwrap
 from megatron_flashckpt.save.session import session
+from tests.crash import trouble
 from tests.crash.start import Life
 from tests.megatron.jobs import TINY
 
@@ -137,6 +138,8 @@ class Rank:
         first = self.load()
         for number in range(self.life.saves):
             broken = number == self.life.broken and self.rank == 1
+            if self.life.recovers and self.rank == 0 and number == self.life.saves - 1:
+                trouble.end(Path(self.life.save))
             AgentClient.staged = _not_rung if broken else ring  # type: ignore[method-assign]
             self.save(first + (number + 1) * self.life.step)
         for outcome in session.checkpointer(self.life.save).wait():

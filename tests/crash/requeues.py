@@ -29,6 +29,7 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import PATIENCE_S, FakeTrainer, is_alive, new_save_id
+from tests.crash import trouble
 from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.peers import agent_fault
@@ -119,6 +120,7 @@ class _Story:
         places = [lost, stays] if cell.rank == 0 else [stays, lost]
         self._start(places, stopping=lost)
         self._save(1)
+        trouble.begin(self._root)  # earlier ones would move the step that `cell.count` counts to
         (agent,) = lost.agents()
         self._train_until_stopped(agent)
         self._kill()
@@ -148,8 +150,9 @@ class _Story:
         again = self._restore()
         if again != newest + 1:
             raise CellError(f"the third life has restored {again}, not {newest + 1}")
-        for iteration in (newest + 2, newest + 3):
-            self._save(iteration)
+        self._save(newest + 2)
+        trouble.end(self._root)
+        self._save(newest + 3)
         self._check_end(found, newest)
 
     def _check_end(self, found: int, newest: int) -> None:

@@ -19,6 +19,7 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import stored
 from tests.agent.trainer import PATIENCE_S, FakeTrainer, content, new_save_id
+from tests.crash import trouble
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.peers import agent_fault
 from tests.crash.truth import await_tidy, check_storage, committed
@@ -113,6 +114,7 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
             hung = first.trainer(root, config=config, retention=_FIRST)
         hung.claim()
         _saved(hung, 1)
+        trouble.begin(root)  # earlier ones would move the step that `cell.count` counts to
         blocking = root / iteration_dir(2) / MANIFEST
         if cell.fails:
             blocking.mkdir(parents=True)
@@ -129,6 +131,8 @@ def tell_of_rivals(cell: RivalCell, home: Path) -> None:
         if cell.swept:
             later.client.adopt(stored(root, newest).manifest.save_id, newest)
         for iteration in (3, 4, 5) if cell.swept else (5,):
+            if iteration == 5:
+                trouble.end(root)
             _saved(later, iteration)
         eventually("tidiness", lambda: _is_tidy(root, 5))
         before = _listing(root)

@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 
 from tests.agent.trainer import is_alive
+from tests.crash import trouble
 from tests.crash.cells import LOADING, SAVING
 from tests.crash.family import FamilyCell
 from tests.crash.job import RANKS, CellError, Job, eventually, wake
@@ -73,6 +74,7 @@ def second_jobs() -> list[FamilyCell]:
 
 
 def _happen(cell: SecondJob, first: Job, second: Job) -> None:
+    trouble.begin(first.save)
     life = Life(save=str(first.save), seed=1, saves=_SAVES)
     before = Found()
     if cell.point.startswith("load."):
@@ -107,7 +109,8 @@ def _happen(cell: SecondJob, first: Job, second: Job) -> None:
         first.kill_agents()
     check_storage(first.save)
 
-    second.start(Life(save=str(first.save), seed=3, loads=2, saves=2), None, linger=False)
+    last = Life(save=str(first.save), seed=3, loads=2, saves=2, recovers=True)
+    second.start(last, None, linger=False)
     second.join()
     check_load(second, Found(newest, cell.source))
     check_end(second, newest + 2)

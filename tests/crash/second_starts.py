@@ -25,6 +25,7 @@ from megatron_flashckpt.memory.slot import Slot, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import PATIENCE_S, FakeTrainer, config_of, new_save_id
+from tests.crash import trouble
 from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.later import Later
@@ -55,7 +56,7 @@ class Life:
         self.number = number
         self._root = root
         self._half: tuple[Slot, int] | None = None
-        config = config_of(runtime_dir, answer_timeout_s=600.0)
+        config = config_of(runtime_dir, answer_timeout_s=600.0, environment=trouble.VARIABLES)
         retention = _FIRST if number == 1 else _LATER
         self.trainer = FakeTrainer(root, config, retention=retention)
 
@@ -222,6 +223,7 @@ class _Story:
         restored = third.answer()
         if restored != Restored(newest, "memory", 2):
             raise CellError(f"the third process has restored {restored}")
+        trouble.end(self._root)
         third.do("save", newest + 1)
         third.do("leave")
         eventually(f"agent {agent} leaves", lambda: not self._node.agents())
@@ -238,6 +240,9 @@ class _Story:
         first = self._first
         with contextlib.suppress(AgentError, AssertionError):  # nor does any outcome count
             first.save(1)
+            trouble.begin(
+                self._root
+            )  # earlier ones would move the step that `cell.count` counts to
             if self._cell.fails:
                 (self._root / iteration_dir(2) / MANIFEST).mkdir(parents=True)
             slot = first.stage(2)

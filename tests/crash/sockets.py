@@ -25,6 +25,7 @@ from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import FakeTrainer, content, is_alive, new_save_id
+from tests.crash import trouble
 from tests.crash.family import FamilyCell
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.peers import agent_fault
@@ -119,8 +120,9 @@ def _happen(cell: LostSocket, home: Path, node: Node) -> None:
     newest = _restored(again)
     if again.client.agent_pid != agent and newest < min(least, 1):
         raise CellError(f"iteration {newest} was restored")
-    for iteration in (newest + 1, newest + 2):
-        _saved(again, iteration)
+    _saved(again, newest + 1)
+    trouble.end(root)
+    _saved(again, newest + 2)
     check_storage(root)
     await_tidy(root, newest + 2)
     serving = again.client.agent_pid
@@ -164,6 +166,7 @@ def _restored(trainer: FakeTrainer) -> int:
 def _train(cell: LostSocket, trainer: FakeTrainer) -> None:
     with contextlib.suppress(AgentError):  # the trainer dies
         _saved(trainer, 1)
+        trouble.begin(trainer.root)  # earlier ones would move the step that `cell.count` counts to
         if cell.fails:
             (trainer.root / iteration_dir(2) / MANIFEST).mkdir(parents=True)
         error = trainer.save(2, new_save_id()).error

@@ -34,8 +34,17 @@ class Life:
     retain_interval: int | None = None
     loads: int | None = None
     """Seed of the contents that are loaded, if another life has saved them."""
+    recovers: bool = False
+    """Storage has no more faults before the last save."""
     forks: str = ""
     """POINT:COUNT at which each rank forks helpers; see `helpers.fork_at`."""
+
+
+def _retry_at_once() -> None:
+    """Let loads retry within a second: errors of these tests pass at once."""
+    from megatron_flashckpt.storage import patient
+
+    patient.RETRIES_S = (0.1, 0.2, 0.4)
 
 
 def start(environment: dict[str, str], log: str, life: Life, *arguments: Any) -> None:
@@ -43,6 +52,8 @@ def start(environment: dict[str, str], log: str, life: Life, *arguments: Any) ->
     settle_in(environment, log)
     if life.forks:
         fork_at(life.forks, Path(life.save).parent)
+    if "FAULTY_STORAGE" in environment:
+        _retry_at_once()
     from tests.crash.rank import main
 
     try:

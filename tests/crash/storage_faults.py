@@ -23,6 +23,7 @@ from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.agent.conftest import Node
 from tests.agent.test_persist import read_rank, stored
 from tests.agent.trainer import FakeTrainer, content, is_alive
+from tests.crash import trouble
 from tests.crash.family import FamilyCell
 from tests.crash.job import CellError, eventually, state_of
 from tests.crash.peers import agent_fault
@@ -155,7 +156,7 @@ class _Story:
         cell = self._cell
         self._start(f"agent:{cell.point}:{cell.count}:STOP:{self._reached}")
         self._save(1)
-        self._faulty.rule(*RULES[cell.trouble])
+        self._faulty.rule(*RULES[cell.trouble], *trouble.errors(self._root))
         # Nobody knows whether the agent still answers before it stops.
         self._staging = threading.Thread(target=self._stage_at_last)
         self._staging.start()
@@ -196,6 +197,8 @@ class _Story:
     def end(self) -> None:
         """Save twice more, in the same trouble; nothing may stay of what was cut short."""
         for iteration in (3, 4):
+            if iteration == 4 and trouble.is_troubled(self._root):
+                self._faulty.rule(*RULES[self._cell.trouble])
             self._save(iteration)
             self._check(iteration)
         if self._cell.trouble == PASSING and not self._faulty.hits():

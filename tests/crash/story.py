@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+from tests.crash import trouble
 from tests.crash.job import RANKS, CellError, Job, wake
 from tests.crash.start import Life
 from tests.crash.truth import await_tidy, check_left, check_storage, committed, in_memory
@@ -65,6 +66,7 @@ def tell(cell: Cell, home: Path) -> list[Found]:
         CellError: something is not as it should be.
     """
     job = Job(home)
+    trouble.begin(job.save)
     expected = Found()
     restored = []
     try:
@@ -80,7 +82,9 @@ def tell(cell: Cell, home: Path) -> list[Found]:
             job.start(life, crash.fault, linger=True)
             expected = crash_job(job, crash, expected)
             restored.append(expected)
-        life = dataclasses.replace(life, saves=2, step=cell.step, broken=-1, hurried=False)
+        life = dataclasses.replace(
+            life, saves=2, step=cell.step, broken=-1, hurried=False, recovers=True
+        )
         job.start(life, None, linger=False)
         job.join()
         check_load(job, expected)
