@@ -64,7 +64,10 @@ class Later:
 def _serve(environment: dict[str, str], log: str, connection: Connection, *arguments: Any) -> None:
     settle_in(environment, log)
     from tests.crash.second_starts import Life
+    from tests.crash.trouble import retry_at_once
 
+    if environment:
+        retry_at_once()
     life = Life(*arguments)
     while True:
         try:

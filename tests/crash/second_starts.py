@@ -166,11 +166,13 @@ class SecondStart(FamilyCell):
         try:
             with agent_fault(f"agent:{self.point}:{self.count}:STOP:{home / 'reached'}"):
                 first = Life(root, node.runtime_dir, 1)
-            _Story(self, home, root, node, first, later).happen()
+            try:
+                _Story(self, home, root, node, first, later).happen()
+            finally:
+                for process in later:
+                    process.kill()
+                first.trainer.hang_up()
         finally:
-            for process in later:
-                process.kill()
-            first.trainer.hang_up()
             node.close()
 
 

@@ -40,20 +40,15 @@ class Life:
     """POINT:COUNT at which each rank forks helpers; see `helpers.fork_at`."""
 
 
-def _retry_at_once() -> None:
-    """Let loads retry within a second: errors of these tests pass at once."""
-    from megatron_flashckpt.storage import patient
-
-    patient.RETRIES_S = (0.1, 0.2, 0.4)
-
-
 def start(environment: dict[str, str], log: str, life: Life, *arguments: Any) -> None:
     """Set the environment, then import what reads it. Returns when the rank has ended."""
     settle_in(environment, log)
     if life.forks:
         fork_at(life.forks, Path(life.save).parent)
     if "FAULTY_STORAGE" in environment:
-        _retry_at_once()
+        from tests.crash.trouble import retry_at_once
+
+        retry_at_once()
     from tests.crash.rank import main
 
     try:

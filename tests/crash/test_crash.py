@@ -13,18 +13,21 @@ from pathlib import Path
 
 import pytest
 
+from megatron_flashckpt.error_classes import TABLE
 from megatron_flashckpt.failpoints import POINTS
-from tests.crash import storage_faults
+from tests.crash import storage_faults, trouble
 from tests.crash.cells import all_cells, sample
 from tests.crash.families import FAMILIES, family_cells, family_sample
 from tests.crash.family import FamilyCell
 from tests.crash.job import RANKS, CellError, Job
 from tests.crash.peers import NODES, PeerCell, peer_cells, peer_sample, tell_of_peers
 from tests.crash.rivals import RivalCell, rival_cells, rival_sample, tell_of_rivals
+from tests.crash.sockets import SOCKET_GONE, LostSocket
 from tests.crash.start import Life
 from tests.crash.storage_faults import RULES, faulty_cells
 from tests.crash.story import KILLED, Cell, tell
 from tests.crash.truth import await_tidy, check_storage, check_tidy
+from tests.faulty_storage.preload import CALLS
 
 #: Modules whose steps ranks come to.
 OF_RANKS = (
@@ -63,6 +66,39 @@ def test_an_overtaken_job_changes_nothing_however_late_its_agent_wakes(
 @pytest.mark.parametrize("cell", family_sample(), ids=str)
 def test_one_life_is_committed_and_none_is_lost_or_mixed(cell: FamilyCell, tmp_path: Path) -> None:
     cell.tell(tmp_path)
+
+
+#: Of cells without Megatron: its ranks are forked from a process that the suite may have started
+#: before, without the library. They are cheap, and each has two nodes, jobs or lives of a rank.
+FAULTY_SAMPLE = (
+    *storage_faults.faulty_sample()[-1:],
+    LostSocket("persist.chunk", 2, SOCKET_GONE, at_once=True),
+)
+
+
+@pytest.mark.parametrize("cell", FAULTY_SAMPLE, ids=str)
+def test_nothing_is_lost_on_storage_with_faults(cell: FamilyCell, tmp_path: Path) -> None:
+    trouble.prepare(tmp_path, 1, cell)
+    with trouble.everywhere():
+        cell.tell(tmp_path)
+    assert trouble.met(tmp_path).count("fallocate") >= 4, "agents were not on this storage"
+
+
+def test_every_call_meets_every_error_that_may_pass(tmp_path: Path) -> None:
+    """But close, and a cell that is not prepared meets none."""
+    assert trouble.errors(tmp_path / "save") == []
+    trouble.prepare(tmp_path, 0, "a cell")
+    rules = [rule.split() for rule in trouble.errors(tmp_path / "save")]
+    numbers = {words[1]: words[4].split(",") for words in rules if words[0] == "sometimes"}
+    passing = {str(number) for number, it in TABLE.items() if it.may_pass}
+    assert numbers.keys() == set(CALLS) - {"fallocate"}
+    assert all(passing == set(of) for call, of in numbers.items() if call != "close")
+    assert set(numbers["close"]) <= passing
+    before = (tmp_path / "faults").read_text()
+    trouble.begin(tmp_path / "save")
+    assert "sometimes " in (tmp_path / "faults").read_text()
+    trouble.end(tmp_path / "save")
+    assert (tmp_path / "faults").read_text() == before
 
 
 def test_the_long_version_has_each_family_at_every_step_of_its_process() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 from megatron_flashckpt.error_classes import TABLE
+from megatron_flashckpt.storage import patient
 from tests.faulty_storage.preload import (
     CALLS,
     calm,
@@ -101,6 +102,11 @@ def environment(root: Path) -> dict[str, str]:
         "FAULTY_STORAGE": str(root.parent / _RULES),
         "FLASHCKPT_AGENT__ENVIRONMENT": f"[{', '.join(VARIABLES)}]",
     }
+
+
+def retry_at_once() -> None:
+    """Let this process retry within a second what it reads: errors of these tests pass at once."""
+    patient.RETRIES_S = (0.1, 0.2, 0.4)
 
 
 def met(home: Path) -> list[str]:
