@@ -31,7 +31,7 @@ def ensure(root: str) -> None:
         os.makedirs(root, exist_ok=True)
         return ""
 
-    _patiently(make, "")  # the check before the first step, or a save, says why there is none
+    _patiently(make)  # the check before the first step, or a save, says why there is none
 
 
 def identity_of(root: str) -> str:
@@ -40,15 +40,16 @@ def identity_of(root: str) -> str:
     Errors that may pass are waited out for some seconds. With another identity the trainer would
     look for another agent, and start one, beside the agent that holds its memory.
     """
-    return _patiently(lambda: _shown(os.stat(root)), "")
+    return _patiently(lambda: _shown(os.stat(root)))
 
 
 def resolved(root: str) -> str:
     """Return the path of `root` without links; errors are waited out as in `identity_of`."""
-    return _patiently(lambda: os.path.realpath(root, strict=True), os.path.realpath(root))
+    return _patiently(lambda: os.path.realpath(root, strict=True)) or os.path.realpath(root)
 
 
-def _patiently(look: Callable[[], str], otherwise: str) -> str:
+def _patiently(look: Callable[[], str]) -> str:
+    """Return `look()`, tried again after errors that may pass; empty if it fails all the same."""
     for pause_s in (*_RETRIES_S, None):
         try:
             return look()
@@ -56,7 +57,7 @@ def _patiently(look: Callable[[], str], otherwise: str) -> str:
             if pause_s is None or not may_pass(error):
                 break
             time.sleep(pause_s)
-    return otherwise
+    return ""
 
 
 def _shown(status: os.stat_result) -> str:
