@@ -32,7 +32,7 @@ from compat_tree import REPO, Tree, end_nurseries
 from rich.console import Console
 from rich.progress import Progress
 
-from patches import TAGS
+from patches.patch import TAGS
 
 TICK, CROSS, NONE = "\u2713", "\u2717", "-"
 README = REPO / "README.md"

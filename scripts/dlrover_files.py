@@ -23,7 +23,7 @@ import compat_dlrover
 import compat_tree
 from compat_tree import REPO, Run, Tree, end_nurseries
 
-from patches import TAGS
+from patches.patch import TAGS
 
 FILES = REPO / "tests/convert/dlrover_files"
 

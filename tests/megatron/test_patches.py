@@ -10,21 +10,15 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import megatron.core
 import pytest
 
+from patches import patch
 from tests.megatron.jobs import REPO
 
-SCRIPT = REPO / "scripts/patches.py"
-sys.path.insert(0, str(SCRIPT.parent))
-try:
-    import patches
-finally:
-    sys.path.remove(str(SCRIPT.parent))
-
+SCRIPT = REPO / "scripts/patches"
 
 #: What the patch for the installed release changes.
 PATCHED = ("megatron/training/training.py", "megatron/training/initialize.py")
@@ -41,14 +35,12 @@ def tree(tmp_path: Path) -> Path:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True
-    )
+    return subprocess.run([str(SCRIPT), *map(str, arguments)], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("name", patches.TAGS)
+@pytest.mark.parametrize("name", patch.TAGS)
 def test_a_patch_turns_imports_into_ours_and_nothing_else(name: str) -> None:
-    lines = (patches.PATCHES / f"{name}.patch").read_text().splitlines()
+    lines = (patch.PATCHES / f"{name}.patch").read_text().splitlines()
     changes = [line for line in lines if re.match(r"[-+](?![-+])", line)]
     removed = [line[1:] for line in changes if line[0] == "-"]
     added = [line[1:] for line in changes if line[0] == "+"]
@@ -64,7 +56,7 @@ def test_a_patch_turns_imports_into_ours_and_nothing_else(name: str) -> None:
 
 
 def test_every_patch_is_named_after_a_tag_and_no_tag_lacks_one() -> None:
-    assert {path.stem for path in patches.PATCHES.glob("*.patch")} == set(patches.TAGS)
+    assert {path.stem for path in patch.PATCHES.glob("*.patch")} == set(patch.TAGS)
 
 
 def test_the_right_patch_is_found_and_applied(tree: Path) -> None:
@@ -72,7 +64,7 @@ def test_the_right_patch_is_found_and_applied(tree: Path) -> None:
     done = run("apply", tree)
     assert done.stdout == f"applied patches/core_v0.17.1.patch to {tree}\n", done.stderr
     patched = [(tree / path).read_text() for path in PATCHED]
-    assert patched == [patches.swapped(text) for text in stock]
+    assert patched == [patch.swapped(text) for text in stock]
     assert all(one != other for one, other in zip(patched, stock, strict=True))
 
 
@@ -135,7 +127,7 @@ def test_a_tree_inside_another_repository_is_really_patched(
     for path in PATCHED:
         text = (tree / "vendored" / path).read_text()
         assert "from megatron_flashckpt." in text
-        assert text == patches.swapped(text)
+        assert text == patch.swapped(text)
 
 
 LOAD_OURS = LOAD.replace("megatron.training", "megatron_flashckpt")
@@ -171,7 +163,7 @@ def test_imports_that_were_edited_are_swapped_where_they_stand(
     expected = edit(tree, old, new).replace(new, after)
     for stock, ours in ((LOAD, LOAD_OURS), (SAVE, SAVE_OURS), (FINALIZE, FINALIZE_OURS)):
         expected = expected.replace(stock, ours)
-    said = patches.apply(tree, None).splitlines()
+    said = patch.apply(tree, None).splitlines()
     assert (tree / PATCHED[0]).read_text() == expected
     assert "from megatron_flashckpt.arguments import" in (tree / PATCHED[1]).read_text()
     if said[0].startswith("swapped the imports of"):
@@ -194,14 +186,14 @@ def test_a_release_without_a_patch_has_its_imports_swapped(tree: Path) -> None:
     )
     number = before.splitlines().index(LOAD[:-1]) + 1
     assert said[1] == f"  {PATCHED[0]}:{number}: {LOAD_OURS[:-1]}"
-    assert training.read_text() == patches.swapped(before)
+    assert training.read_text() == patch.swapped(before)
 
 
 def test_ends_of_lines_stay_as_they_are(tree: Path) -> None:
     training = tree / PATCHED[0]
     training.write_bytes(training.read_bytes().replace(b"\n", b"\r\n"))
     before = training.read_bytes()
-    patches.apply(tree, None)
+    patch.apply(tree, None)
     after = training.read_bytes()
     assert after != before
     assert after.count(b"\r\n") == after.count(b"\n") == before.count(b"\n")
@@ -253,8 +245,8 @@ def test_imports_that_cannot_be_swapped_are_refused_with_line_and_remedy(
 ) -> None:
     edit(tree, old, new)
     before = {path: (tree / path).read_bytes() for path in PATCHED}
-    with pytest.raises(patches.PatchError) as caught:
-        patches.apply(tree, None)
+    with pytest.raises(patch.PatchError) as caught:
+        patch.apply(tree, None)
     message = str(caught.value)
     assert f"  {PATCHED[0]}:{reason}" in message
     assert message.endswith("or use the launcher, which needs no edit")
@@ -266,4 +258,4 @@ def test_imports_that_cannot_be_swapped_are_refused_with_line_and_remedy(
 def test_every_patch_applies_to_its_tag_in_both_ways() -> None:
     done = run("check", os.environ["MEGATRON_LM"])
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("applies to") == len(patches.TAGS)
+    assert done.stdout.count("applies to") == len(patch.TAGS)

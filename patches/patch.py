@@ -18,9 +18,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from patch_imports import TRAINING, lines_of, obstacles, swapped
+from patches.imports import TRAINING, lines_of, obstacles, swapped
 
-PATCHES = Path(__file__).resolve().parents[1] / "patches"
+PATCHES = Path(__file__).resolve().parent
 #: Name of the patch -> revision it is made from. Later releases with the same minor number take it.
 TAGS = {
     "cb995d5": "cb995d5",

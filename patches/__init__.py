@@ -1,0 +1,1 @@
+"""Patches that swap Megatron's checkpointing imports; start reading at `patch.py`."""
