@@ -1,6 +1,6 @@
 """What real DLRover saved holds what stock Megatron saved of the same state, and damage is told.
 
-The archives are files of DLRover 0.6.1 and of stock; `scripts/dlrover_files.py` made them.
+The archives are files of DLRover 0.6.1 and of stock; `tests/compat/dlrover_files.py` made them.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
     MEGATRON_LM=/path/to/clone scripts/compat --upstream-tests [TAG ...]
 
 Trees come from the clone with `git archive`; nothing is written to it. Four gloo ranks, TP2 x DP2,
-distributed optimizer, bf16, dropout on; `compat_release.py` says what each feature is. With
+distributed optimizer, bf16, dropout on; `release.py` says what each feature is. With
 `--keep` a later call goes on where this one was ended: releases that passed are not tried again.
-With `--upstream-tests`, instead of that, what `compat_upstream.py` says: Megatron's own unit tests
+With `--upstream-tests`, instead of that, what `upstream.py` says: Megatron's own unit tests
 of saving and loading.
 """
 
@@ -24,15 +24,15 @@ import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import compat_upstream
-from compat_moves import follows_dlrover, follows_torch, leaves_to_torch
-from compat_release import FEATURES as OF_RELEASE
-from compat_release import CellError, NotHereError, Release
-from compat_tree import REPO, Tree, end_nurseries
 from rich.console import Console
 from rich.progress import Progress
 
 from patches.patch import TAGS
+from tests.compat import upstream
+from tests.compat.conversions import follows_dlrover, follows_torch, leaves_to_torch
+from tests.compat.release import FEATURES as OF_RELEASE
+from tests.compat.release import CellError, NotHereError, Release
+from tests.compat.tree import REPO, Tree, end_nurseries
 
 TICK, CROSS, NONE = "\u2713", "\u2717", "-"
 README = REPO / "README.md"
@@ -179,8 +179,8 @@ def main() -> None:
         )
     where = args.keep or Path(tempfile.mkdtemp(prefix="flashckpt-compat-"))
     if args.upstream_tests:
-        failed = compat_upstream.main(
-            args.tags or compat_upstream.TAGS, lambda tag: extract(tag, where, Path(clone))
+        failed = upstream.main(
+            args.tags or upstream.TAGS, lambda tag: extract(tag, where, Path(clone))
         )
     else:
         failed = matrix(args.tags or list(TAGS), where, Path(clone), readme=args.readme)

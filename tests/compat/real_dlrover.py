@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from compat_tree import Run, Tree
+from tests.compat.tree import Run, Tree
 
 VERSION = "0.6.1"
 _ATTEMPTS = 4

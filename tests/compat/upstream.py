@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-from compat_tree import REPO, Tree
+
+from tests.compat.tree import REPO, Tree
 
 #: What these tests are written for.
 RANKS = 8
@@ -92,7 +93,7 @@ def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
     environment = {
         **tree.environment(where),
         "PYTHONPATH": os.pathsep.join(
-            map(str, [REPO / "tests/cpu_megatron", tree.root, REPO / "scripts", path])
+            map(str, [REPO / "tests/cpu_megatron", tree.root, REPO / "tests/compat/ranks", path])
         ),
         # The stand-in is installed in what the ranks are forked from.
         "LOCAL_RANK": "0",
@@ -109,7 +110,7 @@ def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
     with open(where / "log", "w") as log:
         subprocess.run(
             [
-                *(sys.executable, str(REPO / "scripts/upstream_ranks.py"), str(RANKS)),
+                *(sys.executable, str(REPO / "tests/compat/ranks/upstream_ranks.py"), str(RANKS)),
                 *(*doors, "--", *files(tree.root)),
             ],
             cwd=tree.root,

@@ -1,6 +1,6 @@
 """Make `tests/convert/dlrover_files`: what real DLRover and stock Megatron save of the same state.
 
-    MEGATRON_LM=/path/to/clone .venv/bin/python scripts/dlrover_files.py [ARCHIVE ...]
+    MEGATRON_LM=/path/to/clone .venv/bin/python -m tests.compat.dlrover_files [ARCHIVE ...]
 
 Each holds `dlrover` (0.6.1, iteration 4; the first also 2) and `stock` (`torch` of the same
 release, iteration 4) of a tiny GPT that the release's own `pretrain_gpt.py` trains on CPU ranks, in
@@ -19,11 +19,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-import compat_dlrover
-import compat_tree
-from compat_tree import REPO, Run, Tree, end_nurseries
-
 from patches.patch import TAGS
+from tests.compat import real_dlrover
+from tests.compat import tree as trees
+from tests.compat.tree import REPO, Run, Tree, end_nurseries
 
 FILES = REPO / "tests/convert/dlrover_files"
 
@@ -79,14 +78,14 @@ EDITS = {
 
 def make(name: str, where: Path) -> None:
     tag, flags = JOBS[name]
-    compat_tree.MODEL = [*MODEL, *flags.split()]
+    trees.MODEL = [*MODEL, *flags.split()]
     tree = Tree.extract(Path(os.environ["MEGATRON_LM"]), tag, TAGS[tag], where / "tree")
     for path, (pattern, text) in EDITS.items():
         file = tree.root / path
         if file.is_file():
             file.write_text(re.sub(pattern, text, file.read_text()))
-    theirs = compat_dlrover.swapped(tree, where / "with-dlrover")
-    site = compat_dlrover.install(where.parent)
+    theirs = real_dlrover.swapped(tree, where / "with-dlrover")
+    site = real_dlrover.install(where.parent)
     ranks = 2 if "-dp2-" in name else 4
 
     def job(of: Tree, door: str, env: dict[str, str]) -> Run:
@@ -95,7 +94,7 @@ def make(name: str, where: Path) -> None:
 
     runs = [
         job(tree, "stock", {}),
-        compat_dlrover.run(theirs, site, where, lambda env: job(theirs, "dlrover", env)),
+        real_dlrover.run(theirs, site, where, lambda env: job(theirs, "dlrover", env)),
     ]
     print(name, [sorted(run.figures.items()) for run in runs])
     assert (where / "dlrover/iter_0000002/rank_00000").is_dir()

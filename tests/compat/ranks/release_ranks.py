@@ -1,6 +1,6 @@
 """Ranks for the jobs of a Megatron-LM tree: forked from one process that has imported it.
 
-Run by `scripts/compat` with the tree's root as directory and its environment: `compat_ranks.py
+Run by `scripts/compat` with the tree's root as directory and its environment: `release_ranks.py
 MODULE,...` imports those, then reads a job per line of JSON (`Job`), runs it, and answers with a
 line. Importing Megatron in every rank is what takes most of a short job's time. As with torchrun,
 when a rank fails all are ended, and started again if a restart is left.

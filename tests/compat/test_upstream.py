@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+from tests.compat import upstream
 
 
-@pytest.fixture(scope="module")
-def upstream():
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import compat_upstream
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    return compat_upstream
-
-
-def test_a_test_passes_if_it_does_through_us_and_has_called_us(upstream) -> None:
+def test_a_test_passes_if_it_does_through_us_and_has_called_us() -> None:
     passed = upstream.Result("passed", "", 2)
     assert upstream.verdict("a", passed, passed).kind == upstream.PASSED
     idle = upstream.Result("passed", "", 0)
     assert upstream.verdict("a", idle, idle).kind == upstream.NOT_OURS
 
 
-def test_what_stock_fails_or_skips_says_nothing_of_us(upstream) -> None:
+def test_what_stock_fails_or_skips_says_nothing_of_us() -> None:
     failed, skipped = upstream.Result("failed", "no GPU", 0), upstream.Result("skipped", "slow", 0)
     for ours in (failed, upstream.Result("passed", "", 1), None):
         found = upstream.verdict("a", failed, ours)
@@ -39,7 +28,7 @@ def test_what_stock_fails_or_skips_says_nothing_of_us(upstream) -> None:
 
 
 def test_what_only_fails_through_us_is_a_failure_unless_it_is_named(
-    upstream, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(upstream, "NOT_APPLICABLE", {r"named$": "asserts file names"})
     stock, ours = upstream.Result("passed", "", 0), upstream.Result("failed", "it differs", 1)
@@ -52,7 +41,7 @@ def test_what_only_fails_through_us_is_a_failure_unless_it_is_named(
     assert upstream.verdict("named", stock, passed).kind == upstream.PASSED
 
 
-def test_ranks_fail_together_with_the_reason_of_the_first(upstream, tmp_path: Path) -> None:
+def test_ranks_fail_together_with_the_reason_of_the_first(tmp_path: Path) -> None:
     for rank in range(upstream.RANKS):
         lines = [{"test": "good", "outcome": "passed", "reason": "", "calls": {"save": 1}}]
         if rank:
@@ -75,7 +64,7 @@ def test_ranks_fail_together_with_the_reason_of_the_first(upstream, tmp_path: Pa
     assert found["cut"].outcome == "failed"
 
 
-def test_parameter_sets_that_fare_alike_are_one_line(upstream) -> None:
+def test_parameter_sets_that_fare_alike_are_one_line() -> None:
     passed, failed = upstream.Verdict(upstream.PASSED), upstream.Verdict(upstream.FAILED, "x | y")
     verdicts = {"tests/unit_tests/a.py::t[1]": passed, "tests/unit_tests/a.py::t[2]": passed}
     assert list(upstream.table("tag", {**verdicts, "b.py::u": failed})) == [
@@ -84,7 +73,7 @@ def test_parameter_sets_that_fare_alike_are_one_line(upstream) -> None:
     ]
 
 
-def test_only_files_that_import_the_functions_are_run(upstream, tmp_path: Path) -> None:
+def test_only_files_that_import_the_functions_are_run(tmp_path: Path) -> None:
     folder = tmp_path / "tests/unit_tests/sub"
     folder.mkdir(parents=True)
     for name, text in {

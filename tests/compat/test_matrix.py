@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-
-
-@pytest.fixture
-def compat(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    import compat
-
-    return compat
+from tests.compat import matrix as compat
 
 
 def fails(error: Exception) -> Any:
@@ -25,13 +17,12 @@ def fails(error: Exception) -> Any:
     return feature
 
 
-def features(compat: Any, monkeypatch: pytest.MonkeyPatch, **them: Any) -> None:
+def features(monkeypatch: pytest.MonkeyPatch, **them: Any) -> None:
     monkeypatch.setattr(compat, "FEATURES", {"first": lambda _: None, **them})
 
 
-def test_marks_say_what_works_and_notes_why_not(compat, monkeypatch) -> None:
+def test_marks_say_what_works_and_notes_why_not(monkeypatch) -> None:
     features(
-        compat,
         monkeypatch,
         second=lambda _: None,
         broken=fails(compat.CellError("differs; log: /somewhere/A.log")),
@@ -46,13 +37,13 @@ def test_marks_say_what_works_and_notes_why_not(compat, monkeypatch) -> None:
     assert lines[-2:] == ["- v1, broken: differs", "- v1, absent: is too old"]
 
 
-def test_without_stock_nothing_is_said_of_the_rest(compat, monkeypatch) -> None:
-    features(compat, monkeypatch, second=fails(compat.CellError("no")), third=lambda _: None)
+def test_without_stock_nothing_is_said_of_the_rest(monkeypatch) -> None:
+    features(monkeypatch, second=fails(compat.CellError("no")), third=lambda _: None)
     found = compat.try_all(None, "v1", "abc", lambda: None)
     assert list(found.marks.values()) == [compat.TICK, compat.CROSS, compat.NONE]
 
 
-def test_the_table_takes_the_place_of_the_one_before(compat, monkeypatch, tmp_path: Path) -> None:
+def test_the_table_takes_the_place_of_the_one_before(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compat, "README", tmp_path / "README.md")
     compat.README.write_text(f"before\n{compat.BEGIN}old\n{compat.FINISH}after\n")
     compat.write_readme(["| new |"])
@@ -60,7 +51,7 @@ def test_the_table_takes_the_place_of_the_one_before(compat, monkeypatch, tmp_pa
     assert compat.README.read_text() == expected
 
 
-def test_the_readme_has_a_place_for_the_table(compat) -> None:
+def test_the_readme_has_a_place_for_the_table() -> None:
     before, begin, rest = compat.README.read_text().partition(compat.BEGIN)
     assert begin
     assert compat.FINISH in rest
@@ -68,9 +59,7 @@ def test_the_readme_has_a_place_for_the_table(compat) -> None:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_a_release_that_passed_is_not_tried_again(
-    compat, monkeypatch, tmp_path: Path, works: bool
-) -> None:
+def test_a_release_that_passed_is_not_tried_again(monkeypatch, tmp_path: Path, works: bool) -> None:
     tried = []
 
     def second(_: Any) -> None:
@@ -78,7 +67,7 @@ def test_a_release_that_passed_is_not_tried_again(
         if not works:
             raise compat.CellError("no")
 
-    features(compat, monkeypatch, second=second)
+    features(monkeypatch, second=second)
     monkeypatch.setitem(compat.TAGS, "v1", "abc")
     monkeypatch.setattr(compat, "_revision", lambda *_: "abc")
     monkeypatch.setattr(compat, "Release", lambda *_: None)

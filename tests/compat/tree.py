@@ -14,7 +14,7 @@ import sysconfig
 import tarfile
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
+REPO = Path(__file__).resolve().parents[2]
 #: Mock data has tokens up to 4095, and 4352 is a padded size under TP1 as under TP2.
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -118,12 +118,12 @@ class Tree:
         return Run(log.read_text(errors="replace"), log)
 
     def _nursery(self, where: Path, env: dict[str, str]) -> subprocess.Popen[str]:
-        """Return the process that this tree's ranks are forked from (`compat_ranks.py`).
+        """Return the process that this tree's ranks are forked from (`release_ranks.py`).
 
         Where imports were swapped ours is imported in it, and takes its settings from `env`.
         """
         if self.root not in _nurseries:
-            script = REPO / "scripts/compat_ranks.py"
+            script = REPO / "tests/compat/ranks/release_ranks.py"
             with open(where / f"{self.root.name}-import.log", "w") as log:
                 _nurseries[self.root] = subprocess.Popen(
                     [sys.executable, str(script), "torch,numpy,megatron.training"],

@@ -10,22 +10,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import compat_dlrover
-from compat_release import HALF, TP2, CellError, NotHereError, Release
-
 from megatron_flashckpt.file_format.file_names import iteration_dir
+from tests.compat import real_dlrover
+from tests.compat.release import HALF, TP2, CellError, NotHereError, Release
 
 
 def follows_dlrover(release: Release) -> None:
     """What real DLRover has saved is converted: ours goes on from it as if never stopped."""
     _only_legacy(release)
     try:
-        site = compat_dlrover.install(release.where.parent)
+        site = real_dlrover.install(release.where.parent)
     except subprocess.CalledProcessError as error:
         raise NotHereError(f"DLRover cannot be installed: {error.stderr.strip()[-200:]}") from error
     theirs = release.where / "dlrover"
-    tree = compat_dlrover.swapped(release.tree, release.where / "with-dlrover")
-    run = compat_dlrover.run(
+    tree = real_dlrover.swapped(release.tree, release.where / "with-dlrover")
+    run = real_dlrover.run(
         tree,
         site,
         release.where,
