@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pretrain_gpt_tiny as tiny
 import torch
 import torch.distributed as dist
 import xxhash
@@ -30,6 +29,7 @@ from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import entries
 from megatron_flashckpt.megatron_lm.stock import unwrap
 from megatron_flashckpt.save.session import session
+from scripts import pretrain_gpt_tiny as tiny
 from tests.crash import trouble
 from tests.crash.start import Life
 from tests.megatron.jobs import TINY

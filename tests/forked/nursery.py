@@ -56,7 +56,7 @@ def nursery() -> Any:
     nursery_context = _Context()
     nursery_context.set_forkserver_preload(["tests.forked.preload"])
     wanted = {
-        "PYTHONPATH": os.pathsep.join(map(str, (CPU_MEGATRON, REPO, REPO / "scripts"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (CPU_MEGATRON, REPO))),
         **COMMON,
     }
     before = dict(os.environ)

@@ -13,9 +13,10 @@ import megatron.training.initialize
 import megatron.training.training
 import msgspec
 import numpy
-import pretrain_gpt_tiny
 import psutil
 import safetensors.torch
 import torch
 import xxhash
 import yaml
+
+import scripts.pretrain_gpt_tiny

@@ -19,24 +19,19 @@ import functools
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import megatron.training.training as training
 import torch
 import torch.utils.deterministic
 import xxhash
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import megatron.training.training as training
-import pretrain_gpt_tiny as tiny
 from megatron.training import get_args
 
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from megatron_flashckpt.save.session import session
+from scripts import pretrain_gpt_tiny as tiny
 
 SCHEDULE = json.loads(os.environ["SCHEDULE"])
 #: Bytes that are copied to the host at once to be digested.

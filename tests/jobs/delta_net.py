@@ -12,11 +12,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import pretrain_gpt_tiny as tiny
 import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.ssm import gated_delta_net
 from megatron.core.transformer.spec_utils import ModuleSpec
+
+from scripts import pretrain_gpt_tiny as tiny
 
 
 def l2norm(x: torch.Tensor) -> torch.Tensor:

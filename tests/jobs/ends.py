@@ -26,13 +26,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import megatron.training.training as training
-import pretrain_gpt_tiny as tiny
 from megatron.training import get_args
 
 import megatron_flashckpt
+from scripts import pretrain_gpt_tiny as tiny
 
 RANK = int(os.environ["RANK"])
 WAITS = os.environ.get("WAITS", "").split()

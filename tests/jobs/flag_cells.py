@@ -37,10 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import cells
-import pretrain_gpt_tiny as tiny
 import torch
 import torch.distributed as dist
 from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -59,6 +56,7 @@ from stand_ins import STAND_INS
 from megatron_flashckpt import launch
 from megatron_flashckpt.megatron_lm import stock
 from megatron_flashckpt.save.session import session
+from scripts import pretrain_gpt_tiny as tiny
 from tests.jobs import token_prediction
 from tests.megatron.jobs import truncated_copy
 

@@ -16,15 +16,11 @@ import errno
 import hashlib
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import msgspec
-import pretrain_gpt_tiny as tiny
 import torch
 from megatron.training import get_args
 from megatron.training.initialize import initialize_megatron
@@ -38,6 +34,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.storage import patient
+from scripts import pretrain_gpt_tiny as tiny
 
 RANK = int(os.environ["RANK"])
 

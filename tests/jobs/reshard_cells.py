@@ -28,13 +28,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import cells
 import held_tensors
 import msgspec
 import numpy as np
-import pretrain_gpt_tiny as tiny
 import torch
 import torch.distributed as dist
 from megatron.core import mpu, tensor_parallel
@@ -58,6 +55,7 @@ from megatron.training.training import (
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.save.session import session
+from scripts import pretrain_gpt_tiny as tiny
 
 RANK = int(os.environ["RANK"])
 RANKS = int(os.environ["WORLD_SIZE"])

@@ -13,16 +13,12 @@ import inspect
 import json
 import os
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 import megatron.training.training as training
-import pretrain_gpt_tiny as tiny
 import torch
 from megatron.core import parallel_state
 from megatron.training import checkpointing, get_args
@@ -32,6 +28,7 @@ from megatron_flashckpt.checkpointing import save_checkpoint
 from megatron_flashckpt.memory.host_memory import Limit
 from megatron_flashckpt.save import entry_points, node_memory, reservation
 from megatron_flashckpt.save.session import session
+from scripts import pretrain_gpt_tiny as tiny
 
 RANK = int(os.environ["RANK"])
 _GONE = object()

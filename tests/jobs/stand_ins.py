@@ -14,7 +14,6 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,6 +24,7 @@ from megatron.core.optimizer import HybridDeviceOptimizer, distrib_optimizer, mu
 from megatron.training import training
 from packaging.version import Version
 
+from tests.cpu_megatron.stubs.emerging_optimizers import emerging_optimizers
 from tests.simulated_gpu.generators import gpu_random
 
 
@@ -183,9 +183,8 @@ def devices() -> Iterator[None]:
 @contextlib.contextmanager
 def emerging() -> Iterator[None]:
     """Let Megatron find emerging_optimizers 0.2."""
-    package = Path(__file__).parents[1] / "cpu_megatron/stubs/emerging_optimizers"
+    sys.modules.setdefault("emerging_optimizers", emerging_optimizers)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys, "path", [*sys.path, str(package)]))
         for name in ("HAVE_EMERGING_OPTIMIZERS", "HAVE_EO_V02"):
             stack.enter_context(mock.patch.object(optimizers, name, True))
         lion = importlib.import_module("emerging_optimizers.scalar_optimizers").Lion

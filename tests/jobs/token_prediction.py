@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pretrain_gpt_tiny as tiny
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+from scripts import pretrain_gpt_tiny as tiny
 
 
 def gpt_model(config: Any, spec: Any, *args: Any, **kwargs: Any) -> GPTModel:

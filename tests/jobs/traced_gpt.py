@@ -46,16 +46,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import megatron.training.training as training
 import psutil
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import megatron.training.training as training
-import pretrain_gpt_tiny as tiny
 from megatron.training import get_args
 
+from scripts import pretrain_gpt_tiny as tiny
 from tests.jobs import meter
 
 RANK = int(os.environ["RANK"])

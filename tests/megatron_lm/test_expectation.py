@@ -20,7 +20,7 @@ from megatron_flashckpt.megatron_lm.size_estimate import (
     _tensors_after_step,
     expect,
 )
-from tests.forked.nursery import CPU_MEGATRON
+from tests.cpu_megatron.stubs.emerging_optimizers.emerging_optimizers.scalar_optimizers import Lion
 from tests.jobs.stand_ins import FusedAdam
 from tests.megatron_lm.test_model_state import Job
 
@@ -40,8 +40,6 @@ def stateless(parameters: Any) -> torch.optim.Optimizer:
 
 
 def lion(parameters: Any) -> torch.optim.Optimizer:
-    from emerging_optimizers.scalar_optimizers import Lion
-
     return Lion(parameters, lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
 
 
@@ -50,7 +48,6 @@ def lion(parameters: Any) -> torch.optim.Optimizer:
 def test_what_is_expected_is_what_each_replica_saves(
     make: Make, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(CPU_MEGATRON / "stubs/emerging_optimizers")
     job, count = Job(), 3
     monkeypatch.setattr(parallel, "replica_ranks", lambda *, expert: [0, 1, 2])
     job.optimizer.optimizer = make(job.masters)

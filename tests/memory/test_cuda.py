@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,8 +41,6 @@ def test_before_cuda_is_initialized_there_is_no_device(monkeypatch: pytest.Monke
 def test_on_a_cpu_rank_with_stand_ins_of_torch_cuda_there_is_no_device() -> None:
     root = Path(__file__).parents[2]
     script = (
-        "import sys\n"
-        f"sys.path[:0] = [{str(root)!r}, {str(root / 'tests/cpu_megatron')!r}]\n"
         "import cpu_cuda\n"
         "cpu_cuda.install()\n"
         "import torch\n"
@@ -49,8 +48,13 @@ def test_on_a_cpu_rank_with_stand_ins_of_torch_cuda_there_is_no_device() -> None
         "from megatron_flashckpt.memory import cuda\n"
         "print(cuda.current_device())\n"
     )
+    path = os.pathsep.join(map(str, [root / "tests/cpu_megatron", root]))
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout == "None\n"
 

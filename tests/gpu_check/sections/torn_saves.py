@@ -7,9 +7,7 @@ and largest element.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,6 +19,7 @@ from megatron_flashckpt.memory.slot import Slot
 from megatron_flashckpt.save import stager as stager_module
 from megatron_flashckpt.save.stager import Stager
 from megatron_flashckpt.save.step_hook import StepHook
+from tests.cpu_megatron.stubs.apex.apex.optimizers import FusedAdam
 from tests.gpu_check import machine
 from tests.gpu_check.report import Report
 
@@ -31,7 +30,6 @@ GPUS = 1
 SIMULATED = True
 MEGATRON = False
 
-_STUBS = Path(__file__).parents[2] / "cpu_megatron/stubs/apex"
 #: Stop before the driver would kill this section.
 _LEAST_S = 5.0
 
@@ -201,9 +199,6 @@ def _optimizers() -> Iterable[tuple[str, Callable[[list[torch.Tensor]], Any]]]:
     if machine.simulated_node is None:  # torch asks for a real device
         yield "AdamW, fused", lambda tensors: torch.optim.AdamW(tensors, fused=True)
         yield "AdamW, capturable", _capturable
-    sys.path.insert(0, str(_STUBS))
-    from apex.optimizers import FusedAdam
-
     yield "a stand-in for Apex's FusedAdam", FusedAdam
 
 
