@@ -1,34 +1,23 @@
-"""Version x feature, each tick from a run of that release's own `pretrain_gpt.py` on CPU ranks.
+"""Version x feature: the marks of each release, kept over calls, and the table of all.
 
-    MEGATRON_LM=/path/to/clone scripts/compat [TAG ...] [--keep DIR] [--readme]
-    MEGATRON_LM=/path/to/clone scripts/compat --upstream-tests [TAG ...]
-
-Trees come from the clone with `git archive`; nothing is written to it. Four gloo ranks, TP2 x DP2,
-distributed optimizer, bf16, dropout on; `release.py` says what each feature is. With
-`--keep` a later call goes on where this one was ended: releases that passed are not tried again.
-With `--upstream-tests`, instead of that, what `upstream.py` says: Megatron's own unit tests
-of saving and loading.
+`test_releases.py` tries the features; `Matrix` is the pytest plugin that says of which releases,
+and collects their marks.
 """
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
-import os
 import shutil
 import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
+import pytest
 
 from patches.patch import TAGS
-from tests.compat import upstream
 from tests.compat.conversions import follows_dlrover, follows_torch, leaves_to_torch
 from tests.compat.release import FEATURES as OF_RELEASE
 from tests.compat.release import CellError, NotHereError, Release
@@ -43,6 +32,8 @@ FEATURES: dict[str, Callable[[Release], str | None]] = {
     "converted from Megatron's `torch`: resumes bit for bit": follows_torch,
     "converted to Megatron's `torch`: stock resumes": leaves_to_torch,
 }
+#: Without stock, or a save to resume from, nothing else can be tried.
+_REQUIRED = 2
 #: What `--readme` writes stands between these lines.
 BEGIN, FINISH = "<!-- scripts/compat --readme -->\n", "<!-- end of scripts/compat -->\n"
 
@@ -62,53 +53,95 @@ class Column:
     """Why marks are no ticks, and what else is worth knowing."""
 
     @property
-    def failed(self) -> int:
-        """How many features do not work."""
-        return list(self.marks.values()).count(CROSS)
+    def is_whole(self) -> bool:
+        """True if every feature of today was tried, and none failed."""
+        return list(self.marks) == list(FEATURES) and CROSS not in self.marks.values()
 
 
-def try_all(release: Release, tag: str, revision: str, done: Callable[[], object]) -> Column:
-    """Run every feature, in order."""
-    marks: dict[str, str] = {}
-    notes: list[str] = []
-    for name, feature in FEATURES.items():
-        # Without stock, or a save to go on from, there is nothing to be said of the rest.
-        if CROSS in list(marks.values())[:2]:
-            marks[name] = NONE
-        else:
-            try:
-                if said := feature(release):
-                    notes.append(f"{tag}, {name}: {said}")
-                marks[name] = TICK
-            except NotHereError as reason:
-                marks[name] = NONE
-                if str(reason):
-                    notes.append(f"{tag}, {name}: {reason}")
-            except CellError as error:
-                marks[name] = CROSS
-                notes.append(f"{tag}, {name}: {error}")
-            except Exception as error:  # whatever it is, there are other features and releases
-                marks[name] = CROSS
-                notes.append(f"{tag}, {name}: {type(error).__name__}: {error}")
-        done()
-    return Column(tag, revision, datetime.date.today().isoformat(), marks, notes)
+class Trial:
+    """Features of one release, tried one after the other."""
+
+    def __init__(self, release: Release, column: Column) -> None:
+        self._release = release
+        self._column = column
+
+    def check(self, feature: str) -> None:
+        """Try `feature`, and mark it. Its exception goes on.
+
+        Raises:
+            pytest.skip.Exception: there is nothing to try.
+        """
+        marks, notes = self._column.marks, self._column.notes
+        label = f"{self._column.tag}, {feature}"
+        if CROSS in list(marks.values())[:_REQUIRED]:
+            marks[feature] = NONE
+            pytest.skip("stock does not train here, or nothing was saved")
+        try:
+            note = FEATURES[feature](self._release)
+        except NotHereError as reason:
+            marks[feature] = NONE
+            if str(reason):
+                notes.append(f"{label}: {reason}")
+            pytest.skip(str(reason) or "not tried with this release")
+        except Exception as error:
+            marks[feature] = CROSS
+            kind = "" if isinstance(error, CellError) else f"{type(error).__name__}: "
+            notes.append(f"{label}: {kind}{error}")
+            raise
+        marks[feature] = TICK
+        if note:
+            notes.append(f"{label}: {note}")
 
 
-def column(tag: str, where: Path, clone: Path, done: Callable[[], object]) -> Column:
-    """Return what an earlier call with this directory has found out, or find out now."""
-    kept = where / tag / "column.json"
-    if kept.is_file():
-        found = Column(**json.loads(kept.read_text()))
-        if list(found.marks) == list(FEATURES) and not found.failed:
-            return found
-    shutil.rmtree(where / tag, ignore_errors=True)
-    tree = extract(tag, where, clone)
-    try:
-        found = try_all(Release(tree, tree.root.parent), tag, _revision(clone, TAGS[tag]), done)
-    finally:
-        end_nurseries()
-    kept.write_text(json.dumps(dataclasses.asdict(found)))
-    return found
+class Kept:
+    """Marks that an earlier call has found, in the place of a `Trial`."""
+
+    def __init__(self, column: Column) -> None:
+        self._column = column
+
+    def check(self, feature: str) -> None:
+        """Skip `feature` unless it has worked."""
+        if self._column.marks[feature] == NONE:
+            pytest.skip("an earlier call has found nothing to try")
+
+
+class Matrix:
+    """A plugin of pytest: which releases are tried, and what was found out about them."""
+
+    def __init__(self, clone: Path, where: Path, tags: Sequence[str] = tuple(TAGS)) -> None:
+        """Args: `where`: directory of trees, checkpoints and logs; an earlier call's if there."""
+        self.tags = tags
+        self.columns: list[Column] = []
+        self._clone = clone
+        self._where = where
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.stash[MATRIX] = self
+
+    @contextlib.contextmanager
+    def trial(self, tag: str) -> Iterator[Trial | Kept]:
+        """Yield what tries the features of a release; keep its marks afterwards."""
+        kept = self._where / tag / "column.json"
+        if kept.is_file():
+            column = Column(**json.loads(kept.read_text()))
+            if column.is_whole:
+                self.columns.append(column)
+                yield Kept(column)
+                return
+        shutil.rmtree(self._where / tag, ignore_errors=True)
+        tree = extract(tag, self._where, self._clone)
+        revision = _revision(self._clone, TAGS[tag])
+        column = Column(tag, revision, datetime.date.today().isoformat(), {}, [])
+        try:
+            yield Trial(Release(tree, tree.root.parent), column)
+        finally:
+            end_nurseries()
+        self.columns.append(column)
+        kept.write_text(json.dumps(dataclasses.asdict(column)))
+
+
+#: The plugin of a run of pytest that `scripts/compat` has started.
+MATRIX = pytest.StashKey[Matrix]()
 
 
 def extract(tag: str, where: Path, clone: Path) -> Tree:
@@ -149,63 +182,3 @@ def write_readme(lines: list[str]) -> None:
     before, _, rest = README.read_text().partition(BEGIN)
     _, _, after = rest.partition(FINISH)
     README.write_text(f"{before}{BEGIN}" + "".join(f"{line}\n" for line in lines) + FINISH + after)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="scripts/compat", formatter_class=argparse.RawTextHelpFormatter, description=__doc__
-    )
-    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(TAGS)}")
-    parser.add_argument(
-        "--keep", type=Path, help="put trees, checkpoints, logs there; go on from what is there"
-    )
-    parser.add_argument(
-        "--readme", action="store_true", help="put the table in the place of the README's"
-    )
-    parser.add_argument(
-        "--upstream-tests", action="store_true", help="Megatron's own tests of saving and loading"
-    )
-    args = parser.parse_args()
-    if args.readme and args.tags:
-        sys.exit("scripts/compat: the README's table has all releases: name none with --readme")
-    unknown = set(args.tags) - set(TAGS)
-    if unknown:
-        sys.exit(f"scripts/compat: no {', '.join(sorted(unknown))}; there are {', '.join(TAGS)}")
-    clone = os.environ.get("MEGATRON_LM")
-    if not clone:
-        sys.exit(
-            "scripts/compat: skipped, no Megatron-LM at hand: clone NVIDIA/Megatron-LM and set "
-            "MEGATRON_LM to the clone"
-        )
-    where = args.keep or Path(tempfile.mkdtemp(prefix="flashckpt-compat-"))
-    if args.upstream_tests:
-        failed = upstream.main(
-            args.tags or upstream.TAGS, lambda tag: extract(tag, where, Path(clone))
-        )
-    else:
-        failed = matrix(args.tags or list(TAGS), where, Path(clone), readme=args.readme)
-    if not args.keep:
-        shutil.rmtree(where)
-    sys.exit(bool(failed))
-
-
-def matrix(tags: list[str], where: Path, clone: Path, *, readme: bool) -> int:
-    """Print version x feature; return how many cells failed."""
-    out = Console(soft_wrap=True, highlight=False, markup=False)
-    columns = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=len(tags) * len(FEATURES))
-        for number, tag in enumerate(tags):
-            progress.update(task, description=tag, completed=number * len(FEATURES))
-            columns.append(column(tag, where, clone, lambda: progress.advance(task)))
-            for note in columns[-1].notes:
-                out.print(note)
-    lines = list(table(columns))
-    print("\n".join(lines))
-    if readme:
-        write_readme(lines)
-    return sum(column.failed for column in columns)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,82 +1,184 @@
-"""What `scripts/compat` makes of the results of its runs: marks, the table, where it goes on."""
+"""The release matrix marks, keeps and prints what its tests find out."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.compat import matrix as compat
+from patches.patch import TAGS
+from tests.compat import matrix
+from tests.compat.matrix import CROSS, NONE, TICK, Column, Matrix, Trial
+from tests.compat.release import CellError, NotHereError
+from tests.forked.nursery import REPO
+
+TAG = "core_v0.17.1"
+#: A script that trains like stock Megatron as far as its log tells, and saves nothing.
+PRETRAIN = """
+for iteration in range(1, 7):
+    print(f" iteration {iteration:8d}/       6 | lm loss: 1.0E+00 | grad norm: 2.0 | end")
+"""
 
 
-def fails(error: Exception) -> Any:
+def works(_: Any) -> None: ...
+
+
+def fails(error: Exception) -> Callable[[Any], None]:
     def feature(_: Any) -> None:
         raise error
 
     return feature
 
 
-def features(monkeypatch: pytest.MonkeyPatch, **them: Any) -> None:
-    monkeypatch.setattr(compat, "FEATURES", {"first": lambda _: None, **them})
+def tried(monkeypatch: pytest.MonkeyPatch, **features: Callable[[Any], str | None]) -> Column:
+    """Return the marks and notes of a release that has only `features`."""
+    monkeypatch.setattr(matrix, "FEATURES", features)
+    column = Column("v1", "abc of 2026-01-01", "2026-01-02", {}, [])
+    trial = Trial(None, column)  # type: ignore[arg-type]
+    for feature in features:
+        try:
+            trial.check(feature)
+        except (Exception, pytest.skip.Exception):
+            assert column.marks[feature] != TICK
+    return column
 
 
-def test_marks_say_what_works_and_notes_why_not(monkeypatch) -> None:
-    features(
+def test_marks_say_what_works_and_notes_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tried(
         monkeypatch,
-        second=lambda _: None,
-        broken=fails(compat.CellError("differs; log: /somewhere/A.log")),
-        absent=fails(compat.NotHereError("is too old")),
+        first=works,
+        second=lambda _: "with a remark",
+        broken=fails(CellError("differs; log: /somewhere/A.log")),
+        crashing=fails(KeyError("name")),
+        absent=fails(NotHereError("is too old")),
+        unasked=fails(NotHereError("")),
     )
-    found = compat.try_all(None, "v1", "abc of 2026-01-01", lambda: None)
-    assert list(found.marks.values()) == [compat.TICK, compat.TICK, compat.CROSS, compat.NONE]
-    assert found.failed == 1
-    lines = list(compat.table([found]))
+    assert list(found.marks.values()) == [TICK, TICK, CROSS, CROSS, NONE, NONE]
+    assert not found.is_whole
+    lines = list(matrix.table([found]))
     assert "v1 (abc of 2026-01-01)" in lines[0]
-    assert f"| broken | {compat.CROSS} |" in lines
-    assert lines[-2:] == ["- v1, broken: differs", "- v1, absent: is too old"]
+    assert f"| broken | {CROSS} |" in lines
+    assert lines[-4:] == [
+        "- v1, second: with a remark",
+        "- v1, broken: differs",
+        "- v1, crashing: KeyError: 'name'",
+        "- v1, absent: is too old",
+    ]
 
 
-def test_without_stock_nothing_is_said_of_the_rest(monkeypatch) -> None:
-    features(monkeypatch, second=fails(compat.CellError("no")), third=lambda _: None)
-    found = compat.try_all(None, "v1", "abc", lambda: None)
-    assert list(found.marks.values()) == [compat.TICK, compat.CROSS, compat.NONE]
+@pytest.mark.parametrize("number", [0, 1])
+def test_without_stock_or_a_save_nothing_else_is_tried(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    features = {"first": works, "second": works, "third": works}
+    features[list(features)[number]] = fails(CellError("no"))
+    marks = list(tried(monkeypatch, **features).marks.values())
+    assert marks == [[CROSS, NONE, NONE], [TICK, CROSS, NONE]][number]
 
 
-def test_the_table_takes_the_place_of_the_one_before(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(compat, "README", tmp_path / "README.md")
-    compat.README.write_text(f"before\n{compat.BEGIN}old\n{compat.FINISH}after\n")
-    compat.write_readme(["| new |"])
-    expected = f"before\n{compat.BEGIN}| new |\n{compat.FINISH}after\n"
-    assert compat.README.read_text() == expected
+def test_a_later_failure_does_not_stop_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = fails(CellError("no"))
+    found = tried(monkeypatch, first=works, second=works, third=broken, fourth=works)
+    assert list(found.marks.values()) == [TICK, TICK, CROSS, TICK]
+
+
+def test_the_table_takes_the_place_of_the_one_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    readme = tmp_path / "README.md"
+    monkeypatch.setattr(matrix, "README", readme)
+    readme.write_text(f"before\n{matrix.BEGIN}old\n{matrix.FINISH}after\n")
+    matrix.write_readme(["| new |"])
+    assert readme.read_text() == f"before\n{matrix.BEGIN}| new |\n{matrix.FINISH}after\n"
 
 
 def test_the_readme_has_a_place_for_the_table() -> None:
-    before, begin, rest = compat.README.read_text().partition(compat.BEGIN)
+    before, begin, rest = matrix.README.read_text().partition(matrix.BEGIN)
     assert begin
-    assert compat.FINISH in rest
-    assert compat.BEGIN not in rest + before
+    assert matrix.FINISH in rest
+    assert matrix.BEGIN not in rest + before
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_a_release_that_passed_is_not_tried_again(monkeypatch, tmp_path: Path, works: bool) -> None:
-    tried = []
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A repository with a release that is a script which does not save."""
+    clone = tmp_path / "clone"
+    (clone / "megatron/training").mkdir(parents=True)
+    for package in ("megatron", "megatron/training"):
+        (clone / package / "__init__.py").touch()
+    (clone / "pretrain_gpt.py").write_text(PRETRAIN)
+    author = ("-c", "user.name=tests", "-c", "user.email=tests@localhost")
+    for command in (["init"], ["add", "."], [*author, "commit", "-m", "made"], ["tag", TAG]):
+        subprocess.run(["git", *command], cwd=clone, check=True, capture_output=True)
+    return clone
 
-    def second(_: Any) -> None:
-        tried.append("second")
-        if not works:
-            raise compat.CellError("no")
 
-    features(monkeypatch, second=second)
-    monkeypatch.setitem(compat.TAGS, "v1", "abc")
-    monkeypatch.setattr(compat, "_revision", lambda *_: "abc")
-    monkeypatch.setattr(compat, "Release", lambda *_: None)
+def compat(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.compat", *arguments],
+        cwd=REPO,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
-    def extract(tag: str, where: Path, _: Path) -> Any:
-        (where / tag).mkdir(parents=True)
-        return compat.Tree(tag, where / tag / "tree")
 
-    monkeypatch.setattr(compat, "extract", extract)
-    first, again = (compat.column("v1", tmp_path, tmp_path, lambda: None) for _ in range(2))
-    assert first == again
-    assert tried == ["second"] * (1 if works else 2)
+def test_each_feature_of_a_release_is_a_test(clone: Path, tmp_path: Path) -> None:
+    keep = tmp_path / "keep"
+    done = compat(TAG, "--keep", str(keep), MEGATRON_LM=str(clone))
+    assert done.returncode == 1, done.stdout + done.stderr
+    first, second, *others = matrix.FEATURES
+    ids = "tests/compat/test_releases.py::test_a_feature_works_with_a_release"
+    for feature, outcome in ((first, "PASSED"), (second, "FAILED"), (others[-1], "SKIPPED")):
+        assert f"{ids}[{TAG}-{feature}] {outcome}" in done.stdout, done.stdout
+    column = Column(**json.loads((keep / TAG / "column.json").read_text()))
+    assert list(column.marks.values()) == [TICK, CROSS, *[NONE] * len(others)]
+    assert f"\n| {first} | {TICK} |\n| {second} | {CROSS} |\n" in done.stdout
+    assert f"- {column.notes[0].partition('; log: ')[0]}\n" in done.stdout
+
+
+def test_a_release_that_passed_is_not_tried_again(tmp_path: Path) -> None:
+    marks = {**dict.fromkeys(matrix.FEATURES, TICK), list(matrix.FEATURES)[-1]: NONE}
+    passed = Column(TAG, "abc of 2026-01-01", "2026-01-02", marks, [])
+    (tmp_path / TAG).mkdir()
+    (tmp_path / TAG / "column.json").write_text(json.dumps(dataclasses.asdict(passed)))
+    done = compat(TAG, "--keep", str(tmp_path), MEGATRON_LM=str(tmp_path / "no clone"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(marks) - 1} passed, 1 skipped" in done.stdout
+    assert "\n".join(matrix.table([passed])) in done.stdout
+
+
+@pytest.mark.parametrize("change", ["failed", "another feature"])
+def test_a_release_that_failed_or_lacks_a_feature_is_tried_again(
+    clone: Path, tmp_path: Path, change: str
+) -> None:
+    marks = dict.fromkeys(matrix.FEATURES, TICK)
+    if change == "failed":
+        marks[list(marks)[-1]] = CROSS
+    else:
+        del marks[list(marks)[-1]]
+    before = Column(TAG, "abc", "2026-01-02", marks, ["a note"])
+    (tmp_path / TAG).mkdir()
+    (tmp_path / TAG / "column.json").write_text(json.dumps(dataclasses.asdict(before)))
+    runs = Matrix(clone, tmp_path, [TAG])
+    with runs.trial(TAG) as trial:
+        assert isinstance(trial, Trial)
+    (column,) = runs.columns
+    assert (column.marks, column.notes) == ({}, [])
+
+
+def test_the_plain_suite_names_what_runs_these_tests() -> None:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "tests/compat/test_releases.py"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    count = len(TAGS) * len(matrix.FEATURES)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"SKIPPED [{count}] tests/compat/test_releases.py" in done.stdout
+    assert "run MEGATRON_LM=/path/to/clone scripts/compat" in done.stdout

@@ -146,7 +146,9 @@ class Tree:
             "PATH": os.pathsep.join(
                 [str(self._tools()), str(Path(sys.executable).parent), os.environ["PATH"]]
             ),
-            "PYTHONPATH": f"{REPO / 'tests/cpu_megatron'}{os.pathsep}{REPO}",
+            # The tree comes before the installed Megatron, but after this repository, because
+            # both have a package `tests`.
+            "PYTHONPATH": os.pathsep.join(map(str, [REPO / "tests/cpu_megatron", REPO, self.root])),
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
             "CPU_CUDA_STUBS": " ".join([*stubs, *(["transformer_engine"] if early else [])]),

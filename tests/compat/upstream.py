@@ -92,9 +92,7 @@ def run(tree: Tree, where: Path) -> dict[str, dict[str, Result]]:
     ours.symlink_to(REPO / "megatron_flashckpt")
     environment = {
         **tree.environment(where),
-        "PYTHONPATH": os.pathsep.join(
-            map(str, [REPO / "tests/cpu_megatron", tree.root, REPO / "tests/compat/ranks", path])
-        ),
+        "PYTHONPATH": os.pathsep.join(map(str, [REPO / "tests/cpu_megatron", tree.root, path])),
         # The stand-in is installed in what the ranks are forked from.
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": str(RANKS),

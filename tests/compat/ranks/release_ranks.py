@@ -95,8 +95,6 @@ def main() -> None:
     # What is printed while importing is no answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # The tree's own packages, not those that are installed.
-    sys.path.insert(0, os.getcwd())
     for name in sys.argv[1].split(","):
         importlib.import_module(name)
     for line in sys.stdin:

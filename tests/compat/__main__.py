@@ -1,0 +1,89 @@
+"""Version x feature, each tick from a run of that release's own `pretrain_gpt.py` on CPU ranks.
+
+    MEGATRON_LM=/path/to/clone scripts/compat [TAG ...] [--keep DIR] [--readme]
+    MEGATRON_LM=/path/to/clone scripts/compat --upstream-tests [TAG ...]
+
+Trees come from the clone with `git archive`; nothing is written to it. Four gloo ranks, TP2 x DP2,
+distributed optimizer, bf16, dropout on; `release.py` says what each feature is. Each feature of a
+release is a test of `test_releases.py`. With `--keep` a later call continues where this one was
+ended: releases that passed are not tried again. With `--upstream-tests`, instead of that, what
+`upstream.py` says: Megatron's own unit tests of saving and loading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from patches.patch import TAGS
+from tests.compat import upstream
+from tests.compat.matrix import Matrix, extract, table, write_readme
+
+#: One process, which prints each test when it begins; no limit of time but that of each job.
+_PYTEST = ("-n", "0", "-v", "--tb=line", "--durations=0", "-o", "faulthandler_timeout=0")
+
+
+def main() -> None:
+    args = _parser().parse_args()
+    if args.readme and args.tags:
+        sys.exit("scripts/compat: the README's table has all releases: name none with --readme")
+    unknown = set(args.tags) - set(TAGS)
+    if unknown:
+        sys.exit(f"scripts/compat: no {', '.join(sorted(unknown))}; there are {', '.join(TAGS)}")
+    if not os.environ.get("MEGATRON_LM"):
+        sys.exit(
+            "scripts/compat: skipped, no Megatron-LM at hand: clone NVIDIA/Megatron-LM and set "
+            "MEGATRON_LM to the clone"
+        )
+    clone = Path(os.environ["MEGATRON_LM"])
+    where = args.keep or Path(tempfile.mkdtemp(prefix="flashckpt-compat-"))
+    try:
+        if args.upstream_tests:
+            tags = args.tags or upstream.TAGS
+            failed = upstream.main(tags, lambda tag: extract(tag, where, clone)) > 0
+        else:
+            failed = releases(Matrix(clone, where, args.tags or list(TAGS)), readme=args.readme)
+    finally:
+        if not args.keep:
+            shutil.rmtree(where)
+    sys.exit(failed)
+
+
+def releases(matrix: Matrix, *, readme: bool) -> bool:
+    """Run the tests of the releases and print the table; return True if any test failed."""
+    tests = str(Path(__file__).with_name("test_releases.py"))
+    status = pytest.main([tests, *_PYTEST], plugins=[matrix])
+    ended = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if ended and len(matrix.columns) == len(matrix.tags):
+        lines = list(table(matrix.columns))
+        print("\n".join(lines))
+        if readme:
+            write_readme(lines)
+    return status != pytest.ExitCode.OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/compat", formatter_class=argparse.RawTextHelpFormatter, description=__doc__
+    )
+    parser.add_argument("tags", nargs="*", metavar="TAG", help=f"of {', '.join(TAGS)}")
+    parser.add_argument(
+        "--keep", type=Path, help="put trees, checkpoints, logs there; go on from what is there"
+    )
+    parser.add_argument(
+        "--readme", action="store_true", help="put the table in the place of the README's"
+    )
+    parser.add_argument(
+        "--upstream-tests", action="store_true", help="Megatron's own tests of saving and loading"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()
