@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from benchmarks import study
 from benchmarks.compare import driver, report, targets
-from benchmarks.studies import idle_memory, writers
+from benchmarks.studies import STUDIES, writers
 
 REPO = Path(__file__).resolve().parents[1]
 MEASURED = (
@@ -183,27 +185,55 @@ def test_more_first_saves_are_made_by_those_that_are_well_and_not_slow(
     assert jobs == []
 
 
-def test_idle_compares_memory_that_lay_idle_with_memory_in_use() -> None:
-    told = io.StringIO()
-    idle_memory.bench_idle(Console(file=told, width=140), 2, 0.01, 2)
-    rows = [line.rsplit(maxsplit=2) for line in told.getvalue().splitlines()[2:]]
-    assert [row[0].strip() for row in rows] == [
-        "in use",
-        "memory of the process, idle for 0.01 s",
-        "a slot of small pages, idle for 0.01 s",
-        "a slot, idle for 0.01 s",
-        "memory of the process, again",
-        "a slot of small pages, again",
-        "a slot, again",
-    ]
-    assert rows[0][2] == "1.00"
-    assert all(float(share) > 0 for *_, share in rows)
+def test_studies_have_names_of_their_own_and_options_for_the_same_files() -> None:
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    for each in STUDIES:
+        each.add_to(commands)
+    for each in STUDIES:
+        options = parser.parse_args([each.name, "--dir", "d", "--json", "j", "--png", "p"])
+        assert (options.dir, options.json, options.png) == (Path("d"), Path("j"), Path("p"))
+    assert len({each.name for each in STUDIES}) == len(STUDIES)
+
+
+def carry_out(made: study.Study, printed: io.StringIO, *arguments: str) -> None:
+    """Run a study as its subcommand does."""
+    parser = argparse.ArgumentParser()
+    made.add_to(parser.add_subparsers())
+    options = parser.parse_args([made.name, *arguments])
+    options.command(Console(file=printed, width=140), options)
+
+
+def test_a_study_that_ends_early_keeps_its_results_and_no_files(tmp_path: Path) -> None:
+    table = study.Table("times", {"": "", "s": ".2f", "ratio": ".1f"}, [("a", 1.5, None)])
+
+    def measure(options: argparse.Namespace, directory: Path) -> Iterator[study.Result]:
+        (directory / "shard").touch()
+        yield "a line"
+        yield table
+        yield {"every": [options.rounds]}
+        raise SystemExit(1)
+
+    made = study.Study("made", "", lambda parser: parser.add_argument("--rounds"), measure)
+    figures, chart, scratch = (tmp_path / name for name in ("it.json", "it.png", "scratch"))
+    scratch.mkdir()
+    files = ["--dir", str(scratch), "--json", str(figures), "--png", str(chart)]
+    printed = io.StringIO()
+    with pytest.raises(SystemExit):
+        carry_out(made, printed, "--rounds", "7", *files)
+    lines = [line.split() for line in printed.getvalue().splitlines()]
+    assert lines == [["a", "line"], ["times"], ["s", "ratio"], ["a", "1.50", "-"]]
+    line, as_json, more = json.loads(figures.read_text())
+    assert (line, more) == ("a line", {"every": ["7"]})
+    assert as_json["rows"] == [["a", 1.5, None]]
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert not list(scratch.iterdir())
 
 
 def test_writers_are_compared_on_every_kind_of_storage() -> None:
-    told = io.StringIO()
-    writers.bench_writers(Console(file=told, width=140), [1], 1)
-    rows = told.getvalue().splitlines()[2:]
+    printed = io.StringIO()
+    carry_out(writers.STUDY, printed, "--mib", "1", "--rounds", "1")
+    rows = printed.getvalue().splitlines()[2:]
     assert len(rows) == len(writers.KINDS)
     for kind, row in zip(writers.KINDS, rows, strict=True):
         assert kind.name in row

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -68,8 +67,9 @@ class Size:
 QUICK_SIZE = Size(mib=64, saves=2, first_saves=1, train_saves=1, loads=1)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `scripts/bench save` to `parser`."""
+def add_command(commands: Any) -> None:
+    """Add the parser of `python -m benchmarks save` to those of the subcommands."""
+    parser = commands.add_parser("save", help="saves and loads, beside other checkpoint systems")
     parser.add_argument(
         "--quick", action="store_true", help=f"only {', '.join(QUICK)}, small: under a minute"
     )
@@ -79,12 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for field in dataclasses.fields(Size):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default))
+    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--png", type=Path, help="where to draw a chart (needs matplotlib)")
+    parser.set_defaults(command=run)
 
 
 def bench_save(out: Console, args: argparse.Namespace, root: Path) -> None:
-    """Measure and report what `add_arguments` asked for, with files under `root`."""
+    """Measure and report what `add_command`'s options ask for, with files under `root`."""
     usual = QUICK_SIZE if args.quick else Size()
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(Size)}
     size = dataclasses.replace(usual, **{k: v for k, v in given.items() if v is not None})
@@ -246,8 +248,6 @@ def _holds(mountpoint: str, path: Path) -> bool:
 
 
 def run(out: Console, args: argparse.Namespace) -> None:
-    """Carry out `scripts/bench save`."""
-    # Whoever ends this process ends the ranks and removes the files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    """Carry out `python -m benchmarks save`."""
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="fc") as root:
         bench_save(out, args, Path(root))

@@ -1,1 +1,28 @@
-"""One module per question about this package alone. `benchmarks.__main__` lists them."""
+"""One module per question about this package alone; `benchmarks/study.py` says what a study is."""
+
+from benchmarks.studies import (
+    cluster_model,
+    exchange,
+    growth,
+    persist,
+    plan,
+    replica_sharing,
+    resharding_load,
+    restart,
+    scale,
+    writers,
+)
+from benchmarks.study import Study
+
+STUDIES: tuple[Study, ...] = (
+    growth.STUDY,
+    plan.STUDY,
+    exchange.STUDY,
+    resharding_load.STUDY,
+    restart.STUDY,
+    replica_sharing.STUDY,
+    writers.STUDY,
+    scale.STUDY,
+    cluster_model.STUDY,
+    persist.STUDY,
+)

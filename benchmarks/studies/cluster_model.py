@@ -8,15 +8,16 @@ factor of 2.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.resources import write_raw
+from benchmarks.study import Result, Study, Table
 from megatron_flashckpt.agent.shard_writer import persist_slot
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.layout.piece import MASTER, Piece
@@ -38,9 +39,14 @@ def seconds_of_copy(source: torch.Tensor, target: torch.Tensor) -> float:
     return time.perf_counter() - started
 
 
-def bench_model(out: Console, root: Path, mib: int, rounds: int) -> None:
-    """Print what was predicted and what came of it; end with status 1 beyond the stated factor."""
-    numel = mib * 2**20 // 4
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=512, help="state of one rank")
+
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield predicted and measured times; end with status 1 beyond the stated factor."""
+    numel = options.mib * 2**20 // 4
     state = torch.rand(numel)
     layout = PlanCache().layout([Piece("w", MASTER, "F32", (numel,), (0,), (numel,), 0, numel)])
     meta = SlotMeta(
@@ -59,7 +65,7 @@ def bench_model(out: Console, root: Path, mib: int, rounds: int) -> None:
     stager.use(slab, device=None)
     slot, target = slab.slots[0], torch.zeros(numel)
     found: dict[str, list[float]] = {name: [] for name in ("copy", "write", "stage", "persist")}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         found["copy"].append(seconds_of_copy(state, target))
         started = time.perf_counter()
         stager.stage([Copy(state, slot.data_offset, early=False)], lambda *_: None)
@@ -82,14 +88,19 @@ def bench_model(out: Console, root: Path, mib: int, rounds: int) -> None:
         storage_gb_s=speed["write"],
     )
     said = plan(even_sizes(numel, 1, 1, PerParameter(4, 4)), cluster)
-    table = Table("", "predicted", "measured", "measured / predicted")
-    right = True
-    for name, predicted in (("stage", said.stage_s), ("persist", said.persist_s)):
-        ratio = median[name] / predicted
-        right = right and 1 / FACTOR <= ratio <= FACTOR
-        table.add_row(name, f"{predicted:.3f} s", f"{median[name]:.3f} s", f"{ratio:.2f}")
-    out.print(f"{mib} MiB of one rank, medians of {rounds}, interleaved")
-    out.print(table)
-    out.print(f"within a factor of {FACTOR:g}: {'yes' if right else 'NO'}")
+    rows = [
+        (name, predicted, median[name], median[name] / predicted)
+        for name, predicted in (("stage", said.stage_s), ("persist", said.persist_s))
+    ]
+    yield Table(
+        f"{options.mib} MiB of one rank, medians of {options.rounds}, interleaved",
+        {"": "", "predicted, s": ".3f", "measured, s": ".3f", "measured / predicted": ".2f"},
+        rows,
+    )
+    right = all(1 / FACTOR <= ratio <= FACTOR for *_, ratio in rows)
+    yield f"within a factor of {FACTOR:g}: {'yes' if right else 'NO'}"
     if not right:
         raise SystemExit(1)
+
+
+STUDY = Study("model", "what flashckpt plan predicts, and what comes of it", add_options, run)

@@ -6,18 +6,20 @@ group answers as if all others sent what this rank sends.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
+from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, World
 from megatron_flashckpt.collectives import gather_named, gather_objects
 from megatron_flashckpt.layout.read_plan import read_plan
@@ -74,8 +76,12 @@ def simulated_job() -> Iterator[Job]:
         yield job
 
 
-def measured(work: Callable[[], object]) -> str:
-    """Return what `work` takes: seconds, Python's memory at most, calls and bytes on the device."""
+def measured(work: Callable[[], object]) -> tuple[float, float, int, float]:
+    """Return the cost of `work`.
+
+    These are seconds, the peak of Python's memory in MB, collective calls, and MB on the device in
+    one call.
+    """
     gc.collect()
     with simulated_job() as job:
         started = time.perf_counter()
@@ -86,19 +92,20 @@ def measured(work: Callable[[], object]) -> str:
         work()
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    return (
-        f"{seconds:6.2f} s, {peak / 1e6:7.1f} MB of Python's memory, {calls} calls, "
-        f"{job.most_nbytes / 1e6:5.1f} MB on the device at a time"
-    )
+    return seconds, peak / 1e6, calls, job.most_nbytes / 1e6
 
 
-def bench_exchange(out: Console, rounds: int) -> None:
-    """Print what it takes to find out who asks whom, and the other gathers of a load."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
+    """Yield the cost of finding out who asks whom, and of the other gathers of a load."""
     mine = wishes()
     streams = {peer: Stream(spans) for peer, spans in mine.items()}
     nbytes = sum(stream.nbytes for stream in streams.values())
     spans = sum(map(len, mine.values()))
-    out.print(
+    title = (
         f"one of {SAVED.size:,} ranks asks {len(mine)} others for {spans:,} spans, "
         f"{nbytes / 1e6:,.0f} MB, in {Pace.of(streams, ROUND_NBYTES).rounds(streams)} rounds"
     )
@@ -107,6 +114,15 @@ def bench_exchange(out: Console, rounds: int) -> None:
         "an agreement": lambda: gather_objects((None, None)),
         "a summary": lambda: gather_objects(("0" * 32, tuple(range(1000, 1060)))),
     }
-    for _ in range(rounds):
-        for name, work in works.items():
-            out.print(f"{name:14} {measured(work)}")
+    columns = {
+        "": "",
+        "s": ".2f",
+        "MB of Python's memory": ".1f",
+        "calls": "",
+        "MB on the device at a time": ".1f",
+    }
+    rows = [(name, *measured(work)) for _ in range(options.rounds) for name, work in works.items()]
+    yield Table(title, columns, rows)
+
+
+STUDY = Study("exchange", "a restart from memory on 16,384 ranks, planned", add_options, run)

@@ -5,21 +5,21 @@ One job for each number of ranks, which measures one size after another and tell
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.compare.driver import Size, ranks
 from benchmarks.compare.report import summary
+from benchmarks.study import Result, Study, Table
 
 _USUAL = Size(mib=64, pieces=296, ranks=1, saves=3, train_saves=0, loads=1, timeout_s=240)
 #: What each job measures: the number of ranks, and (MiB, tensors) of each.
@@ -42,22 +42,24 @@ _COLUMNS = {
     "load cold, s": ("cold_s", 1),
     "warm, s": ("warm_s", 1),
 }
-_GROWING = {
+_GROWING: dict[str, Callable[[Size], float]] = {
     "MiB of a rank": lambda size: size.mib,
     "tensors of a rank": lambda size: size.pieces,
     "ranks": lambda size: size.ranks,
 }
 
 
-def bench_growth(
-    out: Console, where: Path | None, only: list[int] | None, most_mib: int, json_path: Path | None
-) -> None:
-    """Print every point when it is there, then a table per quantity that grows.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, nargs="+", help="of 1, 2, 4, 8: only these jobs")
+    parser.add_argument("--most-mib", type=int, default=1024, help="the largest state of a rank")
 
-    Args:
-        only: numbers of ranks to measure; None: all.
-        most_mib: the largest state of a rank, four times the one before.
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield every point when it is there, then a table per quantity that grows.
+
+    Of the sizes of one rank's state each is four times the one before.
     """
+    only, most_mib = options.ranks, options.most_mib
     jobs = {number: list(sizes) for number, sizes in _JOBS.items() if not only or number in only}
     if 1 in jobs:
         mib = [int(4**n * _USUAL.mib) for n in range(1, 9) if 4**n * _USUAL.mib <= most_mib]
@@ -66,48 +68,52 @@ def bench_growth(
     started = time.monotonic()
     measured: dict[Size, dict[str, Any]] = {}
     for number, sizes in jobs.items():
-        for size, results in _points(out, where, number, sizes):
+        wanted = [dataclasses.replace(_USUAL, mib=m, pieces=n, ranks=number) for m, n in sizes]
+        available = psutil.virtual_memory().available
+        fitting = [size for size in wanted if _needed(size) <= available]
+        for size in wanted:
+            if size not in fitting:
+                gib = _needed(size) / 2**30
+                yield f"{size.ranks} ranks, {size.mib} MiB each: needs {gib:.0f} GiB of memory"
+        for size, results in _points(root, fitting):
             measured[size] = results
+            yield results
             row = summary(results, "flashckpt")
-            said = "; ".join(f"{name} {_cell(row, *of)}" for name, of in _COLUMNS.items())
-            out.print(
+            said = "; ".join(
+                f"{name} {'-' if value is None else f'{value:.3g}'}"
+                for name, value in zip(_COLUMNS, _values(row), strict=True)
+            )
+            yield (
                 f"{time.monotonic() - started:.0f} s: {size.ranks} ranks, {size.mib:g} MiB in "
                 f"{results['pieces']} tensors each: {said}"
             )
     for what, quantity in _GROWING.items():
-        _print(out, what, measured, quantity)
-    if json_path is not None:
-        json_path.write_text(json.dumps(list(measured.values()), indent=1) + "\n")
+        yield from _tables(what, measured, quantity)
 
 
-def _points(
-    out: Console, where: Path | None, number: int, sizes: list[tuple[int, int]]
-) -> Iterator[tuple[Size, dict[str, Any]]]:
-    """Yield the figures of each size as soon as they are there."""
-    wanted = []
-    for mib, pieces in sizes:
-        size = dataclasses.replace(_USUAL, mib=mib, pieces=pieces, ranks=number)
-        needed = _COPIES * mib * number * 2**20
-        if needed > psutil.virtual_memory().available:
-            out.print(f"{number} ranks, {mib} MiB each: needs {needed / 2**30:.0f} GiB of memory")
-        else:
-            wanted.append(size)
+def _needed(size: Size) -> float:
+    """Return the bytes of memory that a job takes."""
+    return _COPIES * size.mib * size.ranks * 2**20
+
+
+def _points(root: Path, wanted: list[Size]) -> Iterator[tuple[Size, dict[str, Any]]]:
+    """Yield the figures of each size of one job as soon as they are there."""
     if not wanted:
         return
-    with tempfile.TemporaryDirectory(dir=where, prefix="fc") as root:
-        result = Path(root) / "grow.json"
+    with tempfile.TemporaryDirectory(dir=root) as directory:
+        result = Path(directory) / "grow.json"
         more = ("--sizes", json.dumps([[int(s.mib * 2**20), s.pieces] for s in wanted]))
-        with ranks("grow", ["flashckpt"], wanted[0], Path(root), result, *more) as job:
+        with ranks("grow", ["flashckpt"], wanted[0], Path(directory), result, *more) as job:
             for size in wanted:
                 # Storage may be slow: of each GiB.
-                patience_s = _USUAL.timeout_s * max(1.0, size.mib * number / 1024)
+                patience_s = _USUAL.timeout_s * max(1.0, size.mib * size.ranks / 1024)
                 deadline = time.monotonic() + patience_s
                 line = _line(result, wanted.index(size), job, deadline)
                 if line is None:
                     if job.poll() is None:
                         raise SystemExit(
-                            f"{number} ranks, {size.mib} MiB in {size.pieces} tensors each: not "
-                            f"measured within {patience_s:.0f} s"
+                            f"{size.ranks} ranks, {size.mib} MiB in {size.pieces} tensors each: "
+                            f"not measured within {patience_s:.0f} s"
                         )
                     break
                 yield size, {"size": dataclasses.asdict(size), **json.loads(line)}
@@ -127,29 +133,32 @@ def _line(result: Path, number: int, job: Any, deadline: float) -> str | None:
     return None
 
 
-def _print(out: Console, what: str, measured: dict[Size, dict[str, Any]], quantity: Any) -> None:
-    """Print the points in which only one quantity differs, and what power of it costs follow."""
+def _tables(
+    what: str, measured: dict[Size, dict[str, Any]], quantity: Callable[[Size], float]
+) -> Iterator[Table]:
+    """Yield the points in which only one quantity differs, and what power of it costs follow."""
     smallest = min(measured, key=lambda size: (quantity(size), size.ranks), default=_USUAL)
     points = {
-        quantity(size): summary(results, "flashckpt")
+        quantity(size): _values(summary(results, "flashckpt"))
         for size, results in sorted(measured.items(), key=lambda point: quantity(point[0]))
         if all(of(size) == of(smallest) for of in _GROWING.values() if of is not quantity)
     }
     if len(points) < 2:
         return
-    table = Table(what, *_COLUMNS, title=f"growing: {what}", title_justify="left", box=None)
-    for value, row in points.items():
-        table.add_row(f"{value:g}", *(_cell(row, *of) for of in _COLUMNS.values()))
     low, *_, high = points
-    powers = []
-    for name, _ in _COLUMNS.values():
-        before, after = points[low][name], points[high][name]
-        known = before and after
-        powers.append(f"^{math.log(after / before, high / low):.2f}" if known else "-")
-    table.add_row("grows with", *powers)
-    out.print(table)
+    powers = [
+        f"^{math.log(after / before, high / low):.2f}" if before and after else None
+        for before, after in zip(points[low], points[high], strict=True)
+    ]
+    columns = {what: "", **dict.fromkeys(_COLUMNS, ".3g")}
+    rows = [(f"{value:g}", *values) for value, values in points.items()]
+    yield Table(f"growing: {what}", columns, [*rows, ("grows with", *powers)])
 
 
-def _cell(row: dict[str, float | None], name: str, factor: float) -> str:
-    value = row[name]
-    return "-" if value is None else f"{value * factor:.3g}"
+def _values(row: dict[str, float | None]) -> list[float | None]:
+    """Return the values of `_COLUMNS`."""
+    pairs = ((row[name], factor) for name, factor in _COLUMNS.values())
+    return [None if value is None else value * factor for value, factor in pairs]
+
+
+STUDY = Study("growth", "saves and loads of ours as state or ranks grow", add_options, run)

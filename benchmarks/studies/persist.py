@@ -8,6 +8,7 @@ is measured here touches torch.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import mmap
@@ -22,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.study import Result, Study, Table
 from megatron_flashckpt.agent.client import AgentClient, connect
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
@@ -230,22 +230,23 @@ class Figures:
         for taken in (self.durable_s, self.cpu_s, self.lost_s):
             taken.clear()
 
-    def rows(self, raw_s: dict[str, list[float]]) -> Iterator[tuple[str, str, str]]:
-        """Return what was measured, the figure, and the target."""
+    def rows(self, raw_s: dict[str, list[float]]) -> Iterator[tuple[str, float, str]]:
+        """Yield the names of what was measured, the figures, and the targets."""
         medians = {way: statistics.median(taken) for way, taken in raw_s.items()}
         best = min(medians, key=lambda way: medians[way])
         durable, gb = statistics.median(self.durable_s), self.state_nbytes / 1e9
         for way, taken in medians.items():
-            yield f"raw write, {way}, GB/s", f"{gb / taken:.2f}", ""
-        yield "call to committed, s", f"{durable:.3f}", ""
-        yield f"... in raw writes ({best})", f"{durable / medians[best]:.2f}", "<= 1.15"
+            yield f"raw write, {way}, GB/s", gb / taken, ""
+        yield "call to committed, s", durable, ""
+        yield f"... in raw writes ({best})", durable / medians[best], "<= 1.15"
         every = [ours / raw for ours, raw in zip(self.durable_s, raw_s[best], strict=True)]
-        yield "... least and most of a round", f"{min(every):.2f} to {max(every):.2f}", ""
-        yield "agent: CPU s per GB", f"{statistics.median(self.cpu_s) / gb:.2f}", "<= 0.4"
-        yield "agent: peak memory of its own, MiB", f"{self.own_mib:.0f}", "< 60"
-        yield "agent: start to answer, s", f"{self.start_s:.2f}", "< 0.5"
+        yield "... least of a round", min(every), ""
+        yield "... most of a round", max(every), ""
+        yield "agent: CPU s per GB", statistics.median(self.cpu_s) / gb, "<= 0.4"
+        yield "agent: peak memory of its own, MiB", self.own_mib, "< 60"
+        yield "agent: start to answer, s", self.start_s, "< 0.5"
         more = 100 * (self.file_nbytes / self.state_nbytes - 1)
-        yield "files, % more than the state", f"{more:.4f}", "< 0.1"
+        yield "files, % more than the state", more, "< 0.1"
 
 
 class Ours:
@@ -316,57 +317,73 @@ def measure(
     return raw_s, [each.figures for each in ours]
 
 
-def bench_persist(
-    out: Console,
-    root: Path,
-    sizes: list[int],
-    rounds: int,
-    settings: list[AgentConfig],
-    *,
-    busy: bool,
-) -> None:
-    """Print a table for each size, MiB per rank; one row per setting, if there are several.
+def add_options(parser: argparse.ArgumentParser) -> None:
+    usual = AgentConfig()
+    several: dict[str, Any] = {"nargs": "+", "help": "settings to compare, all in turn"}
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=[253, 1024], help="about the size of a rank's state"
+    )
+    parser.add_argument("--write-threads", type=int, default=[usual.write_threads], **several)
+    parser.add_argument("--writer-nice", type=int, default=[usual.writer_nice], **several)
+    ways = ("auto", "always", "never")
+    parser.add_argument("--direct-io", choices=ways, default=[usual.direct_io], **several)
+    parser.add_argument("--busy", action="store_true", help="while all cores compute")
 
-    Args:
-        busy: whether something else computes on every core meanwhile.
-    """
-    for mib in sizes:
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield a table for each size, MiB per rank; one row per setting, if there are several."""
+    settings = [
+        AgentConfig(write_threads=threads, writer_nice=nice, direct_io=direct)
+        for threads in options.write_threads
+        for nice in options.writer_nice
+        for direct in options.direct_io
+    ]
+    for mib in options.mib:
         with contextlib.ExitStack() as stack:
             place = root / f"{mib}"
             place.mkdir()
             stack.callback(shutil.rmtree, place, ignore_errors=True)
-            others = stack.enter_context(Others(busy))
-            raw_s, figures = measure(place, mib, rounds, settings, others)
-        out.print(
-            f"{RANKS} ranks, together {figures[0].state_nbytes / 1e9:.2f} GB; medians of {rounds} "
-            f"interleaved rounds{'; all cores busy' if busy else ''}"
+            others = stack.enter_context(Others(options.busy))
+            raw_s, figures = measure(place, mib, options.rounds, settings, others)
+        title = (
+            f"{RANKS} ranks, together {figures[0].state_nbytes / 1e9:.2f} GB; medians of "
+            f"{options.rounds} interleaved rounds{'; all cores busy' if options.busy else ''}"
         )
         if len(figures) == 1:
-            table = Table("what", "figure", "target", box=None)
-            for row in figures[0].rows(raw_s):
-                table.add_row(*row)
+            columns = {"what": "", "figure": ".3g", "target": ""}
+            yield Table(title, columns, list(figures[0].rows(raw_s)))
         else:
-            table = compared(settings, figures, raw_s)
-        out.print(table)
+            yield compared(title, settings, figures, raw_s)
 
 
 def compared(
-    settings: list[AgentConfig], figures: list[Figures], raw_s: dict[str, list[float]]
+    title: str,
+    settings: list[AgentConfig],
+    figures: list[Figures],
+    raw_s: dict[str, list[float]],
 ) -> Table:
     """Return a table with a row per setting; times are relative to raw writes of the same round."""
     best = min(raw_s, key=lambda way: statistics.median(raw_s[way]))
-    table = Table(
-        *("threads", "nice", "direct", "committed, s", f"x raw ({best})", "least", "most"),
-        *("CPU s per GB", "taken from others, s"),
-        box=None,
-    )
+    rows = []
     for setting, found in zip(settings, figures, strict=True):
         ratios = [ours / raw for ours, raw in zip(found.durable_s, raw_s[best], strict=True)]
-        table.add_row(
-            *(f"{setting.write_threads}", f"{setting.writer_nice}", setting.direct_io),
-            f"{statistics.median(found.durable_s):.3f}",
-            *(f"{it:.2f}" for it in (statistics.median(ratios), min(ratios), max(ratios))),
-            f"{statistics.median(found.cpu_s) / found.state_nbytes * 1e9:.2f}",
-            f"{statistics.median(found.lost_s):.3f}",
+        rows.append(
+            (
+                *(f"{setting.write_threads}", f"{setting.writer_nice}", setting.direct_io),
+                statistics.median(found.durable_s),
+                *(statistics.median(ratios), min(ratios), max(ratios)),
+                statistics.median(found.cpu_s) / found.state_nbytes * 1e9,
+                statistics.median(found.lost_s),
+            )
         )
-    return table
+    columns = {
+        **dict.fromkeys(("threads", "nice", "direct"), ""),
+        "committed, s": ".3f",
+        **dict.fromkeys((f"x raw ({best})", "least", "most", "CPU s per GB"), ".2f"),
+        "taken from others, s": ".3f",
+    }
+    return Table(title, columns, rows)
+
+
+STUDY = Study("persist", "from call to commit, against raw writes", add_options, run)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from rich.console import Console
-
+from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, World, manifest
 from benchmarks.workload import KINDS, layers_of, shapes
 from megatron_flashckpt.file_format.manifest import decode_manifest, encode_manifest
@@ -27,14 +28,18 @@ _PIECES = 20_000
 _HIDDEN = 64
 
 
-def bench_plan(out: Console, rounds: int) -> None:
-    """Print what planning takes one rank: of a save, and of a load from a large job's manifest."""
-    _bench_layout(out, rounds)
-    _bench_reads(out, rounds)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
 
 
-def _bench_layout(out: Console, rounds: int) -> None:
-    """Print the medians of CPU time until a save knows what lies where, at first and later."""
+def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
+    """Yield one rank's time to plan a save, and a load from a large job's manifest."""
+    yield _layout(options.rounds)
+    yield _reads(options.rounds)
+
+
+def _layout(rounds: int) -> Table:
+    """Return the medians of CPU time until a save knows what lies where, at first and later."""
     pieces = [
         Piece(name, kind, dtype_name(dtype), shape, (0,) * len(shape), shape, 0, math.prod(shape))
         for kind, dtype in KINDS.items()
@@ -50,9 +55,13 @@ def _bench_layout(out: Console, rounds: int) -> None:
             plans = PlanCache()
             first_s.append(_cpu_s(plan, plans))
             later_s.append(_cpu_s(plan, plans))
-    out.print(
-        f"layout of {len(pieces):,} pieces: at first {1000 * statistics.median(first_s):.1f} ms of "
-        f"CPU, later {1000 * statistics.median(later_s):.1f} ms (medians of {rounds})"
+    return Table(
+        f"layout of {len(pieces):,} pieces; medians of {rounds}",
+        {"": "", "ms of CPU": ".1f"},
+        [
+            ("at first", 1000 * statistics.median(first_s)),
+            ("later", 1000 * statistics.median(later_s)),
+        ],
     )
 
 
@@ -62,8 +71,8 @@ def _cpu_s(function: Callable[[PlanCache], None], plans: PlanCache) -> float:
     return time.thread_time() - started
 
 
-def _bench_reads(out: Console, rounds: int) -> None:
-    """Print the median seconds from the manifest's bytes to a checked plan, on one rank."""
+def _reads(rounds: int) -> Table:
+    """Return the median seconds from the manifest's bytes to a checked plan, on one rank."""
     made = manifest(SAVED)
     pieces = sum(len(made.templates[shard.template]) for shard in made.shards)
     encoded = encode_manifest(made)
@@ -83,16 +92,15 @@ def _bench_reads(out: Console, rounds: int) -> None:
         decode_s.append(middle - started)
         plan_s.append(time.perf_counter() - middle)
     reads = sum(map(len, plan.reads.values()))
-    out.print(
-        f"synthetic checkpoint of {SAVED.size:,} ranks (TP{SAVED.tp} x PP{SAVED.pp} x "
-        f"DP{SAVED.dp}), {pieces:,} pieces, manifest of {len(encoded) / 2**20:.0f} MiB"
-    )
-    out.print(
-        f"one rank of TP{LOADING.tp} x PP{LOADING.pp} x DP{LOADING.dp}: {len(wanted)} pieces from "
-        f"{reads:,} stored ones in {len(plan.reads)} shards"
-    )
     decode, plan_time = statistics.median(decode_s), statistics.median(plan_s)
-    out.print(
-        f"decoded in {decode:.2f} s, planned and checked in {plan_time:.2f} s, together "
-        f"{decode + plan_time:.2f} s (medians of {rounds})"
+    return Table(
+        f"synthetic checkpoint of {SAVED.size:,} ranks (TP{SAVED.tp} x PP{SAVED.pp} x "
+        f"DP{SAVED.dp}), {pieces:,} pieces, manifest of {len(encoded) / 2**20:.0f} MiB;\n"
+        f"one rank of TP{LOADING.tp} x PP{LOADING.pp} x DP{LOADING.dp}: {len(wanted)} pieces from "
+        f"{reads:,} stored ones in {len(plan.reads)} shards; medians of {rounds}",
+        {"": "", "s": ".2f"},
+        [("decode", decode), ("plan and check", plan_time), ("together", decode + plan_time)],
     )
+
+
+STUDY = Study("plan", "planning one rank's saves, and reads of 16,384 ranks'", add_options, run)

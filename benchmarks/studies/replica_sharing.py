@@ -7,20 +7,21 @@ long as the bytes would take at the given bandwidth: a file system whose bandwid
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.resources import drop_from_cache
 from benchmarks.studies.resharding_load import ITERATION, write_checkpoint
+from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import Model, World
 from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
 from megatron_flashckpt.config import Config
@@ -98,8 +99,14 @@ def replica(rank: int, size: int, root: Path, lock: Any, rounds: int, results: A
     dist.destroy_process_group()
 
 
-def bench_share(out: Console, root: Path, replicas: int, rounds: int) -> None:
-    """Print the seconds of a load by kind of storage and mode, medians over the rounds."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--replicas", type=int, default=4)
+
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield the seconds of a load by kind of storage and mode, medians over the rounds."""
+    replicas, rounds = options.replicas, options.rounds
     write_checkpoint(open_storage(root), World(MODEL, tp=2, pp=1, dp=2))
     nbytes = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
     context = mp.get_context("spawn")
@@ -109,12 +116,15 @@ def bench_share(out: Console, root: Path, replicas: int, rounds: int) -> None:
     while not results.empty():
         name, mode, taken = results.get()
         seconds.setdefault((name, mode), []).append(taken)
-    out.print(
+    yield Table(
         f"{replicas} replicas on one machine each load the same {nbytes / 2**20:.0f} MiB; seconds, "
-        f"medians of {rounds}"
+        f"medians of {rounds}",
+        {"storage": "", **{f"share_reads: {mode}": ".2f" for mode in MODES}},
+        [
+            (speed.name, *(statistics.median(seconds[speed.name, mode]) for mode in MODES))
+            for speed in SPEEDS
+        ],
     )
-    table = Table("storage", *(f"share_reads: {mode}" for mode in MODES), box=None)
-    for speed in SPEEDS:
-        medians = [f"{statistics.median(seconds[speed.name, mode]):.2f}" for mode in MODES]
-        table.add_row(speed.name, *medians)
-    out.print(table)
+
+
+STUDY = Study("share", "replicas that read once and send, or read it all", add_options, run)

@@ -8,6 +8,7 @@ same size, and does nothing with them.
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import os
 import random
@@ -17,10 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.resources import drop_from_cache
+from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import SAVE_ID, Model, World
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.agent.pending_save import PendingSave
@@ -84,9 +84,16 @@ def read_raw(paths: list[Path], into: memoryview, threads: int) -> int:
         return sum(pool.map(read, *zip(*jobs, strict=True)))
 
 
-def bench_load(out: Console, root: Path, mib: int, threads: int, rounds: int) -> None:
-    """Print the bandwidth of both, page cache warm and cold, and the median of their ratios."""
-    layers = max(1, round(mib / 600))  # 45 million parameters, 14 bytes each
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=2048, help="about the size of the checkpoint")
+    parser.add_argument("--threads", type=int, default=2)
+
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield the bandwidth of both, page cache warm and cold, and the median of their ratios."""
+    threads = options.threads
+    layers = max(1, round(options.mib / 600))  # 45 million parameters, 14 bytes each
     model = Model(layers, hidden=2048, ffn=5632, qkv=3072, vocab=8192)
     storage = open_storage(root)
     write_checkpoint(storage, World(model, tp=2, pp=1, dp=2))
@@ -110,22 +117,23 @@ def bench_load(out: Console, root: Path, mib: int, threads: int, rounds: int) ->
 
     load()
     read_raw(paths, raw_memory, threads)
-    table = Table("page cache", "raw read, MiB/s", "load, MiB/s", "load / raw", box=None)
+    rows = []
     for cold in (False, True):
         raw, ours = [], []
-        for turn in range(rounds):
+        for turn in range(options.rounds):
             both = [(raw, lambda: read_raw(paths, raw_memory, threads)), (ours, load)]
             for figures, work in both if turn % 2 else reversed(both):
                 figures.append(timed(work, cold=cold))
         ratio = statistics.median(b / a for a, b in zip(raw, ours, strict=True))
-        table.add_row(
-            "cold" if cold else "warm",
-            f"{statistics.median(raw):.0f}",
-            f"{statistics.median(ours):.0f}",
-            f"{ratio:.2f}",
-        )
+        state = "cold" if cold else "warm"
+        rows.append((state, statistics.median(raw), statistics.median(ours), ratio))
     nbytes = sum(path.stat().st_size for path in paths)
-    out.print(
-        f"TP2 x DP2 -> TP1 x DP1, {nbytes / 2**20:.0f} MiB in {len(paths)} files, {threads} threads"
+    yield Table(
+        f"TP2 x DP2 -> TP1 x DP1, {nbytes / 2**20:.0f} MiB in {len(paths)} files, "
+        f"{threads} threads",
+        {"page cache": "", "raw read, MiB/s": ".0f", "load, MiB/s": ".0f", "load / raw": ".2f"},
+        rows,
     )
-    out.print(table)
+
+
+STUDY = Study("load", "a resharding load against raw reads of the same files", add_options, run)

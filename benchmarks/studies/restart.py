@@ -8,63 +8,85 @@ the agent, planning, agreement of all ranks, reading, and the check of every dig
 
 from __future__ import annotations
 
+import argparse
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.compare.driver import Size, run_job
 from benchmarks.compare.report import LOADS, load_share, median
+from benchmarks.study import Result, Study, Table
 
 _MS = 1000
 #: What `System.watch_load` tells of ours.
 PARTS = ("copied", "digested")
 
 
-def bench_restart(
-    out: Console, root: Path, sizes: list[int], ranks: int, rounds: int, system: str
-) -> None:
-    """Print, for each size and source, the times of loads and what part their limit takes."""
-    table = Table("state of a rank", "from", "limit, ms", "load, ms", "first", "CPU", "share of it")
-    for part in (*PARTS, "rest"):
-        table.add_column(part)
-    table.box = None
-    for mib in sizes:
-        size = Size(mib=mib, ranks=ranks, loads=rounds)
+_COLUMNS = {
+    "state of a rank": "",
+    "from": "",
+    "limit, ms": ".0f",
+    "load, ms": ".0f",
+    "first": ".0f",
+    "CPU": ".0f",
+    "share of it": ".2f",
+    "least": ".2f",
+    "most": ".2f",
+    **dict.fromkeys((*PARTS, "rest"), ".0f"),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mib", type=int, nargs="+", default=[256, 1024], help="state of one rank")
+    systems = ("flashckpt", "flashckpt-small-pages")
+    parser.add_argument("--system", choices=systems, default=systems[0])
+
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield, for each size and source, the times of loads and what part their limit takes."""
+    system, rows = options.system, []
+    for mib in options.mib:
+        size = Size(mib=mib, ranks=options.ranks, loads=options.rounds)
         with tempfile.TemporaryDirectory(dir=root) as directory:
             run_job("save-once", [system], size, Path(directory))
             results = run_job("load", [system], size, Path(directory))
         found = results["systems"][system]
-        for error in found["errors"]:
-            out.print(error)
-        for how in LOADS:
-            table.add_row(f"{results['rank_nbytes'] / 2**20:.0f} MiB", how, *_cells(found, how))
-    out.print(
-        f"{system}, {ranks} ranks, same layout; medians of {rounds} loads; limit: a plain read or "
-        "copy of the same bytes right before; first: the first load of its kind; CPU: of one rank, "
-        "ms; share: limit / load (least - most); copied: by the kernel, waiting for disks "
+        yield from found["errors"]
+        state = f"{results['rank_nbytes'] / 2**20:.0f} MiB"
+        rows += [(state, how, *_values(found, how)) for how in LOADS]
+    yield Table(
+        f"{system}, {options.ranks} ranks, same layout; medians of {options.rounds} loads; limit: "
+        "a plain read or copy of the same bytes right before; first: the first load of its kind; "
+        "CPU: of one rank, ms; share: limit / load; copied: by the kernel, waiting for disks "
         "included; digested: each on its slowest rank, all its threads together, ms; rest: of the "
-        "load, but for the two"
+        "load, but for the two",
+        _COLUMNS,
+        rows,
     )
-    out.print(table)
 
 
-def _cells(found: dict[str, Any], how: str) -> list[str]:
+def _values(found: dict[str, Any], how: str) -> list[float | None]:
     took, limits = found.get(f"{how}_s"), found.get(f"{how}_limit_s")
     if not took:
-        return ["-"] * (6 + len(PARTS))
+        return [None] * (len(_COLUMNS) - 2)
     shares = [limit / load for limit, load in zip(limits, took, strict=True)]
     parts = [found[f"{how}_{part}_s"] for part in PARTS]
-    rest = [whole - sum(of_it) for whole, *of_it in zip(took, *parts, strict=True)]
+    rest = median([whole - sum(of_it) for whole, *of_it in zip(took, *parts, strict=True)])
+    times = [median(limits), median(took), took[0], median(found[f"{how}_cpu_s"])]
+    # Several threads work at the same time: what they took together is no part of the whole.
+    later = [*map(median, parts), rest if rest is not None and rest > 0 else None]
     return [
-        f"{_MS * median(limits):.0f}",
-        f"{_MS * median(took):.0f}",
-        f"{_MS * took[0]:.0f}",
-        f"{_MS * median(found[f'{how}_cpu_s']):.0f}",
-        f"{load_share(found, how):.2f} ({min(shares):.2f} - {max(shares):.2f})",
-        *(f"{_MS * median(seconds):.0f}" for seconds in parts),
-        # Several threads work at the same time: what they took together is no part of the whole.
-        f"{_MS * median(rest):.0f}" if median(rest) > 0 else "-",
+        *map(_ms, times),
+        *(load_share(found, how), min(shares), max(shares)),
+        *map(_ms, later),
     ]
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else _MS * seconds
+
+
+STUDY = Study("restart", "loads after a restart, against plain copies", add_options, run)

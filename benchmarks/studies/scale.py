@@ -8,13 +8,14 @@ size: the commit never opens them. A node that waits asks for the marker, as its
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rich.console import Console
-
+from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.pending_save import PendingSave
@@ -135,23 +136,43 @@ def read_and_plan_s(root: Path) -> tuple[float, int]:
     return time.perf_counter() - started, len(encoded)
 
 
-def bench_scale(out: Console, root: Path, most: int) -> None:
-    """Print the times and the manifest's size for 64 ranks and ever four times as many."""
-    # Line by line: the largest take minutes to make.
-    out.print(
-        "  ranks    records  commit   manifest  read and plan  tidy up  a waiting node reads, lists"
-    )
+_COLUMNS = {
+    "ranks": "",
+    "records, MB": ".1f",
+    "commit, s": ".2f",
+    "manifest, MB": ".1f",
+    "read and plan, s": ".2f",
+    "tidy up, s": ".2f",
+    "a waiting node reads, bytes": ",",
+    "lists, times": "",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--most", type=int, default=65_536, help="ranks")
+
+
+def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
+    """Yield the times and the manifest's size for 64 ranks and ever four times as many."""
+    rows: list[tuple[Any, ...]] = []
     ranks = TP * PP
-    while ranks <= most:
+    while ranks <= options.most:
         where = root / str(ranks)
         meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)))
         records = sum(it.stat().st_size for it in where.rglob("*.commit"))
         commit = committed(where, meta)
         planned, nbytes = read_and_plan_s(where)
-        out.print(
-            f"{ranks:7,} {records / 1e6:7.1f} MB {commit.seconds:5.2f} s {nbytes / 1e6:7.1f} MB "
-            f"{planned:8.2f} s      {commit.tidy_s:5.2f} s {commit.waiting_nbytes:6,} bytes, "
-            f"{commit.waiting_listed} times"
+        rows.append(
+            (
+                *(f"{ranks:,}", records / 1e6, commit.seconds, nbytes / 1e6, planned),
+                *(commit.tidy_s, commit.waiting_nbytes, commit.waiting_listed),
+            )
         )
+        # The largest take minutes to make.
+        yield f"{ranks:,} ranks: committed in {commit.seconds:.2f} s"
         shutil.rmtree(where)
         ranks *= 4
+    yield Table("commits of ever more ranks, and one rank's plan of its reads", _COLUMNS, rows)
+
+
+STUDY = Study("scale", "the commit, and a plan, for ever more ranks", add_options, run)

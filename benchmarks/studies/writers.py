@@ -9,17 +9,17 @@ to create a file, or time whenever they turn from one file to another, as spinni
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import statistics
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from benchmarks.study import Result, Study, Table
 from megatron_flashckpt.agent.shard_writer import write_shard
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.config import AgentConfig, ShareOut
@@ -199,24 +199,36 @@ def seconds_of_save(kind: Kind, state: bytearray, numel: int, policy: ShareOut) 
     return seconds
 
 
-def bench_writers(out: Console, sizes_mib: list[int], rounds: int) -> None:
-    """Print the seconds of a save by storage, size and policy, medians over the rounds."""
-    state = bytearray(max(sizes_mib) * 2**20 + SIDE_NBYTES)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mib", type=int, nargs="+", default=[8, 128], help="held alike")
+
+
+def run(options: argparse.Namespace, _: Path) -> Iterator[Result]:
+    """Yield the seconds of a save by storage, size and policy, medians over the rounds."""
+    state = bytearray(max(options.mib) * 2**20 + SIDE_NBYTES)
     seconds: dict[tuple[str, int, ShareOut], list[float]] = {}
-    for turn in range(rounds):
+    for turn in range(options.rounds):
         order = POLICIES[turn % len(POLICIES) :] + POLICIES[: turn % len(POLICIES)]
         for kind in KINDS:
-            for mib in sizes_mib:
+            for mib in options.mib:
                 for policy in order:
                     took = seconds_of_save(kind, state, mib * 2**20 // 4, policy)
                     seconds.setdefault((kind.name, mib, policy), []).append(took)
-    out.print(
+    yield Table(
         f"{REPLICAS} replicas on {NODES} nodes of {NODE_MIB_PER_S} MiB/s; seconds until what they "
-        f"hold alike is written, medians of {rounds}, interleaved"
+        f"hold alike is written, medians of {options.rounds}, interleaved",
+        {"storage": "", "MiB": "", **{f"replicated: {policy}": ".3f" for policy in POLICIES}},
+        [
+            (
+                kind.name,
+                f"{mib}",
+                *(statistics.median(seconds[kind.name, mib, each]) for each in POLICIES),
+            )
+            for kind in KINDS
+            for mib in options.mib
+        ],
     )
-    table = Table("storage", "MiB", *(f"replicated: {policy}" for policy in POLICIES), box=None)
-    for kind in KINDS:
-        for mib in sizes_mib:
-            medians = [statistics.median(seconds[kind.name, mib, each]) for each in POLICIES]
-            table.add_row(kind.name, str(mib), *(f"{median:.3f}" for median in medians))
-    out.print(table)
+
+
+STUDY = Study("writers", "how many replicas should write, and where", add_options, run)

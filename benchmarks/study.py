@@ -1,0 +1,101 @@
+"""A study: a question about this package, the options of its run, and the tables that answer it.
+
+`benchmarks.__main__` prints the tables as soon as they are there, and writes and draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import rich.table
+from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Measured values by row. What identifies a row stands first, as text."""
+
+    title: str
+    columns: dict[str, str]
+    """Format of the values by the name of their column, as in an f-string."""
+    rows: list[tuple[Any, ...]]
+    """Numbers, texts, and None where there is no value."""
+
+    def cells(self) -> Iterator[list[str]]:
+        """Yield each row as it is printed."""
+        for row in self.rows:
+            pairs = zip(row, self.columns.values(), strict=True)
+            yield [_cell(value, spec) for value, spec in pairs]
+
+
+def _cell(value: Any, spec: str) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:{spec}}"
+
+
+#: A line to print, a table, or figures that are only written to the JSON file.
+Result = str | Table | dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """One subcommand of `python -m benchmarks`."""
+
+    name: str
+    help: str
+    add_options: Callable[[argparse.ArgumentParser], object]
+    """Adds the study's own options to its parser."""
+    run: Callable[[argparse.Namespace, Path], Iterator[Result]]
+    """Measures with these options, in an empty directory; yields results as they are found."""
+
+    def add_to(self, commands: Any) -> None:
+        """Add this study's parser to those of the subcommands."""
+        parser = commands.add_parser(self.name, help=self.help)
+        self.add_options(parser)
+        parser.add_argument("--dir", type=Path, help="where to write (default: a temporary one)")
+        parser.add_argument("--json", type=Path, help="where to write all figures")
+        parser.add_argument("--png", type=Path, help="where to draw a chart (needs matplotlib)")
+        parser.set_defaults(command=self.carry_out)
+
+    def carry_out(self, out: Console, options: argparse.Namespace) -> None:
+        """Run the study; print, write and draw its results, also if it ends early."""
+        results: list[Result] = []
+        try:
+            # A short name: the path of a socket has 107 bytes at most.
+            with tempfile.TemporaryDirectory(dir=options.dir, prefix="fc") as directory:
+                for result in self.run(options, Path(directory)):
+                    results.append(result)
+                    show(out, result)
+        finally:
+            if options.json:
+                options.json.write_text(_encoded(results))
+            if options.png:
+                from benchmarks.chart import draw
+
+                draw([result for result in results if isinstance(result, Table)], options.png)
+
+
+def show(out: Console, result: Result) -> None:
+    """Print a line or a table."""
+    if isinstance(result, str):
+        out.print(result)
+    elif isinstance(result, Table):
+        out.print(result.title)
+        printed = rich.table.Table(*result.columns, box=None)
+        for cells in result.cells():
+            printed.add_row(*cells)
+        out.print(printed)
+
+
+def _encoded(results: list[Result]) -> str:
+    plain = [
+        dataclasses.asdict(result) if isinstance(result, Table) else result for result in results
+    ]
+    return json.dumps(plain, indent=1) + "\n"
