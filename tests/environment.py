@@ -1,0 +1,54 @@
+"""Makes `.venv` with everything that the demo, the tests and the benchmarks need.
+
+`scripts/install` runs this file with the Python that `.venv` is to have.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TORCH, MEGATRON = "2.13.0", "0.17.1"
+REPO = Path(__file__).resolve().parents[1]
+PYTHON = REPO / ".venv/bin/python"
+#: What `megatron.training` imports.
+OF_MEGATRON = ("numpy", "packaging", "einops", "regex", "requests", "tqdm", "pyyaml")
+
+
+def pip_install(*arguments: str) -> bool:
+    """Install into `.venv`; return True if that succeeded."""
+    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "-q", "install"]
+    return subprocess.run([*pip, *arguments], cwd=REPO, check=False).returncode == 0
+
+
+def install_torch() -> bool:
+    """Install torch exactly: an open range could replace it by a build with gigabytes of CUDA."""
+    if shutil.which("nvidia-smi"):
+        return pip_install(f"torch=={TORCH}")
+    # The CPU build, from wherever pip is set up to find it; else from PyTorch's own index.
+    return pip_install(f"torch=={TORCH}+cpu") or pip_install(
+        f"torch=={TORCH}", "--index-url", "https://download.pytorch.org/whl/cpu"
+    )
+
+
+def main() -> None:
+    if sys.version_info < (3, 10):  # noqa: UP036 (the Python of the machine)
+        sys.exit(
+            f"scripts/install: Python 3.10 or newer is needed, {sys.executable} is older; "
+            "set PYTHON="
+        )
+    subprocess.run([sys.executable, "-m", "venv", str(REPO / ".venv")], check=True)
+    # torch first, because the other packages ask for any torch.
+    succeeded = (
+        install_torch()
+        and pip_install(*OF_MEGATRON)
+        # The wheel's metadata asks for Python 3.12, but it runs on 3.11.
+        and pip_install("--ignore-requires-python", "--no-deps", f"megatron-core=={MEGATRON}")
+        # The package itself, and the tools of the tests.
+        and pip_install("-e", ".[dev,redundancy]")
+    )
+    sys.exit(not succeeded)
+
+
+if __name__ == "__main__":
+    main()
