@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,26 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         cwd=made.clone,
     )
     return made
+
+
+def test_a_wheel_holds_the_package_and_nothing_else(installed: Installed, tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    shutil.copytree(installed.clone, clone)
+    for module in REPO.glob("*/*.py"):
+        if module.parent.name != "megatron_flashckpt":
+            (clone / module.parent.name).mkdir(exist_ok=True)
+            shutil.copy(module, clone / module.parent.name)
+    installed.run(
+        *("python", "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"),
+        *("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path, clone),
+        cwd=tmp_path,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [Path(name) for name in archive.namelist()]
+    modules = {path.relative_to(clone) for path in (clone / "megatron_flashckpt").rglob("*.py")}
+    assert modules <= set(names)
+    assert {name.parts[0].partition("-")[0] for name in names} == {"megatron_flashckpt"}
 
 
 @pytest.mark.parametrize("python_path", [None, "parent", "clone"])

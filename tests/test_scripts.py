@@ -1,0 +1,86 @@
+"""`scripts/` holds launch scripts and short wrappers, and files reach each other by imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+WRAPPERS = sorted(
+    path
+    for path in (REPO / "scripts").iterdir()
+    if path.is_file()
+    and not path.match("pretrain_gpt_*")
+    and path.name not in ("__init__.py", "crash.py")
+)
+FOLDERS = ("benchmarks", "examples", "megatron_flashckpt", "patches", "scripts", "tests")
+#: Their purpose is to do what Python does with its path: when it starts a script, or with packages
+#: that are installed.
+MAY_EDIT = {
+    "megatron_flashckpt/launch.py",
+    "scripts/crash.py",
+    "tests/cpu_megatron/cpu_cuda.py",
+    "tests/forked/job.py",
+}
+_EDIT = re.compile(
+    r"""
+    sys\.path (\[[^]]*\])? \s* ( \.(append|extend|insert|pop|remove|clear)\( | \+?=(?!=) )
+    | \bsys,\s*["']path["']
+""",
+    re.VERBOSE,
+)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda path: path.name)
+def test_a_wrapper_has_at_most_ten_lines_and_says_what_it_does(wrapper: Path) -> None:
+    first, second, *others = wrapper.read_text().splitlines()
+    assert first == "#!/usr/bin/env bash"
+    assert second.startswith("# ")
+    assert len(others) <= 8
+    assert os.access(wrapper, os.X_OK)
+
+
+def test_no_file_edits_the_path_of_imports() -> None:
+    files = [path for folder in FOLDERS for path in sorted((REPO / folder).rglob("*.py"))]
+    assert len(files) > 400
+    editing = {str(path.relative_to(REPO)) for path in files if _EDIT.search(path.read_text())} - {
+        str(Path(__file__).relative_to(REPO))
+    }
+    assert editing == MAY_EDIT
+
+
+@pytest.mark.parametrize(
+    ("line", "edits"),
+    [
+        ("sys.path.insert(0, root)", True),
+        ("sys.path[:0] = [root]", True),
+        ("sys.path += [root]", True),
+        ('mock.patch.object(sys, "path", [])', True),
+        ("assert sys.path[:2] == PLAIN", False),
+        ('":".join(filter(None, sys.path))', False),
+    ],
+)
+def test_what_edits_the_path_is_told_from_what_reads_it(line: str, edits: bool) -> None:
+    assert bool(_EDIT.search(line)) == edits
+
+
+def test_patches_are_applied_from_a_directory_with_modules_of_the_same_names(
+    tmp_path: Path,
+) -> None:
+    """Python 3.10 has no safe path: there the directory of the call comes first."""
+    python = subprocess.run(["python3", "--version"], capture_output=True, text=True, check=True)
+    if python.stdout.startswith("Python 3.10"):
+        pytest.skip("python3 is Python 3.10")
+    for package in ("patches", "argparse"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    (tmp_path / "tree").mkdir()
+    done = subprocess.run(
+        [REPO / "scripts/patches", "apply", "tree"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stderr.startswith("scripts/patches: tree: has no megatron/training.py or ")
+    assert done.returncode == 1
