@@ -13,16 +13,13 @@ REPO = Path(__file__).resolve().parents[1]
 WRAPPERS = sorted(
     path
     for path in (REPO / "scripts").iterdir()
-    if path.is_file()
-    and not path.match("pretrain_gpt_*")
-    and path.name not in ("__init__.py", "crash.py")
+    if path.is_file() and not path.match("pretrain_gpt_*") and path.name != "__init__.py"
 )
 FOLDERS = ("benchmarks", "examples", "megatron_flashckpt", "patches", "scripts", "tests")
 #: Their purpose is to do what Python does with its path: when it starts a script, or with packages
 #: that are installed.
 MAY_EDIT = {
     "megatron_flashckpt/launch.py",
-    "scripts/crash.py",
     "tests/cpu_megatron/cpu_cuda.py",
     "tests/forked/job.py",
 }

@@ -23,8 +23,6 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 
 def main() -> int:
     # Not at the top: ranks are forked, and look into this file before they know who they are.
