@@ -32,6 +32,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def this_rank() -> int:
+    """Return the number of this rank."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 #: An object that fits into the head takes one collective; a larger one follows in parts.
 _HEAD_NBYTES = 4096
 _LENGTH_NBYTES = 8

@@ -8,13 +8,14 @@ import msgspec
 import pytest
 
 from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.load.candidates import Candidates, Named
-from megatron_flashckpt.load.loader import refuse_mixture
 from megatron_flashckpt.load.memory_checkpoints import InMemory
-from megatron_flashckpt.load.plan import LoadRequest
+from megatron_flashckpt.load.request import LoadRequest, refuse_mixture
 from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.memory.slab import Slab
 from tests.layout.worlds import source, whole
 
@@ -28,7 +29,7 @@ SAVED = [
 
 
 @pytest.mark.parametrize(
-    ("mine", "twin"),
+    ("own", "matching"),
     [
         (Coordinates(pp=1, dp=1, ep=1), 3),
         (Coordinates(pp=1, dp=2, ep=0, edp=1), 2),
@@ -38,9 +39,9 @@ SAVED = [
     ],
 )
 def test_the_side_state_comes_from_the_same_place_or_the_first_with_the_same_part(
-    mine: Coordinates, twin: int | None
+    own: Coordinates, matching: int | None
 ) -> None:
-    assert SavedJob("the checkpoint", [], SAVED).twin(mine, (1, 2, 2)) == twin
+    assert SavedJob("the checkpoint", [], SAVED).matching_rank(own, (1, 2, 2)) == matching
 
 
 SIDE = whole("rank_state", "rank_state", "U8", (2, 5), (1, 0), (1, 5))
@@ -104,7 +105,7 @@ def test_memory_goes_before_storage_unless_it_is_older_or_storage_was_set_back(
 
 
 def test_an_older_checkpoint_must_replace_all_that_a_damaged_one_has_overwritten() -> None:
-    request = LoadRequest(chunks=[], optimizer=None, strict=False)
+    request = LoadRequest(ModelState(Replicated()), chunks=[], optimizer=None, strict=False)
     weight, moment = ("weight", "w"), ("exp_avg", "w")
     refuse_mixture(request, set(), "older")
     request.overwritten.update({weight, moment})

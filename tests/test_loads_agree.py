@@ -16,10 +16,10 @@ import torch.multiprocessing
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.load import loader
+from megatron_flashckpt.load import loader, memory_source, storage_source
 from megatron_flashckpt.load.chunk_reader import ChunkReader
 from megatron_flashckpt.load.memory_checkpoints import InMemory
-from megatron_flashckpt.load.plan import LoadRequest
+from megatron_flashckpt.load.request import LoadRequest
 from megatron_flashckpt.load.side_state import SideState
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -29,7 +29,9 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.restore.made import SAVE_ID, make, persist, pieces_of_rank
 
 RANKS = 2
-REQUEST = LoadRequest(chunks=[], optimizer=None, strict=True, fill=False)
+REQUEST = LoadRequest(
+    ModelState(Config().replicated), chunks=[], optimizer=None, strict=True, fill=False
+)
 
 
 def _reader(*args: Any) -> ChunkReader:
@@ -58,21 +60,22 @@ def _load(rank: int, where: Path, source: str) -> None:
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=20),
     )
-    side: tuple[Any, ...] = ({}, SideState(None, [], {}), {})
+    side: tuple[Any, ...] = (SideState({}, None, [], {}), {})
     with (
         mock.patch.object(parallel, "coordinates", return_value=Coordinates(dp=rank)),
         mock.patch.object(parallel, "model_cut", return_value=(1, 1, 1)),
         mock.patch.object(parallel, "data_parallel_group", return_value=None),
-        mock.patch.object(loader, "_side", return_value=side),
-        mock.patch.object(loader, "ChunkReader", _reader),
+        mock.patch.object(loader, "read_side_state", return_value=side),
+        mock.patch.object(memory_source, "ChunkReader", _reader),
+        mock.patch.object(storage_source, "ChunkReader", _reader),
     ):
-        state = ModelState(Config().replicated)
         try:
             if source == "storage":
                 storage = PosixStorage(where / "save")
-                loader.load_from_storage(REQUEST, state, rank, storage, 10, Config())
+                loader.load(REQUEST, storage_source.open_stored(storage, 10, Config()))
             else:
-                loader.load_from_memory(REQUEST, state, rank, _in_memory(rank, where), Config())
+                held = _in_memory(rank, where)
+                loader.load(REQUEST, memory_source.open_memory(held, Config()))
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             (where / f"{source}{rank}").write_text(json.dumps(said))

@@ -147,7 +147,7 @@ def test_memory_that_does_not_continue_what_is_in_storage_is_not_used(
     named = Named(iteration, save_id=save_id)
     candidates = Candidates(storage, named, memory, rank=0, fall_back=True)
     assert candidates.current == (memory[0] if used else iteration)
-    assert candidates.strange != used
+    assert candidates.is_other_history != used
     said = [record.getMessage() for record in caplog.records]
     expected = f"6 in host memory (save {MINE}0003) is not used: {storage.place}/iter_000000"
     assert [expected in line and f"holds save {save_id}" in line for line in said] == [True] * (

@@ -30,10 +30,11 @@ from megatron_flashckpt.agent.protocol import Outcome
 from megatron_flashckpt.catalog import stored_checkpoint
 from megatron_flashckpt.config import AgentConfig, Config
 from megatron_flashckpt.file_format.shard_file import new_chunk_digest
-from megatron_flashckpt.load import slot_source
-from megatron_flashckpt.load.loader import load_from_memory, load_from_storage
+from megatron_flashckpt.load import loader, slot_source
 from megatron_flashckpt.load.memory_checkpoints import held_in_memory
-from megatron_flashckpt.load.plan import LoadRequest
+from megatron_flashckpt.load.memory_source import open_memory
+from megatron_flashckpt.load.request import LoadRequest
+from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.size_estimate import expect
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
@@ -148,27 +149,15 @@ class Ours(System):
 
     def load(self, state: State) -> int:
         self._loads(state)
-        loaded = load_from_storage(
-            self._load_request(),
-            ModelState(self._config.replicated),
-            self.rank,
-            open_storage(self.root),
-            self.latest(),
-            self._config,
-        )
-        return loaded.origin.iteration
+        request = self._load_request(ModelState(self._config.replicated))
+        source = open_stored(open_storage(self.root), self.latest(), self._config)
+        return loader.load(request, source).origin.iteration
 
     def load_from_memory(self, state: State) -> int:
         self._loads(state)
-        held = held_in_memory(self._checkpointer)
-        found = load_from_memory(
-            self._load_request(),
-            self._checkpointer.model_state,
-            self.rank,
-            held[0],
-            self._config,
-        )
-        return found.origin.iteration
+        newest = held_in_memory(self._checkpointer)[0]
+        request = self._load_request(self._checkpointer.model_state)
+        return loader.load(request, open_memory(newest, self._config)).origin.iteration
 
     @contextlib.contextmanager
     def watch_load(self) -> Iterator[dict[str, float]]:
@@ -202,8 +191,8 @@ class Ours(System):
         if self._checkpointer is None:
             self._adopt(state)
 
-    def _load_request(self) -> LoadRequest:
-        return LoadRequest(chunks=[self._weights], optimizer=self._optimizer, strict=True)
+    def _load_request(self, state: ModelState) -> LoadRequest:
+        return LoadRequest(state, chunks=[self._weights], optimizer=self._optimizer, strict=True)
 
     def files(self, step: int) -> list[Path]:
         """Return the files of a checkpoint; the agent removes commit records after the outcome."""

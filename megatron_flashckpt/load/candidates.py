@@ -158,20 +158,20 @@ def _warn_of_nameless(storage: Storage, tracker: str | None) -> None:
 class _Refused(NamedTuple):
     iteration: int
     source: str
-    said: str
+    problem: str
     damage: bool
     gone: bool
-    """Whether it is not there at all, so that it may never have been."""
+    """True if it is not there at all, so that it may never have been."""
 
 
 class Candidates:
-    """What to load, and what instead if that is damaged. All ranks use it alike.
+    """The checkpoint to load, and the next one if that is damaged. All ranks use it alike.
 
     Args:
-        storage: the save directory; None: there is none, and nothing in it.
-        named: what it names; alike on all ranks.
-        memory: what all ranks hold, newest first.
-        fall_back: whether to lose iterations rather than to stop.
+        storage: the load directory; None: there is none.
+        named: what the directory names; equal on all ranks.
+        memory: the checkpoints that all ranks hold, newest first.
+        fall_back: True if iterations may be lost; False if the job shall stop instead.
     """
 
     def __init__(
@@ -183,17 +183,17 @@ class Candidates:
         rank: int,
         fall_back: bool,
     ) -> None:
-        self._storage = storage
-        self.strange = _is_strange(named, memory)
-        """Whether the checkpoint in storage is of another history than those in memory."""
-        unusable = self.strange or _is_set_back(named, memory)
+        self.storage = storage
+        self.named = named
+        self.is_other_history = _is_other_history(named, memory)
+        """True if the checkpoint in storage is of another history than those in memory."""
+        unusable = self.is_other_history or _is_set_back(named, memory)
         self._memory = [] if unusable else list(memory)
         self._rank = rank
         self._fall_back = fall_back
         self._stored = named.iteration
-        self._tracker = named.problem
         self._refused: list[_Refused] = []
-        if self.strange and rank == 0 and storage is not None:
+        if self.is_other_history and rank == 0 and storage is not None:
             logger.warning(
                 "iteration %d in host memory (save %s) is not used: %s/%s holds save %s, which "
                 "this job has not written: it was put there from a copy, converted, or saved by "
@@ -212,10 +212,16 @@ class Candidates:
 
     @property
     def current(self) -> InMemory | int | None:
-        """What to load now: a checkpoint in memory, an iteration in storage, or nothing."""
+        """The checkpoint to load now: one in memory, an iteration in storage, or none."""
         if self._memory and _is_wanted(self._memory[0], self._stored):
             return self._memory[0]
         return self._stored
+
+    @property
+    def iteration(self) -> int | None:
+        """That of `current`."""
+        current = self.current
+        return current.offer.iteration if isinstance(current, InMemory) else current
 
     def _tried_in_storage(self) -> set[int]:
         return {refused.iteration for refused in self._refused if refused.source == "storage"}
@@ -223,20 +229,20 @@ class Candidates:
     def refuse(self, error: FlashCkptError) -> None:
         """Move on from `current`, which could not be loaded. Collective.
 
-        Storage may have what memory has not, whatever is wrong; but iterations are lost only for
-        damage.
+        If a checkpoint in memory fails for any reason, storage is tried; but iterations are lost
+        only for damage.
 
         Raises:
-            FlashCkptError: `error`, if nothing else may be loaded; or all that was found damaged.
+            FlashCkptError: `error`, if nothing else may be loaded; or a list of all damaged ones.
         """
         current = self.current
         damage = is_damage(error)
         if isinstance(current, InMemory):
             iteration = current.offer.iteration
             self._note(_Refused(iteration, "memory", str(error), damage, False))
-            # What is wrong with the job is wrong with all that is in memory.
-            self._memory = [found for found in self._memory if damage and found is not current]
-            if damage and not self._fall_back and self._iteration_of(self.current) != iteration:
+            # An error of the job, which is no damage, would meet every checkpoint in memory.
+            self._memory = [other for other in self._memory if damage and other is not current]
+            if damage and not self._fall_back and self.iteration != iteration:
                 raise error
             if not damage and self.current is None:
                 raise error
@@ -256,25 +262,25 @@ class Candidates:
                 "iteration %d was not restored from %s: %s",
                 refused.iteration,
                 refused.source,
-                refused.said,
+                refused.problem,
             )
 
     def _next_stored(self, *, gone: bool) -> int | None:
         """Return the newest committed iteration that was not tried. Collective.
 
-        Somebody may have gone back from what is newer than what was named, so that comes last; but
-        it comes before nothing.
+        Iterations newer than the named one come last, because a person may have gone back from
+        them.
 
         Args:
-            gone: whether what was named is not there at all; then it also may be a newer one.
+            gone: True if the named iteration is not there at all; then newer ones do not come last.
         """
 
         def find() -> int | None:
-            assert self._storage is not None
+            assert self.storage is not None
             tried = self._tried_in_storage()
             left = [
                 iteration
-                for iteration in listing.committed_iterations(self._storage)
+                for iteration in listing.committed_iterations(self.storage)
                 if iteration not in tried
             ]
             older = [iteration for iteration in left if gone or iteration < min(tried)]
@@ -286,23 +292,28 @@ class Candidates:
         tried = [refused for refused in self._refused if refused.damage]
         if len(tried) == 1:
             raise error
-        assert self._storage is not None
-        listed = "\n  ".join(f"{it.iteration} in {it.source}: {it.said}" for it in tried)
+        assert self.storage is not None
+        listed = "\n  ".join(
+            f"{refused.iteration} in {refused.source}: {refused.problem}" for refused in tried
+        )
         raise CorruptCheckpointError(
-            f"{self._storage.place}: every checkpoint is damaged:\n  {listed}\nRestore one of them "
+            f"{self.storage.place}: every checkpoint is damaged:\n  {listed}\nRestore one of them "
             "from a copy, or start with another --load"
         ) from error
 
     def report(self) -> None:
-        """Say loudly, on rank 0, what was damaged and what is used instead: `current`."""
+        """Log on rank 0 which checkpoints are damaged, and that `current` is used instead."""
         damaged = [refused for refused in self._refused if refused.damage]
-        if self._rank != 0 or not (damaged or self._tracker):
+        if self._rank != 0 or not (damaged or self.named.problem):
             return
-        lines = [f"DAMAGED CHECKPOINT in {self._storage.place if self._storage else 'memory'}"]
-        if self._tracker is not None:
-            lines.append(f"the tracker: {self._tracker}")
-        lines += [f"iteration {it.iteration} in {it.source}: {it.said}" for it in damaged]
-        used = self._iteration_of(self.current)
+        lines = [f"DAMAGED CHECKPOINT in {self.storage.place if self.storage else 'memory'}"]
+        if self.named.problem is not None:
+            lines.append(f"the tracker: {self.named.problem}")
+        lines += [
+            f"iteration {refused.iteration} in {refused.source}: {refused.problem}"
+            for refused in damaged
+        ]
+        used = self.iteration
         if used is None:
             lines.append("TRAINING STARTS FROM SCRATCH: no other checkpoint is there")
         else:
@@ -316,20 +327,16 @@ class Candidates:
         lines.append("what is damaged was left as it is; set 'damaged: stop' to stop instead")
         logger.error("\n%s\n%s\n%s", _RULE, "\n  ".join(lines), _RULE)
 
-    @staticmethod
-    def _iteration_of(candidate: InMemory | int | None) -> int | None:
-        return candidate.offer.iteration if isinstance(candidate, InMemory) else candidate
 
-
-def _is_wanted(found: InMemory, stored: int | None) -> bool:
-    """Return whether to go on from memory, given the newest that may be loaded from storage.
+def _is_wanted(held: InMemory, stored: int | None) -> bool:
+    """Return whether to resume from memory, given the newest that may be loaded from storage.
 
     Memory is ahead of storage when the job crashed before a commit, or between two of them.
     """
-    return stored is None or found.offer.iteration >= stored
+    return stored is None or held.offer.iteration >= stored
 
 
-def _is_strange(named: Named, memory: list[InMemory]) -> bool:
+def _is_other_history(named: Named, memory: list[InMemory]) -> bool:
     """Return whether the save in storage is known not to be one that those in memory continue.
 
     All saves of one start of a job have an id in common. A start knows the save that it resumed
@@ -338,8 +345,8 @@ def _is_strange(named: Named, memory: list[InMemory]) -> bool:
     """
     if named.save_id is None or not memory:
         return False
-    lineage = frozenset[str]().union(*(found.lineage for found in memory))
-    held = {found.offer.save_id for found in memory}
+    lineage = frozenset[str]().union(*(checkpoint.lineage for checkpoint in memory))
+    held = {checkpoint.offer.save_id for checkpoint in memory}
     known = {run_of(save) for save in lineage | held} | {next_attempt(save) for save in held}
     if run_of(named.save_id) in known or named.save_id in known:
         return False
@@ -349,7 +356,7 @@ def _is_strange(named: Named, memory: list[InMemory]) -> bool:
 def _is_set_back(named: Named, memory: list[InMemory]) -> bool:
     """Return whether storage names an older checkpoint than the newest that was committed.
 
-    Then somebody removed that, or set the tracker back, and means it.
+    Then a person has removed that one, or set the tracker back, which is respected.
     """
-    newest = max((found.committed for found in memory), default=-1)
+    newest = max((checkpoint.committed for checkpoint in memory), default=-1)
     return newest > (-1 if named.iteration is None else named.iteration)

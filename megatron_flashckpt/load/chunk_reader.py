@@ -10,6 +10,7 @@ wrong: then the read as a whole fails, and nothing that it has filled counts.
 from __future__ import annotations
 
 import concurrent.futures
+import os
 import queue
 import threading
 from collections import defaultdict
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from megatron_flashckpt.config import Config
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 #: Smaller stretches go through the buffer: a call per piece would cost more than their copy.
 _PLACED_NBYTES = 16 * 1024
+#: Threads of a rank, unless more are asked for: most storages do not serve more of them faster.
+_MOST_THREADS = 4
 
 
 class Part(NamedTuple):
@@ -234,6 +238,16 @@ class ChunkReader:
                 self.read_nbytes += nbytes
         finally:
             self._buffers.put(buffer)
+
+
+def reader_threads(config: Config) -> int:
+    """Return how many chunks this rank reads at the same time."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // ranks)
+    # One rank on two cores loads with two threads in 0.72 to 0.95 of the time of one, for a quarter
+    # more CPU time, which nothing else needs during a load. Two threads on one core gain nothing.
+    threads = config.read_threads or min(cores, _MOST_THREADS)
+    return max(1, min(threads, config.read_memory_mib * 2**20 // 2 // CHUNK_NBYTES))
 
 
 def _host_memory(nbytes: int) -> memoryview:

@@ -1,13 +1,10 @@
-"""What a load reads on this rank: all ranks together check that it is all there, then plan."""
+"""Plans what a load reads on each rank, after all ranks have checked that nothing is missing."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import logging
-import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -20,51 +17,24 @@ from megatron_flashckpt.collectives import (
     gathered,
     raise_agreed,
     reduce_flags,
+    this_rank,
     world_size,
 )
 from megatron_flashckpt.errors import MissingStateError
-from megatron_flashckpt.layout.copies import copy_kind, is_copy
-from megatron_flashckpt.layout.exact_match import typed_runs
-from megatron_flashckpt.layout.piece import (
-    BUFFER,
-    MASTER,
-    RANK_STATE,
-    UNUSED,
-    WEIGHT,
-    Piece,
-    Shape,
-)
+from megatron_flashckpt.layout.copies import copy_kind
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, UNUSED, WEIGHT, Piece
 from megatron_flashckpt.layout.read_plan import ReadPlan, missing_state, read_plan, superfluous
-from megatron_flashckpt.layout.reshard import Run, overlap
+from megatron_flashckpt.load.request import LoadRequest, Names, StateTypes
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.load.targets import Targets
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.megatron_lm.copy_check import named
 from megatron_flashckpt.megatron_lm.cutting import LocalPiece
-from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
 
 logger = logging.getLogger(__name__)
 
 #: Differences that an error lists: thousands of ranks may each find others.
 _MOST_DIFFERENCES = 1000
-
-Names = set[tuple[str, str]]
-"""Kinds and keys."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LoadRequest:
-    """What a load fills, and how strict it is. Equal on all ranks but for the model."""
-
-    chunks: list[Any]
-    optimizer: Any
-    """None: weights only."""
-    strict: bool
-    fill: bool = True
-    """False: only the side state is wanted."""
-    overwritten: Names = dataclasses.field(default_factory=set)
-    """Kind and key of what this rank's model has from a checkpoint that turned out to be damaged:
-    whatever is loaded in its place must replace all of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,234 +49,246 @@ class LoadPlan:
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     """Tensors that are not contiguous, each with the copy that is filled in its place."""
 
+    def zero_padding(self) -> None:
+        """Zero what no read fills: the rows by which this vocabulary is padded further."""
+        for index in self.reads.padded:
+            self.targets.zero(index)
+
     def finish(self) -> None:
         """Copy back what was filled in the place of tensors that are not contiguous."""
         with torch.no_grad():
             for tensor, filled in self.copies:
                 tensor.copy_(filled)
 
-    def zero_padding(self) -> None:
-        """Zero what no read fills: the rows by which this vocabulary is padded further."""
-        for index in self.reads.padded:
-            self.targets.zero(index)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Findings:
-    """What one rank found out when it planned, for all to know: no more than `cut_list` leaves."""
-
-    differences: tuple[str, ...]
-    sees_unwanted: bool
-    """Whether it does not want all that is in the shards which are its own to look at."""
-    absent: tuple[str, ...]
-    """Names that it wants and that are not there at all."""
-    refusal: Said | None
-    """What speaks against the load beside that."""
-    replaces: bool
-    """Whether it takes the main copy of a tensor, though its own was another one."""
-
 
 def plan_load(
     request: LoadRequest,
-    wanted: Callable[[], list[LocalPiece]],
-    found: SavedJob,
-    rank: int,
-    check: Callable[[Names], None],
-    unread: Callable[[], Names],
+    job: SavedJob,
+    param_groups: list[dict[str, Any]],
+    state_types: StateTypes,
 ) -> LoadPlan:
-    """Return the reads of this rank, coverage checked. Collective.
-
-    Without `strict`, what is not in the checkpoint is left as it is, what is not in the model is
-    not read, and rank 0 says so.
+    """Return the reads of this rank, once all ranks agree that they may be carried out. Collective.
 
     Args:
-        wanted: returns what this rank wants.
-        check: raises if something else speaks against filling such names.
-        unread: returns names in this rank's model that are made of other tensors after the load.
+        job: the ranks that saved the checkpoint.
+        param_groups: those of the checkpoint.
+        state_types: the states to fill, as all ranks found them.
 
     Raises:
-        MissingStateError: on every rank; lists all differences, nothing was overwritten.
+        MissingStateError: on every rank; lists the differences of all ranks; nothing was
+            overwritten. Without `strict`, missing state keeps its values, unexpected state is not
+            read, and rank 0 logs both.
     """
-    masters = _masters_for_weights(found)
-    weights = {(key, dtype) for kind, key, dtype, _ in found.tensors if kind == WEIGHT}
-    known = {(kind, key) for kind, key, _, _ in found.tensors}
-    # With another number of tensor ranks nobody stands where a rank stood.
-    is_same_tp = found.model_cut[0] == parallel.model_cut()[0]
-    copies = found.copies if is_same_tp else frozenset()
-
-    kinds = {WEIGHT, BUFFER} | (_optimizer_kinds(found) if request.optimizer else set())
-
-    def is_looked_at(kind: str, key: str) -> bool:
-        return request.fill and kind in kinds and not key.endswith(UNUSED)
-
-    def look() -> tuple[_Planned, _Findings]:
-        mine, made = wanted(), unread()
-        uses_others = bool(masters or copies)
-        pieces = [
-            _as_stored(it, masters, weights, copies) if uses_others else it.piece for it in mine
-        ]
-        names = {(piece.kind, piece.key) for piece in pieces}
-        # Between them ranks look at all shards, in the layout that was saved each at its own.
-        shards = found.sources[rank :: world_size()] if request.fill else []
-        unwanted = superfluous(names | made, shards, kinds)
-        unused = {(kind, key) for kind, key in names - known if key.endswith(UNUSED)}
-        lacking = names - known - unused
-        absent = {f"{kind}/{key}" for kind, key in lacking}
-        left = unused if request.strict else unused | lacking
-        if left:
-            there = [n for n, it in enumerate(pieces) if (it.kind, it.key) not in left]
-            mine, pieces = [mine[n] for n in there], [pieces[n] for n in there]
-        try:
-            plan = _plan(mine, pieces, found)
-        except MissingStateError as error:
-            differences = cut_list(error.differences)
-            return _Planned(None, names | made, None), _Findings(
-                differences, bool(unwanted), cut_list(sorted(absent)), None, False
-            )
-        refused = attempt(lambda: check(plan.names))
-        replaced = {
-            local.piece.key
-            for local in mine
-            if local.piece.key in found.differing
-            and (not is_same_tp or (local.copy and (local.piece.key, local.copy) not in copies))
-        }
-        return _Planned(plan, names | made, refused.error, frozenset(replaced)), _Findings(
-            (), bool(unwanted), cut_list(sorted(absent)), refused.said, bool(replaced)
-        )
-
-    planned, everyone = gathered(look)
-    unwanted, replaced = set[str](), set[str]()
-    if any(it.sees_unwanted or it.replaces for it in everyone):
-        # What one rank does not want another may. All know the names in the checkpoint.
-        names, keys = sorted(known), sorted(found.differing)
-        mine = planned.names
-        is_mine = [(kind, key) in mine or not is_looked_at(kind, key) for kind, key in names]
-        flags = reduce_flags(is_mine + [key in planned.replaced for key in keys])
-        of_none = [name for name, is_of_any in zip(names, flags, strict=False) if not is_of_any]
-        unwanted = {f"{kind}/{key}" for kind, key in of_none}
-        replaced = set(itertools.compress(keys, flags[len(names) :]))
-    differences = list(dict.fromkeys(line for it in everyone for line in it.differences))
-    if (more := len(differences) - _MOST_DIFFERENCES) > 0:
-        differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
-    if differences or (unwanted and request.strict):
-        raise missing_state(found.place, differences, unwanted if request.strict else ())
-    raise_agreed([found.refusal for found in everyone], planned.refusal)
-    absent = set().union(*(it.absent for it in everyone))
-    if rank == 0 and (absent or unwanted):
-        logger.warning(
-            "%s: not strict: left as they are: %s; not read: %s",
-            found.place,
-            ", ".join(sorted(absent)) or "none",
-            ", ".join(sorted(unwanted)) or "none",
-        )
-    if rank == 0 and replaced:
-        logger.warning(
-            "%s: ranks held different copies of %s, which should be equal. All ranks now get the "
-            "first copy of each, because %s: training continues as from one of Megatron's own "
-            "checkpoints, not bit for bit",
-            found.place,
-            named(replaced),
-            "no other copies were saved" if is_same_tp else "the tensor parallel size is another",
-        )
+    planner = _RankPlanner(request, job)
+    planned, findings = gathered(lambda: planner.plan(param_groups, state_types))
+    unexpected, replaced = _agreed_names(planner, job, planned, findings)
+    _raise_missing(request, job, findings, unexpected)
+    raise_agreed([finding.refusal for finding in findings], planned.refusal)
+    if this_rank() == 0:
+        _log_lenience(job, findings, unexpected)
+        _log_replaced(job, replaced, same_tensor_ranks=planner.has_same_tensor_ranks)
     assert planned.plan is not None
     return planned.plan
 
 
 @dataclasses.dataclass(frozen=True)
 class _Planned:
-    """What one rank planned, for itself."""
+    """The plan of one rank, for itself."""
 
     plan: LoadPlan | None
     names: Names
-    """Of all that this rank's model has, read or made of what is read."""
-    refusal: Exception | None
+    """Of all tensors of this rank's model, read or made of what is read."""
+    refusal: Exception | None = None
     replaced: frozenset[str] = frozenset()
     """Keys of tensors of which it takes the main copy, though its own was another one."""
 
 
-def _plan(wanted: list[LocalPiece], pieces: list[Piece], found: SavedJob) -> LoadPlan:
-    """Return how to fill `wanted` from `pieces`, which is what there is of it."""
-    twin = found.twin(parallel.coordinates(), parallel.model_cut())
-    resizable = {n for n, local in enumerate(wanted) if local.resizable}
-    reads = read_plan(pieces, found.sources, found.place, resizable, found.held_by(twin))
-    names = {(local.piece.kind, local.piece.key) for local in wanted}
-    copies = {id(local.origin[1]): local.origin for local in wanted if local.origin is not None}
-    targets = Targets(pieces, [local.tensor for local in wanted])
-    return LoadPlan(reads, pieces, targets, names, tuple(copies.values()))
+@dataclasses.dataclass(frozen=True)
+class _Findings:
+    """What one rank tells all others of its plan: no more than `cut_list` leaves."""
+
+    differences: tuple[str, ...]
+    sees_unexpected: bool
+    """True if the shards that it looked at hold tensors that its model does not have."""
+    missing: tuple[str, ...]
+    """Names that it wants and that are not in the checkpoint at all."""
+    refusal: Said | None = None
+    """Why it refuses the load, for other reasons than differences."""
+    replaces: bool = False
+    """True if it takes the main copy of a tensor, though its own was another one."""
 
 
-def _masters_for_weights(found: SavedJob) -> set[str]:
-    """Return the keys whose 16-bit weights were saved as masters only (`weights: derive`).
+class _RankPlanner:
+    """Plans the reads of this rank. Nothing here communicates."""
 
-    Layers of other types that share the key have no masters and are stored as weights.
+    def __init__(self, request: LoadRequest, job: SavedJob) -> None:
+        self._request = request
+        self._job = job
+        self.has_same_tensor_ranks = job.model_cut[0] == parallel.model_cut()[0]
+        # Copies belong to tensor ranks: with another number of them no rank's copy is its own.
+        self._copies = job.copies if self.has_same_tensor_ranks else frozenset()
+        optimizer_kinds = job.optimizer_kinds if request.optimizer else set()
+        self._kinds = {WEIGHT, BUFFER} | optimizer_kinds
+
+    def plan(
+        self, param_groups: list[dict[str, Any]], state_types: StateTypes
+    ) -> tuple[_Planned, _Findings]:
+        """Return the plan of this rank, and what all others must know of it.
+
+        Raises:
+            FlashCkptError: this rank can plan nothing, whatever the checkpoint has.
+        """
+        wanted = self._request.pieces(self._job, state_types)
+        requantized = self._request.requantized()
+        pieces = self._as_stored(wanted)
+        wanted_names = {(piece.kind, piece.key) for piece in pieces}
+        names = wanted_names | requantized
+        unused, missing = self._not_stored(wanted_names)
+        sees_unexpected = self._sees_unexpected(names)
+        told_missing = cut_list(sorted({f"{kind}/{key}" for kind, key in missing}))
+        left_out = unused if self._request.strict else unused | missing
+        if left_out:
+            kept = [n for n, it in enumerate(pieces) if (it.kind, it.key) not in left_out]
+            wanted, pieces = [wanted[n] for n in kept], [pieces[n] for n in kept]
+        try:
+            plan = self._reads(wanted, pieces)
+        except MissingStateError as error:
+            differences = cut_list(error.differences)
+            return _Planned(None, names), _Findings(differences, sees_unexpected, told_missing)
+        checked = attempt(lambda: self._request.check(plan.names, param_groups, self._job.place))
+        replaced = self._replaced(wanted)
+        return (
+            _Planned(plan, names, checked.error, replaced),
+            _Findings((), sees_unexpected, told_missing, checked.said, bool(replaced)),
+        )
+
+    def _as_stored(self, wanted: list[LocalPiece]) -> list[Piece]:
+        """Return the stored pieces that `wanted` are filled from."""
+        if not (self._job.derived_keys or self._copies):
+            return [local.piece for local in wanted]
+        return [self._one_as_stored(local) for local in wanted]
+
+    def _one_as_stored(self, local: LocalPiece) -> Piece:
+        """Return the piece that `local` is filled from.
+
+        That is the part of the master that a weight is made of, if weights are not stored; and of
+        this rank's own copy, if that is stored.
+        """
+        piece, job = local.piece, self._job
+        is_derived = piece.kind == WEIGHT and piece.key in job.derived_keys
+        if is_derived and (piece.key, piece.dtype) not in job.stored_weights:
+            piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
+        if local.copy and (piece.key, local.copy) in self._copies:
+            piece = msgspec.structs.replace(piece, kind=copy_kind(piece.kind, local.copy))
+        return piece
+
+    def _not_stored(self, names: Names) -> tuple[Names, Names]:
+        """Return which of `names` no forward uses, and which are missing; neither is stored."""
+        absent = names - self._job.names
+        unused = {(kind, key) for kind, key in absent if key.endswith(UNUSED)}
+        return unused, absent - unused
+
+    def _sees_unexpected(self, names: Names) -> bool:
+        """Return whether this rank's part of the shards has tensors that its model does not have.
+
+        The ranks look at all shards between them, in the layout that was saved each at its own.
+        """
+        shards = self._job.sources[this_rank() :: world_size()] if self._request.fill else []
+        return bool(superfluous(names, shards, self._kinds))
+
+    def _reads(self, wanted: list[LocalPiece], pieces: list[Piece]) -> LoadPlan:
+        """Return how to fill `wanted` from the stored `pieces`.
+
+        Raises:
+            MissingStateError: lists the differences of this rank.
+        """
+        job = self._job
+        saver = job.matching_rank(parallel.coordinates(), parallel.model_cut())
+        resizable = {n for n, local in enumerate(wanted) if local.resizable}
+        reads = read_plan(pieces, job.sources, job.place, resizable, job.held_by(saver))
+        names = {(local.piece.kind, local.piece.key) for local in wanted}
+        copies = {id(local.origin[1]): local.origin for local in wanted if local.origin is not None}
+        targets = Targets(pieces, [local.tensor for local in wanted])
+        return LoadPlan(reads, pieces, targets, names, tuple(copies.values()))
+
+    def _replaced(self, wanted: list[LocalPiece]) -> frozenset[str]:
+        """Return the keys of which this rank gets the main copy in place of a copy of its own."""
+        return frozenset(
+            local.piece.key
+            for local in wanted
+            if local.piece.key in self._job.differing
+            and (
+                not self.has_same_tensor_ranks
+                or (local.copy and (local.piece.key, local.copy) not in self._copies)
+            )
+        )
+
+    def expects(self, name: tuple[str, str], names: Names) -> bool:
+        """Return whether a stored tensor is among `names`, or need not be read by any rank."""
+        kind, key = name
+        is_read = self._request.fill and kind in self._kinds and not key.endswith(UNUSED)
+        return name in names or not is_read
+
+
+def _agreed_names(
+    planner: _RankPlanner, job: SavedJob, planned: _Planned, findings: list[_Findings]
+) -> tuple[set[str], set[str]]:
+    """Return which stored tensors no rank expects, and of which keys copies are replaced.
+
+    Collective, but free if no rank has seen any. A tensor that one rank does not expect may be
+    another's, so every rank answers for all names, which all ranks know.
     """
-    numels: Counter[str] = Counter()
-    shapes: dict[str, Shape] = {}
-    masters: set[str] = set()
-    stored: set[str] = set()
-    for (kind, key, dtype, shape), numel in found.tensors.items():
-        if kind == WEIGHT or (kind, dtype) == (MASTER, "F32"):
-            numels[key] += numel
-            shapes[key] = shape
-        if (kind, dtype) == (MASTER, "F32"):
-            masters.add(key)
-        elif kind == WEIGHT and torch_dtype(dtype) in SIXTEEN_BIT:
-            stored.add(key)
-    # Offloading optimizers keep masters of fp32 weights, too, which are stored beside them.
-    return {key for key in masters - stored if numels[key] <= math.prod(shapes[key])}
+    if not any(finding.sees_unexpected or finding.replaces for finding in findings):
+        return set(), set()
+    names, keys = sorted(job.names), sorted(job.differing)
+    flags = reduce_flags(
+        [planner.expects(name, planned.names) for name in names]
+        + [key in planned.replaced for key in keys]
+    )
+    expected, replaced = flags[: len(names)], flags[len(names) :]
+    unexpected = itertools.compress(names, (not is_expected for is_expected in expected))
+    return {f"{kind}/{key}" for kind, key in unexpected}, set(itertools.compress(keys, replaced))
 
 
-def _as_stored(
-    local: LocalPiece,
-    masters: set[str],
-    weights: set[tuple[str, str]],
-    copies: frozenset[tuple[str, str]],
-) -> Piece:
-    """Return the piece that `local` is filled from.
-
-    That is the part of the master that a weight is made of, if weights are not stored; and of this
-    rank's own copy, if that is stored.
+def _raise_missing(
+    request: LoadRequest, job: SavedJob, findings: list[_Findings], unexpected: set[str]
+) -> None:
+    """Raise if any rank has found differences that this load does not allow.
 
     Args:
-        weights: key and type of all stored weights.
+        unexpected: stored tensors that no rank's model has, as `kind/key`.
     """
-    piece = local.piece
-    if piece.kind == WEIGHT and piece.key in masters and (piece.key, piece.dtype) not in weights:
-        piece = msgspec.structs.replace(piece, kind=MASTER, dtype="F32")
-    if local.copy and (piece.key, local.copy) in copies:
-        piece = msgspec.structs.replace(piece, kind=copy_kind(piece.kind, local.copy))
-    return piece
+    found = [line for finding in findings for line in finding.differences]
+    differences = list(dict.fromkeys(found))
+    if (more := len(differences) - _MOST_DIFFERENCES) > 0:
+        differences = [*differences[:_MOST_DIFFERENCES], f"... and {more} more on all ranks"]
+    refused = unexpected if request.strict else set()
+    if differences or refused:
+        raise missing_state(job.place, differences, refused)
 
 
-def _optimizer_kinds(found: SavedJob) -> set[str]:
-    kinds = {kind for kind, *_ in found.tensors if not is_copy(kind)}
-    return kinds - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
+def _log_lenience(job: SavedJob, findings: list[_Findings], unexpected: set[str]) -> None:
+    missing = set().union(*(finding.missing for finding in findings))
+    if missing or unexpected:
+        logger.warning(
+            "%s: not strict: left as they are: %s; not read: %s",
+            job.place,
+            ", ".join(sorted(missing)) or "none",
+            ", ".join(sorted(unexpected)) or "none",
+        )
 
 
-class StoredStates:
-    """The states of the optimizer that a checkpoint has, and their types."""
-
-    def __init__(self, found: SavedJob) -> None:
-        self.by_key: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
-        """By key, the kinds of state and the type of each; one of them, where layers differ."""
-        mixed: set[tuple[str, str]] = set()
-        for kind, key, name, _ in found.tensors:
-            if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE) and not is_copy(kind):
-                dtype = torch_dtype(name)
-                if self.by_key[key].setdefault(kind, dtype) != dtype:
-                    mixed.add((kind, key))
-        self._mixed = typed_runs(found.sources, mixed) if mixed else {}
-
-    def dtype_of(self, kind: str, pieces: Iterable[Piece]) -> torch.dtype | None:
-        """Return the type in which state of `kind` is stored of `pieces`; None if there is none.
-
-        Args:
-            pieces: those of one parameter; kind and type are not looked at.
-        """
-        for piece in pieces:
-            for run, dtype in self._mixed.get((kind, piece.key), ()):
-                if overlap(run, Run.of(piece)).numel:
-                    return torch_dtype(dtype)
-            if (kind, piece.key) not in self._mixed and kind in self.by_key.get(piece.key, {}):
-                return self.by_key[piece.key][kind]
-        return None
+def _log_replaced(job: SavedJob, keys: set[str], *, same_tensor_ranks: bool) -> None:
+    if not keys:
+        return
+    reason = "the tensor parallel size is another"
+    if same_tensor_ranks:
+        reason = "no other copies were saved"
+    logger.warning(
+        "%s: ranks held different copies of %s, which should be equal. All ranks now get the "
+        "first copy of each, because %s: training continues as from one of Megatron's own "
+        "checkpoints, not bit for bit",
+        job.place,
+        named(keys),
+        reason,
+    )

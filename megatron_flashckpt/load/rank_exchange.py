@@ -7,7 +7,8 @@ that hold what it lacks; all that every rank learns of every other is one bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,9 @@ from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.read_plan import ReadPlan
-from megatron_flashckpt.load.all_to_all import Span, Stream, transfer
+from megatron_flashckpt.load.all_to_all import Span, Stream, send_and_receive, transfer
 from megatron_flashckpt.load.chunk_reader import ChunkReader, ChunkReads, chunk_reads
 from megatron_flashckpt.load.gpu_buffers import synchronize
-from megatron_flashckpt.load.span_requests import ask
 from megatron_flashckpt.load.targets import Targets
 
 #: Memory that one rank uses for what it sends in a round, and again for what it receives.
@@ -79,7 +79,7 @@ def _exchange(
         source: [(read.source_offset, read.nbytes) for read in reads]
         for source, reads in requests.items()
     }
-    asked = ask(wishes, askers, group)
+    asked = _ask(wishes, askers, group)
     spans = [span for of_peer in asked.values() for span in of_peer]
 
     def read() -> int:
@@ -94,6 +94,60 @@ def _exchange(
     outgoing = {peer: Stream(of_peer) for peer, of_peer in asked.items()}
     incoming = {source: Stream(of_source) for source, of_source in wishes.items()}
     transfer(own, outgoing, incoming, room=read, take=take, group=group)
+
+
+def _ask(
+    wishes: Mapping[int, Sequence[Span]], askers: Sequence[int], group: Group
+) -> dict[int, list[Span]]:
+    """Return what each of `askers` wants of this rank, in its order. Collective.
+
+    Args:
+        wishes: by peer, what this rank wants of it.
+        askers: the ranks in whose wishes this one is.
+
+    Raises:
+        FlashCkptError: on all ranks, if one has no memory for the requests.
+    """
+    device = device_of(group)
+    # All ranks join in this before the first message: it connects the group.
+    counted, counts = together(
+        lambda: (
+            torch.tensor([len(spans) for spans in wishes.values()], dtype=torch.int64).to(device),
+            torch.zeros(len(askers), dtype=torch.int64).to(device),
+        ),
+        group,
+    )
+    send_and_receive(
+        _by_peer(counted, wishes, [1] * len(wishes)),
+        _by_peer(counts, askers, [1] * len(askers)),
+        group,
+    )
+
+    def made() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        numbers = [number for spans in wishes.values() for span in spans for number in span]
+        lengths = [2 * count for count in counts.cpu().tolist()]
+        received = torch.zeros(sum(lengths), dtype=torch.int64)
+        return torch.tensor(numbers, dtype=torch.int64).to(device), received.to(device), lengths
+
+    sent, received, lengths = together(made, group)
+    send_and_receive(
+        _by_peer(sent, wishes, [2 * len(spans) for spans in wishes.values()]),
+        _by_peer(received, askers, lengths),
+        group,
+    )
+    numbers = iter(received.cpu().tolist())
+    spans = zip(numbers, numbers, strict=True)
+    return {
+        peer: list(itertools.islice(spans, length // 2))
+        for peer, length in zip(askers, lengths, strict=True)
+    }
+
+
+def _by_peer(
+    numbers: torch.Tensor, peers: Iterable[int], lengths: list[int]
+) -> dict[int, torch.Tensor]:
+    """Return the part of `numbers` for each peer, one after the other."""
+    return dict(zip(peers, torch.split(numbers, lengths), strict=True)) if lengths else {}
 
 
 def buffers_nbytes() -> int:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_flashckpt.collectives import Group, gather_objects, together
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
 from megatron_flashckpt.load.all_to_all import ALIGNMENT, Stream, transfer
+from megatron_flashckpt.load.checkpoint_source import ReadReport
 from megatron_flashckpt.load.chunk_reader import ChunkReader, ChunkReads
 from megatron_flashckpt.load.gpu_buffers import host_buffer, synchronize
 from megatron_flashckpt.load.targets import Targets
@@ -39,22 +40,6 @@ MANY_REPLICAS = 64
 
 _Chunk = tuple[int, int]
 """Source rank, number of the chunk in its shard."""
-
-
-@dataclasses.dataclass
-class ReadReport:
-    """What a load took on this rank."""
-
-    read_nbytes: int = 0
-    received_nbytes: int = 0
-    """Read by another replica, or held in another rank's slot, and sent here."""
-    held_nbytes: int = 0
-    """Copied from this rank's own slot in host memory."""
-    seconds: float = 0.0
-    memory_nbytes: int = 0
-    """The most that was held beside the tensors that were filled."""
-    shared: bool = False
-    """Whether replicas went on sharing after the first round."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,30 +1,39 @@
-"""The ranks that saved a checkpoint, wherever it is, and where they stand."""
+"""The ranks that saved a checkpoint: their coordinates, and what each of them stored."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import torch
 
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.file_format.commit_record import Coordinates
-from megatron_flashckpt.layout.copies import split_kind
+from megatron_flashckpt.layout.copies import is_copy, split_kind
 from megatron_flashckpt.layout.exact_match import (
     NOTHING_HELD,
     Held,
     Tensors,
     held_once,
     stored_tensors,
+    typed_runs,
 )
-from megatron_flashckpt.layout.piece import RANK_STATE, Piece
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
+from megatron_flashckpt.layout.reshard import Run, overlap
 from megatron_flashckpt.layout.stored_index import LIMIT, outside_error
 from megatron_flashckpt.layout.template import Source, TemplateItem, piece_of
+from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, torch_dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedJob:
-    """The ranks that saved a checkpoint, wherever it is, as far as planning needs to know."""
+    """The ranks that saved a checkpoint in memory or in storage, as far as planning needs them."""
 
     place: str
+    """Names the checkpoint in messages."""
     sources: list[Source]
     coordinates: list[Coordinates]
     differing: frozenset[str] = frozenset()
@@ -33,17 +42,17 @@ class SavedJob:
     @property
     def model_cut(self) -> tuple[int, int, int]:
         """The tensor, pipeline and expert parallel sizes of the saving job."""
-        places = self.coordinates
+        ranks = self.coordinates
         return (
-            max(place.tp for place in places) + 1,
-            max(place.pp for place in places) + 1,
-            max(place.ep for place in places) + 1,
+            max(rank.tp for rank in ranks) + 1,
+            max(rank.pp for rank in ranks) + 1,
+            max(rank.ep for rank in ranks) + 1,
         )
 
-    def twin(self, mine: Coordinates, model_cut: tuple[int, int, int]) -> int | None:
-        """Return the rank whose random state this one takes: the one that stood where it stands.
+    def matching_rank(self, own: Coordinates, model_cut: tuple[int, int, int]) -> int | None:
+        """Return the rank whose random state the rank at `own` takes: the one saved at `own`.
 
-        If the number of replicas has changed there may be none; then the first one with the same
+        If the number of replicas has changed, there may be none; then the first one with the same
         part of the model, as Megatron takes it from the first replica. None: the tensor or pipeline
         parallel size has changed, and then random states mean nothing.
         """
@@ -55,12 +64,12 @@ class SavedJob:
             lambda place: (place.tp, place.pp),
         ):
             for rank, place in enumerate(self.coordinates):
-                if part(place) == part(mine):
+                if part(place) == part(own):
                     return rank
         return None
 
     def is_same(self, now: list[Coordinates], model_cut: tuple[int, int, int]) -> bool:
-        """Return whether every rank stands where the rank of its number stood."""
+        """Return whether every rank is at the coordinates that the rank of its number had."""
         return now == self.coordinates and model_cut == self.model_cut
 
     def representatives(self) -> list[int]:
@@ -74,6 +83,47 @@ class SavedJob:
     def tensors(self) -> Tensors:
         """How much of which tensors all ranks have stored, side states among them."""
         return stored_tensors(self.sources)
+
+    @functools.cached_property
+    def names(self) -> set[tuple[str, str]]:
+        """Kind and key of all stored tensors."""
+        return {(kind, key) for kind, key, _, _ in self.tensors}
+
+    @functools.cached_property
+    def stored_weights(self) -> set[tuple[str, str]]:
+        """Key and type of all weights that are stored as such."""
+        return {(key, dtype) for kind, key, dtype, _ in self.tensors if kind == WEIGHT}
+
+    @functools.cached_property
+    def derived_keys(self) -> set[str]:
+        """Keys whose 16-bit weights were saved as masters only (`weights: derive`).
+
+        Layers of other types that share the key have no masters and are stored as weights.
+        """
+        numels: Counter[str] = Counter()
+        shapes: dict[str, Shape] = {}
+        masters: set[str] = set()
+        stored: set[str] = set()
+        for (kind, key, dtype, shape), numel in self.tensors.items():
+            if kind == WEIGHT or (kind, dtype) == (MASTER, "F32"):
+                numels[key] += numel
+                shapes[key] = shape
+            if (kind, dtype) == (MASTER, "F32"):
+                masters.add(key)
+            elif kind == WEIGHT and torch_dtype(dtype) in SIXTEEN_BIT:
+                stored.add(key)
+        # Offloading optimizers keep masters of fp32 weights, too, which are stored beside them.
+        return {key for key in masters - stored if numels[key] <= math.prod(shapes[key])}
+
+    @property
+    def optimizer_kinds(self) -> set[str]:
+        """Kinds of the stored tensors of optimizers, and that of masters."""
+        kinds = {kind for kind, *_ in self.tensors if not is_copy(kind)}
+        return kinds - {WEIGHT, BUFFER, RANK_STATE} | {MASTER}
+
+    @functools.cached_property
+    def optimizer_states(self) -> StoredStates:
+        return StoredStates(self)
 
     @functools.cached_property
     def copies(self) -> frozenset[tuple[str, str]]:
@@ -95,7 +145,7 @@ class SavedJob:
         )
 
     def held_by(self, rank: int | None) -> Held:
-        """Return what `rank` has to itself of the tensors; nothing of no rank."""
+        """Return the pieces that only `rank` stores; empty if `rank` is None."""
         return NOTHING_HELD if rank is None else held_once(self.sources[rank], self.tensors)
 
     def rank_state(self, rank: int) -> tuple[Piece, int] | None:
@@ -127,6 +177,35 @@ class SavedJob:
         """By template, of which ranks share a few, the item that holds the side state."""
         templates = {id(source.template): source.template for source in self.sources}
         return {
-            number: next((it for it in template.items if it.kind == RANK_STATE), None)
+            number: next((item for item in template.items if item.kind == RANK_STATE), None)
             for number, template in templates.items()
         }
+
+
+class StoredStates:
+    """The states of the optimizer that a checkpoint has, and their types."""
+
+    def __init__(self, job: SavedJob) -> None:
+        self.by_key: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
+        """By key, the kinds of state and the type of each; one of them, where layers differ."""
+        mixed: set[tuple[str, str]] = set()
+        for kind, key, name, _ in job.tensors:
+            if kind not in (WEIGHT, MASTER, BUFFER, RANK_STATE) and not is_copy(kind):
+                dtype = torch_dtype(name)
+                if self.by_key[key].setdefault(kind, dtype) != dtype:
+                    mixed.add((kind, key))
+        self._mixed = typed_runs(job.sources, mixed) if mixed else {}
+
+    def dtype_of(self, kind: str, pieces: Iterable[Piece]) -> torch.dtype | None:
+        """Return the type in which a kind of state of `pieces` is stored; None if it is not.
+
+        Args:
+            pieces: those of one parameter, whatever their own kind and type.
+        """
+        for piece in pieces:
+            for run, dtype in self._mixed.get((kind, piece.key), ()):
+                if overlap(run, Run.of(piece)).numel:
+                    return torch_dtype(dtype)
+            if (kind, piece.key) not in self._mixed and kind in self.by_key.get(piece.key, {}):
+                return self.by_key[piece.key][kind]
+        return None

@@ -75,6 +75,25 @@ class ModelGeometry:
         geometries = [geo for _, geo in self.parameters] + [geo for *_, geo in self.buffers]
         return frozenset(run.key for geo in geometries if geo.copy for run in geo.runs)
 
+    def buffer_tensors(self, chunks: list[Any]) -> list[tuple[Geometry, torch.Tensor]]:
+        """Return the live buffers of `chunks`, whose geometry this is, each with its own.
+
+        Raises:
+            UnsupportedError: an entry of the sharded state dict is neither parameter nor buffer.
+        """
+        if not self.buffers:  # to look for none takes a walk through all modules
+            return []
+        named = [dict(chunk.named_buffers(remove_duplicate=False)) for chunk in chunks]
+        tensors = []
+        for number, name, geo in self.buffers:
+            if name not in named[number]:
+                raise UnsupportedError(
+                    f"{name} is in the sharded state dict but is neither a parameter nor a buffer; "
+                    "register it as one, or keep Megatron's own checkpointing for this job"
+                )
+            tensors.append((geo, named[number][name]))
+        return tensors
+
 
 def signature(chunks: list[Any]) -> tuple[Any, ...]:
     """Return what must be unchanged for a cached geometry to be valid."""

@@ -1,4 +1,4 @@
-"""All tensors of this rank as pieces: what it writes in a save, what it needs in a load.
+"""The pieces of this rank's model and optimizer that a save writes.
 
 Tensors are enumerated afresh on every call; only geometry, which is checked against the model's
 parameters each time, is kept. A cached tensor pointer is how other systems wrote stale checkpoints.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,9 +20,7 @@ from megatron_flashckpt.layout.copies import copy_kind
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import (
     BUFFER,
-    MASTER,
     WEIGHT,
-    Piece,
     Shape,
     equal_shares,
     spread_over_nodes,
@@ -32,9 +30,7 @@ from megatron_flashckpt.megatron_lm.cutting import (
     LocalPiece,
     cut,
     flat,
-    refuse_shared_elements,
     section,
-    to_fill,
 )
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
@@ -263,7 +259,7 @@ class ModelState:
                 shared[share(self._replicated.weight, expert)].append(whole)
         for part, stream in shared.items():
             found += _share_out(stream, part.writers, part.position)
-        for geo, tensor in self._buffers(chunks, geometry):
+        for geo, tensor in geometry.buffer_tensors(chunks):
             if is_written(geo) and geo.replica == 0:
                 kind = copy_kind(BUFFER, geo.copy)
                 found += cut(geo, kind, tensor, 0, tensor.numel(), early=True)
@@ -310,93 +306,6 @@ class ModelState:
             for run in geo.runs
             if run.box_start == 0 and not any(run.offset)
         ]
-
-    def wanted(
-        self,
-        chunks: list[Any],
-        optimizer: Any,
-        states: Mapping[str, Mapping[str, torch.dtype]],
-        dtype_of: Callable[[str, list[Piece]], torch.dtype | None] = lambda kind, pieces: None,
-    ) -> list[LocalPiece]:
-        """Return all pieces that a load must fill on this rank, duplicates included.
-
-        FP8 and FP4 weights are not among them: `requantization` makes them of their masters.
-        Allocates optimizer state that does not exist yet, which `owned` must not do.
-
-        Args:
-            optimizer: None: weights and buffers only.
-            states: by family of optimizers (`states_of`), the types of the states to fill by kind.
-            dtype_of: returns the type in which a kind of state is stored of certain pieces, if it
-                is; parameters of one family may have states of several types.
-        """
-        geometry = self.geometry(chunks)
-        by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
-        found: list[LocalPiece] = []
-        for entry in optimizer_state.entries(optimizer):
-            geo = by_id[id(entry.parameter)]
-            pieces = [it.piece for it in geo.parts(MASTER, torch.float32, entry.start, entry.end)]
-            kinds = {
-                kind: dtype_of(kind, pieces) or dtype
-                for kind, dtype in states.get(entry.family, {}).items()
-            }
-            for kind, tensor in optimizer_state.allocate(entry, kinds).items():
-                found += to_fill(geo, kind, tensor, entry.start, entry.end)
-        for parameter, geo in geometry.parameters:
-            if id(parameter) not in geometry.quantized:
-                found += to_fill(geo, WEIGHT, parameter.data, 0, parameter.numel())
-        for geo, tensor in self._buffers(chunks, geometry):
-            found += to_fill(geo, BUFFER, tensor, 0, tensor.numel())
-        return found
-
-    def states_of(
-        self,
-        chunks: list[Any],
-        optimizer: Any,
-        stored: Mapping[str, Mapping[str, torch.dtype]],
-    ) -> dict[str, dict[str, torch.dtype]]:
-        """Return, by family of optimizers, the states that the checkpoint has of its parameters.
-
-        One family may keep other states than another: Muon has a momentum, Adam two moments.
-
-        Args:
-            stored: by key, the types of the states that the checkpoint has, by kind.
-        """
-        by_id = {id(parameter): geo for parameter, geo in self.geometry(chunks).parameters}
-        found: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
-        for entry in optimizer_state.entries(optimizer):
-            for run in by_id[id(entry.parameter)].runs:
-                found[entry.family].update(stored.get(run.key, {}))
-        return dict(found)
-
-    def check_memory(self, chunks: list[Any], optimizer: Any) -> None:
-        """Raise if a load could not fill a tensor because its elements share memory.
-
-        Raises:
-            UnsupportedError: names the tensor.
-        """
-        geometry = self.geometry(chunks)
-        by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
-        for entry in optimizer_state.entries(optimizer):
-            refuse_shared_elements(by_id[id(entry.parameter)].name, entry.owned)
-        for parameter, geo in geometry.parameters:
-            refuse_shared_elements(geo.name, parameter)
-        for geo, tensor in self._buffers(chunks, geometry):
-            refuse_shared_elements(geo.name, tensor)
-
-    @staticmethod
-    def _buffers(chunks: list[Any], geometry: ModelGeometry) -> list[tuple[Geometry, torch.Tensor]]:
-        if not geometry.buffers:  # to look for none takes a walk through all modules
-            return []
-        named = [dict(chunk.named_buffers(remove_duplicate=False)) for chunk in chunks]
-        found = []
-        for number, name, geo in geometry.buffers:
-            if name not in named[number]:
-                raise UnsupportedError(
-                    f"{name} is in the sharded state dict but is neither a parameter nor a buffer; "
-                    "register it as one, or keep Megatron's own checkpointing for this job"
-                )
-            found.append((geo, named[number][name]))
-        return found
 
 
 def _owned_pieces(written: Written) -> list[LocalPiece]:

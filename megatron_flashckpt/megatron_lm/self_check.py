@@ -14,6 +14,7 @@ import megatron_flashckpt
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.megatron_lm import compat
 from megatron_flashckpt.megatron_lm.accounting import unaccounted, underivable, unquantizable
+from megatron_flashckpt.megatron_lm.load_pieces import refuse_unfillable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 
 #: Remedy for FP8 or FP4 weights that a load could not make of their masters; the last listed line.
@@ -86,7 +87,7 @@ def _of_geometry(state: ModelState, chunks: list[Any]) -> list[str]:
 def _of_tensors(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
     try:
         state.owned(state.geometry(chunks), chunks, optimizer)
-        state.check_memory(chunks, optimizer)
+        refuse_unfillable(state.geometry(chunks), chunks, optimizer)
     except FlashCkptError as error:
         return [str(error)]
     return []

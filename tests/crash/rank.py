@@ -25,6 +25,7 @@ from megatron.training.training import setup_model_and_optimizer
 from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
 from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.megatron_lm.load_pieces import load_pieces
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.optimizer_state import entries
 from megatron_flashckpt.megatron_lm.stock import unwrap
@@ -87,7 +88,8 @@ class Rank:
         dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         state = ModelState(session.config.replicated)
         families = {entry.family: dtypes for entry in entries(self.job[1])}
-        return state.wanted(unwrap(self.job[0]), self.job[1], families)
+        chunks = unwrap(self.job[0])
+        return load_pieces(state.geometry(chunks), chunks, self.job[1], families)
 
     def train(self, iteration: int) -> None:
         """Let everything be what it is at `iteration`, once the optimizer may step."""

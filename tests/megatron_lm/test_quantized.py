@@ -15,8 +15,7 @@ from megatron.core import fp8_utils
 
 from megatron_flashckpt.config import Replicated
 from megatron_flashckpt.errors import UnsupportedError
-from megatron_flashckpt.load.loader import refuse_unmastered
-from megatron_flashckpt.load.plan import LoadRequest
+from megatron_flashckpt.load.request import LoadRequest, refuse_unmastered
 from megatron_flashckpt.megatron_lm import parallel, self_check
 from megatron_flashckpt.megatron_lm.accounting import unquantizable
 from megatron_flashckpt.megatron_lm.model_state import ModelState
@@ -104,9 +103,16 @@ def test_a_load_without_the_optimizer_is_refused() -> None:
     job = quantized_job()
     text = f"/save/iter_0000003: {WITHOUT_MASTER}. A load makes such weights of their masters, so "
     with pytest.raises(UnsupportedError, match=re.escape(text)):
-        refuse_unmastered(LoadRequest([job], None, strict=True), "/save/iter_0000003")
-    refuse_unmastered(LoadRequest([job], sharding(job), strict=True), "/save/iter_0000003")
-    refuse_unmastered(LoadRequest([Job()], None, strict=True), "/save/iter_0000003")
+        refuse_unmastered(
+            LoadRequest(ModelState(Replicated()), [job], None, strict=True), "/save/iter_0000003"
+        )
+    refuse_unmastered(
+        LoadRequest(ModelState(Replicated()), [job], sharding(job), strict=True),
+        "/save/iter_0000003",
+    )
+    refuse_unmastered(
+        LoadRequest(ModelState(Replicated()), [Job()], None, strict=True), "/save/iter_0000003"
+    )
 
 
 @pytest.mark.usefixtures("known")

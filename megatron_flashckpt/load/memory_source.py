@@ -1,0 +1,153 @@
+"""A checkpoint that all ranks hold in their slots, as the source of a load.
+
+Each rank opens its own slot and tells the others what lies in it. Bytes that a rank needs of other
+ranks' slots are exchanged over the process group (`rank_exchange`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from megatron_flashckpt.collectives import exchange_blobs, from_first, gathered, this_rank
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.layout.copies import CopySum, compared
+from megatron_flashckpt.layout.template import Placement, Source, Template, TemplateItem
+from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
+from megatron_flashckpt.load.chunk_reader import ChunkReader, read_all, reader_threads
+from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.plan import LoadPlan
+from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
+from megatron_flashckpt.load.slot_source import HeldSlot
+from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.save.gc_pause import held_off
+
+
+@dataclasses.dataclass(frozen=True)
+class MemorySource:
+    """See `checkpoint_source.CheckpointSource`."""
+
+    slot: HeldSlot
+    """The slot of this rank."""
+    threads: int
+    origin: Origin
+    job: SavedJob
+    common_state: bytes
+    reads_alone: bool
+    """True if every rank is at the coordinates of the rank of its number that saved."""
+
+    def open(self, plan: LoadPlan) -> ChunkReader:
+        return ChunkReader(self.slot, self.threads, plan.targets.gpu)
+
+    def fill(self, plan: LoadPlan, reader: ChunkReader) -> ReadReport:
+        started = time.perf_counter()
+        rank = this_rank()
+        received_nbytes = exchange(
+            reader, self.slot.data, rank, plan.reads, plan.pieces, plan.targets
+        )
+        return ReadReport(
+            received_nbytes=received_nbytes,
+            held_nbytes=sum(read.nbytes for read in plan.reads.reads.get(rank, ())),
+            seconds=time.perf_counter() - started,
+            memory_nbytes=buffers_nbytes() + reader.nbytes,
+        )
+
+    def fill_alone(self, plan: LoadPlan) -> None:
+        read_all(self.slot, plan.reads, plan.pieces, plan.targets, self.threads, plan.targets.gpu)
+
+    def check_whole(self) -> None:
+        """Do nothing: slots hold what the ranks staged, all of it or no offer."""
+
+
+@held_off()
+def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
+    """Return the checkpoint that the slots of all ranks hold. Collective.
+
+    Raises:
+        FlashCkptError: on every rank alike, if a slot does not hold what its agent offered.
+    """
+    rank, offer = this_rank(), checkpoint.offer
+    (slot, items), descriptions = gathered(
+        lambda: _described(HeldSlot(checkpoint.slab, offer, rank))
+    )
+    templates = _templates(descriptions, rank, slot.meta.template, items)
+    job = SavedJob(
+        f"the memory of iteration {offer.iteration}",
+        [
+            Source(number, templates[description.fingerprint], description.placement)
+            for number, description in enumerate(descriptions)
+        ],
+        [description.saved_at for description in descriptions],
+        compared(descriptions)[0],
+    )
+    return MemorySource(
+        slot,
+        reader_threads(config),
+        Origin(offer.iteration, offer.save_id, "memory"),
+        job,
+        from_first(lambda: slot.meta.common),
+        job.is_same([description.now_at for description in descriptions], parallel.model_cut()),
+    )
+
+
+class _Description(NamedTuple):
+    """Tells the other ranks what lies in the slot of one rank."""
+
+    fingerprint: str
+    """That of the template."""
+    items_nbytes: int
+    """Bytes of the encoded items of the template."""
+    placement: Placement
+    saved_at: Coordinates
+    """Coordinates of the rank when it saved."""
+    now_at: Coordinates
+    differing: tuple[str, ...]
+    sums: tuple[CopySum, ...] | None
+
+
+def _described(slot: HeldSlot) -> tuple[tuple[HeldSlot, bytes], _Description]:
+    """Return the slot with the encoded items of its template, and its description."""
+    meta = slot.meta
+    items = msgspec.msgpack.encode(meta.template.items)
+    return (slot, items), _Description(
+        meta.template_fingerprint,
+        len(items),
+        meta.placement,
+        meta.coordinates,
+        parallel.coordinates(),
+        meta.differing,
+        meta.sums,
+    )
+
+
+def _templates(
+    descriptions: list[_Description], rank: int, template: Template, items: bytes
+) -> dict[str, Template]:
+    """Return the templates of all ranks by fingerprint. Collective.
+
+    The first rank with a template sends it. All templates travel together, so their number does not
+    change the number of collectives. If all ranks have the same template, none is sent.
+
+    Args:
+        template, items: those of this rank; the items are encoded.
+    """
+    senders: dict[str, int] = {}
+    for number, description in enumerate(descriptions):
+        senders.setdefault(description.fingerprint, number)
+    templates = {descriptions[rank].fingerprint: template}
+    if len(senders) == 1:
+        return templates
+    lengths = [descriptions[sender].items_nbytes for sender in senders.values()]
+    own = {n: items for n, sender in enumerate(senders.values()) if sender == rank}
+    blobs = memoryview(exchange_blobs(lengths, own))
+    for fingerprint, length in zip(senders, lengths, strict=True):
+        if fingerprint not in templates:
+            received = msgspec.msgpack.decode(blobs[:length], type=tuple[TemplateItem, ...])
+            templates[fingerprint] = Template(received, 0, b"")
+        blobs = blobs[length:]
+    return templates

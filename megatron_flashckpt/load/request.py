@@ -1,0 +1,125 @@
+"""What a job asks of a load: the model and optimizer to fill, and how strict the load is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.layout.piece import WEIGHT
+from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.megatron_lm import hyper_parameters, load_pieces
+from megatron_flashckpt.megatron_lm.accounting import unquantizable
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+
+Names = set[tuple[str, str]]
+"""Kinds and keys."""
+
+StateTypes = dict[str, dict[str, torch.dtype]]
+"""By family of optimizers, the types of their states by kind."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadRequest:
+    """The model and optimizer that a load fills. Settings are equal on all ranks."""
+
+    model_state: ModelState
+    chunks: list[Any]
+    """Of the model of this rank, unwrapped."""
+    optimizer: Any
+    """None: weights only."""
+    strict: bool
+    """False: missing state keeps its values, and unexpected state is not read."""
+    fill: bool = True
+    """False: only the side state is wanted."""
+    overwritten: Names = dataclasses.field(default_factory=set)
+    """Kind and key of the tensors that a damaged checkpoint has overwritten on this rank: the
+    checkpoint that is loaded instead must replace all of them."""
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        return self.model_state.geometry(self.chunks)
+
+    @property
+    def fills_optimizer(self) -> bool:
+        return self.fill and self.optimizer is not None
+
+    def state_types(self, job: SavedJob) -> StateTypes:
+        """Return the states that `job` stored of the parameters of this rank's optimizers."""
+        if not self.fill:
+            return {}
+        stored = job.optimizer_states.by_key
+        return load_pieces.state_types(self.geometry, self.optimizer, stored)
+
+    def pieces(self, job: SavedJob, state_types: StateTypes) -> list[LocalPiece]:
+        """Return the pieces that a load fills on this rank; allocates missing optimizer state.
+
+        Args:
+            state_types: those of all ranks.
+
+        Raises:
+            UnsupportedError: a load could not make some of the weights.
+        """
+        if not self.fill:
+            return []
+        refuse_unmastered(self, job.place)
+        dtype_of = job.optimizer_states.dtype_of
+        return load_pieces.load_pieces(
+            self.geometry, self.chunks, self.optimizer, state_types, dtype_of
+        )
+
+    def requantized(self) -> Names:
+        """Return the names of the weights that are made of their masters after the load."""
+        if not self.fill:
+            return set()
+        return {(WEIGHT, key) for key in self.geometry.quantized_keys}
+
+    def check(self, names: Names, param_groups: list[dict[str, Any]], place: str) -> None:
+        """Raise if `names` may not be filled.
+
+        Raises:
+            MissingStateError: param groups are missing, or a damaged checkpoint's tensors stay.
+        """
+        if self.fills_optimizer:
+            hyper_parameters.check(self.optimizer, param_groups, self.geometry)
+        refuse_mixture(self, names, place)
+
+
+def refuse_unmastered(request: LoadRequest, place: str) -> None:
+    """Raise if this rank has FP8 or FP4 weights whose masters this load would not read."""
+    lines = unquantizable(request.chunks, request.optimizer)
+    if lines:
+        raise UnsupportedError(
+            f"{place}: {'; '.join(lines)}. A load makes such weights of their masters, so it needs "
+            "the optimizer (no --finetune, no --no-load-optim); or load the checkpoint without "
+            "--fp8-param-gather and --fp4-param-gather. Nothing was loaded"
+        )
+
+
+def refuse_mixture(request: LoadRequest, names: Names, place: str) -> None:
+    """Raise if tensors that a damaged checkpoint has overwritten would keep its values."""
+    stay = sorted(f"{kind}/{key}" for kind, key in request.overwritten - names)
+    if stay:
+        raise MissingStateError(
+            f"{place}: lacks {', '.join(stay)}, which a damaged checkpoint has overwritten "
+            "already; start again with --ckpt-step for this iteration"
+        )
+
+
+def refuse_missing_optimizer(
+    request: LoadRequest, param_groups: list[dict[str, Any]], place: str
+) -> None:
+    """Raise if the load fills an optimizer of which the checkpoint has nothing.
+
+    Args:
+        param_groups: those of the checkpoint.
+    """
+    if request.fills_optimizer and not param_groups:
+        raise MissingStateError(
+            f"{place}: has no optimizer state (it was saved with --no-save-optim, or without "
+            "an optimizer); load it with --no-load-optim or --finetune; nothing was loaded"
+        )

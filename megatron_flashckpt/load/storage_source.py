@@ -1,0 +1,74 @@
+"""A committed checkpoint in storage, as the source of a load."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.collectives import from_first, this_rank, together
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.load.checkpoint_source import Origin, ReadReport
+from megatron_flashckpt.load.chunk_reader import ChunkReader, chunk_reads, read_all, reader_threads
+from megatron_flashckpt.load.plan import LoadPlan
+from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.storage.base import Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageSource:
+    """See `checkpoint_source.CheckpointSource`. Each rank reads the bytes that it needs."""
+
+    stored: StoredCheckpoint
+    config: Config
+    origin: Origin
+    job: SavedJob
+    common_state: bytes
+    reads_alone: bool = True
+
+    def open(self, plan: LoadPlan) -> ChunkReader:
+        return ChunkReader(self.stored, reader_threads(self.config), plan.targets.gpu)
+
+    def fill(self, plan: LoadPlan, reader: ChunkReader) -> ReadReport:
+        return together(lambda: self._read(plan, reader))
+
+    def _read(self, plan: LoadPlan, reader: ChunkReader) -> ReadReport:
+        """Read the plan's chunks. Collective over the replicas of this rank."""
+        memory_nbytes = self.config.read_memory_mib * 2**20 - reader.nbytes
+        sharing = Sharing(parallel.data_parallel_group(), self.config.share_reads, memory_nbytes)
+        return read_with_replicas(
+            reader, chunk_reads(plan.reads, plan.pieces), plan.targets, sharing
+        )
+
+    def fill_alone(self, plan: LoadPlan) -> None:
+        read_all(self.stored, plan.reads, plan.pieces, plan.targets, 1, plan.targets.gpu)
+
+    def check_whole(self) -> None:
+        together(lambda: self.stored.check_whole() if this_rank() == 0 else None)
+
+
+@held_off()
+def open_stored(storage: Storage, iteration: int, config: Config) -> StorageSource:
+    """Return a committed checkpoint; rank 0 alone reads its manifest. Collective.
+
+    Raises:
+        FlashCkptError: on every rank alike, if the checkpoint is not there, or damaged.
+    """
+    encoded, common_state = from_first(lambda: _manifest_and_common_state(storage, iteration))
+    stored, job = together(lambda: _decoded(storage, iteration, encoded))
+    origin = Origin(iteration, stored.manifest.save_id, "storage")
+    return StorageSource(stored, config, origin, job, common_state)
+
+
+def _manifest_and_common_state(storage: Storage, iteration: int) -> tuple[bytes, bytes]:
+    encoded = read_manifest(storage, iteration)
+    return encoded, StoredCheckpoint(storage, iteration, encoded).common()
+
+
+def _decoded(storage: Storage, iteration: int, encoded: bytes) -> tuple[StoredCheckpoint, SavedJob]:
+    stored = StoredCheckpoint(storage, iteration, encoded)
+    coordinates = [shard.coordinates for shard in stored.manifest.shards]
+    differing = frozenset(stored.manifest.differing)
+    return stored, SavedJob(stored.place, stored.sources(), coordinates, differing)

@@ -1,0 +1,123 @@
+"""Sets what Megatron's own load sets beside tensors, in Megatron's order.
+
+These are arguments, counters, param groups, the scheduler, extra states of modules, the rerun
+machine and the random generators.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron_flashckpt.load.loader import Loaded
+from megatron_flashckpt.megatron_lm import side_state
+from megatron_flashckpt.megatron_lm.compat import feature, takes
+from megatron_flashckpt.megatron_lm.hyper_parameters import load_hyper_parameters
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.requantization import fill_from_masters
+from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
+
+
+def apply(call: LoadCall, margs: Any, model_state: ModelState, loaded: Loaded) -> int:
+    """Set the state of the job from `loaded`; return the iteration that training continues at.
+
+    Called by all ranks; their tensors are in place.
+
+    Raises:
+        UnsupportedError, MissingStateError: on this rank, if a random state cannot be restored.
+    """
+    stock = checkpointing()
+    common, side = loaded.side.common, loaded.side
+    stock.set_checkpoint_version(common["checkpoint_version"])
+    set_loaded_iteration = feature("set_loaded_iteration")
+    if set_loaded_iteration is not None:
+        set_loaded_iteration(loaded.origin.iteration)
+    if margs.finetune:
+        stock.print_rank_0("could not find arguments in the checkpoint ...")
+    else:
+        _check_and_take_args(margs, common["args"])
+    stock.print_rank_0(f" checkpoint version {common['checkpoint_version']}")
+    chunks = unwrap(call.model)
+    _apply_to_optimizer(call, margs, loaded, model_state.geometry(chunks))
+    side_state.load_extra_states(chunks, model_state.geometry(chunks), side.objects)
+    # After the extra states, in which delayed scaling keeps its scales.
+    if not call.skip_model_and_optimizer and model_state.geometry(chunks).quantized:
+        fill_from_masters(call.model, call.optimizer)
+    if not margs.finetune:
+        _apply_rank_state(margs, common["args"], side.rank_state)
+    return 0 if margs.finetune else int(common["iteration"])
+
+
+def _check_and_take_args(margs: Any, saved: Any) -> None:
+    stock = checkpointing()
+    stock.check_checkpoint_args(_as_of_this_layout(saved, margs))
+    margs.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
+    margs.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
+    update = stock.update_num_microbatches
+    # Since core 0.9 it can log what it does.
+    verbose = {"verbose": True} if takes(update, "verbose") else {}
+    update(consumed_samples=margs.consumed_train_samples, **verbose)
+    margs.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+
+
+def _as_of_this_layout(saved: Any, margs: Any) -> Any:
+    """Return the checkpoint's args with what may differ made equal, for Megatron's own check."""
+    lenient = copy.copy(saved)
+    for name in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "padded_vocab_size",
+    ):
+        setattr(lenient, name, getattr(margs, name, None))
+    return lenient
+
+
+def _apply_to_optimizer(
+    call: LoadCall, margs: Any, loaded: Loaded, geometry: ModelGeometry
+) -> None:
+    """Set param groups and scheduler; or, if no optimizer state is loaded, make fresh masters."""
+    optimizer = call.optimizer
+    if margs.finetune or margs.no_load_optim:
+        if (margs.fp16 or margs.bf16) and optimizer is not None:
+            optimizer.reload_model_params()
+        return
+    if optimizer is not None:
+        for change in load_hyper_parameters(optimizer, loaded.side.param_groups, geometry):
+            checkpointing().print_rank_0(f"  flashckpt: {change}, as the checkpoint says")
+    scheduler_state = loaded.side.common["opt_param_scheduler"]
+    if call.scheduler is not None and scheduler_state is not None:
+        call.scheduler.load_state_dict(scheduler_state)
+
+
+def _apply_rank_state(margs: Any, saved: Any, state: dict[str, Any] | None) -> None:
+    """Set rerun state and random generators, by Megatron's rules for a changed world."""
+    same_world = all(
+        getattr(saved, name, None) == getattr(margs, name, None)
+        for name in ("world_size", "data_parallel_size")
+    )
+    if state is None:
+        checkpointing().print_rank_0(
+            "tensor or pipeline parallel size differs from the checkpoint's: RNG state and rerun "
+            "state are ignored"
+        )
+        return
+    if not same_world:
+        checkpointing().print_rank_0("job sharding has changed: rerun state is ignored")
+    get_machine = feature("get_rerun_state_machine")
+    if get_machine is not None and same_world and _is_rerun(get_machine(), state["rerun"]):
+        try:
+            get_machine().load_state_dict(state["rerun"])
+        except Exception as error:  # of whatever release saved it; as stock does
+            checkpointing().print_rank_0(
+                f"Unable to restore RerunMachine from checkpoint: {error}. Skipping."
+            )
+    # Random state last: nothing after it may draw from the generators.
+    if not margs.no_load_rng and state["rng"] is not None:
+        side_state.load_rng_state(state["rng"])
+
+
+def _is_rerun(machine: Any, state: Any) -> bool:
+    """Return whether `state` is of a machine that ran; releases before core 0.11 do not ask."""
+    validate = getattr(machine, "validate_state_dict", None)
+    return state is not None if validate is None else bool(validate(state))

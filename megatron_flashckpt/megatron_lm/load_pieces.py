@@ -1,0 +1,91 @@
+"""The pieces of this rank's model and optimizer that a load fills, enumerated afresh for each load.
+
+`ModelState` enumerates what a save writes; a rank fills more than it writes, because replicas share
+out what they write.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from megatron_flashckpt.layout.piece import BUFFER, MASTER, WEIGHT, Piece
+from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece, refuse_shared_elements, to_fill
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
+
+
+def load_pieces(
+    geometry: ModelGeometry,
+    chunks: list[Any],
+    optimizer: Any,
+    state_types: Mapping[str, Mapping[str, torch.dtype]],
+    dtype_of: Callable[[str, list[Piece]], torch.dtype | None] = lambda kind, pieces: None,
+) -> list[LocalPiece]:
+    """Return all pieces that a load must fill on this rank, duplicates included.
+
+    FP8 and FP4 weights are not among them: `requantization` makes them of their masters.
+    Allocates optimizer state that does not exist yet, which a save must not do.
+
+    Args:
+        geometry: that of `chunks`.
+        optimizer: None: weights and buffers only.
+        state_types: by family of optimizers (`state_types`), the types of the states by kind.
+        dtype_of: returns the type in which a kind of state is stored of certain pieces, if it is;
+            parameters of one family may have states of several types.
+    """
+    geometry_of = {id(parameter): geo for parameter, geo in geometry.parameters}
+    pieces: list[LocalPiece] = []
+    for entry in optimizer_state.entries(optimizer):
+        geo = geometry_of[id(entry.parameter)]
+        masters = [
+            local.piece for local in geo.parts(MASTER, torch.float32, entry.start, entry.end)
+        ]
+        kinds = {
+            kind: dtype_of(kind, masters) or dtype
+            for kind, dtype in state_types.get(entry.family, {}).items()
+        }
+        for kind, tensor in optimizer_state.allocate(entry, kinds).items():
+            pieces += to_fill(geo, kind, tensor, entry.start, entry.end)
+    for parameter, geo in geometry.parameters:
+        if id(parameter) not in geometry.quantized:
+            pieces += to_fill(geo, WEIGHT, parameter.data, 0, parameter.numel())
+    for geo, tensor in geometry.buffer_tensors(chunks):
+        pieces += to_fill(geo, BUFFER, tensor, 0, tensor.numel())
+    return pieces
+
+
+def state_types(
+    geometry: ModelGeometry, optimizer: Any, stored: Mapping[str, Mapping[str, torch.dtype]]
+) -> dict[str, dict[str, torch.dtype]]:
+    """Return, by family of optimizers, the states that the checkpoint has of its parameters.
+
+    One family may keep other states than another: Muon has a momentum, Adam two moments.
+
+    Args:
+        stored: by key, the types of the states that the checkpoint has, by kind.
+    """
+    geometry_of = {id(parameter): geo for parameter, geo in geometry.parameters}
+    types: dict[str, dict[str, torch.dtype]] = defaultdict(dict)
+    for entry in optimizer_state.entries(optimizer):
+        for run in geometry_of[id(entry.parameter)].runs:
+            types[entry.family].update(stored.get(run.key, {}))
+    return dict(types)
+
+
+def refuse_unfillable(geometry: ModelGeometry, chunks: list[Any], optimizer: Any) -> None:
+    """Raise if a load could not fill a tensor because its elements share memory.
+
+    Raises:
+        UnsupportedError: names the tensor.
+    """
+    geometry_of = {id(parameter): geo for parameter, geo in geometry.parameters}
+    for entry in optimizer_state.entries(optimizer):
+        refuse_shared_elements(geometry_of[id(entry.parameter)].name, entry.owned)
+    for parameter, geo in geometry.parameters:
+        refuse_shared_elements(geo.name, parameter)
+    for geo, tensor in geometry.buffer_tensors(chunks):
+        refuse_shared_elements(geo.name, tensor)
