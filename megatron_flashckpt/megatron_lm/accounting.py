@@ -17,9 +17,8 @@ import torch
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import optimizer_state
 from megatron_flashckpt.megatron_lm.cpu_offload import below
+from megatron_flashckpt.megatron_lm.old_releases import BUFFER_NAMES, RANGE_MAP_NAMES
 from megatron_flashckpt.megatron_lm.optimizer_state import (
-    BUFFERS,
-    RANGE_MAP,
     ChainedOptimizer,
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -36,7 +35,7 @@ _ATTRIBUTES: tuple[tuple[type, tuple[tuple[str, ...], ...]], ...] = (
         (
             *(("model_float16_groups",), ("shard_fp32_from_float16_groups",)),
             *(("model_fp32_groups",), ("shard_fp32_groups",)),
-            *(RANGE_MAP, ("gbuf_ranges",), BUFFERS, ("grad_scaler",)),
+            *(RANGE_MAP_NAMES, ("gbuf_ranges",), BUFFER_NAMES, ("grad_scaler",)),
         ),
     ),
     (

@@ -1,5 +1,7 @@
 """What this Megatron has: the one place where releases are told apart, by looking at what is there.
 
+Differences that only releases before core 0.7 make are in `old_releases`.
+
 A function that was renamed looks like one that an old release lacks, and what it did would be left
 out without a word: that is how DLRover's integration lost the shards of chained optimizers. So an
 optional name is not merely looked up: `missing` also asks whether a release that has what came
@@ -16,7 +18,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 
-from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm.old_releases import has_async_utils as has_async_utils
 from megatron_flashckpt.megatron_lm.stock import (
     LOAD_REQUIRED,
     SAVE_REQUIRED,
@@ -68,15 +70,6 @@ def takes(function: Callable[..., Any], parameter: str) -> bool:
     return parameter in inspect.signature(function).parameters
 
 
-def has_async_utils() -> bool:
-    """Return whether this release finalizes asynchronous saves (since core 0.7)."""
-    try:
-        stock_module("async_utils")
-    except UnsupportedError:
-        return False
-    return True
-
-
 def missing(args: Any) -> list[str]:
     """Return what of Megatron is not as the shims expect it, one line each.
 
@@ -109,7 +102,7 @@ def _gone(stock: Any) -> Iterator[str]:
 
 
 def exists(module: str) -> bool:
-    """Return whether a module can be imported; it is not."""
+    """Return whether `module` exists, without importing it."""
     return importlib.util.find_spec(module) is not None
 
 

@@ -18,19 +18,19 @@ import torch
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.piece import MASTER
 from megatron_flashckpt.megatron_lm.cpu_offload import is_offloading, steppers
-from megatron_flashckpt.megatron_lm.stock import OPTIMIZER_HOMES, stock_module
+from megatron_flashckpt.megatron_lm.old_releases import (
+    config_of,
+    gathers_beside_parameters,
+    gradient_buffers,
+    optimizer_module,
+    range_map,
+)
 
-_optimizers = stock_module("optimizer.optimizer", OPTIMIZER_HOMES)
-DistributedOptimizer = stock_module(
-    "optimizer.distrib_optimizer", OPTIMIZER_HOMES
-).DistributedOptimizer
+_optimizers = optimizer_module("optimizer")
+DistributedOptimizer = optimizer_module("distrib_optimizer").DistributedOptimizer
 Float16OptimizerWithFloat16Params = _optimizers.Float16OptimizerWithFloat16Params
 FP32Optimizer = _optimizers.FP32Optimizer
 ChainedOptimizer = _optimizers.ChainedOptimizer
-#: Its method that tells which part of a parameter is this rank's; renamed in core 0.6.
-RANGE_MAP = ("_get_model_param_range_map", "get_model_param_range_map")
-#: Its gradient buffers, which know the parameters of all replicas; renamed in core 0.6.
-BUFFERS = ("buffers", "grad_buffers")
 
 #: What precision-aware optimizers call the copy that they keep among their states.
 MASTER_STATE = "master_param"
@@ -156,7 +156,7 @@ def _refuse_unknown(optimizer: Any) -> None:
             "--use-megatron-fsdp: the optimizer keeps its state in a layout that this release does "
             "not save; keep Megatron's own checkpointing (--ckpt-format fsdp_dtensor) for this job"
         )
-    config = getattr(optimizer, "config", None)  # none before core 0.6
+    config = config_of(optimizer)
     if not getattr(config, "use_precision_aware_optimizer", False):
         return
     given = {
@@ -179,7 +179,7 @@ def sharded(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """
     for sub, dealt in parts(optimizer):
         if isinstance(sub, DistributedOptimizer):
-            for buffer in getattr(sub, next(name for name in BUFFERS if hasattr(sub, name))):
+            for buffer in gradient_buffers(sub):
                 yield from buffer.param_index_map
         elif dealt:
             yield from (entry.parameter for entry in entries(sub))
@@ -236,13 +236,13 @@ def _in_place(parameters: list[Any], sub: Any, dealt: bool) -> Iterator[Optimize
 
 
 def _distributed(sub: Any) -> Iterator[OptimizerEntry]:
-    range_map = getattr(sub, next(name for name in RANGE_MAP if hasattr(sub, name)))
+    range_of = range_map(sub)
     main = getattr(sub, "distributed_optimizer_instance_id", 0) == 0
     stale = weights_lag(sub)
     aware = _is_precision_aware(sub)
     offloaded = steppers(sub.optimizer) if is_offloading(sub.optimizer) else {}
     for model, shard, is_master in shards(sub):
-        extent = range_map(model)["param"]
+        extent = range_of(model)["param"]
         place = (model, extent.start, extent.end)
         if offloaded:
             stepped = sub.optimizer.param_to_inner_param[shard]
@@ -276,14 +276,12 @@ def shards(sub: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, bool]]:
 def weights_lag(sub: Any) -> bool:
     """Return whether weights may lag behind the masters of a DistributedOptimizer until a forward.
 
-    Before core 0.7 an overlapped all-gather lands in a buffer beside the parameters, even on the
-    rank that owns a range; the next forward copies it over. With MXFP8 weights in the gradient
-    buffer, the next forward copies the masters.
+    With MXFP8 weights in the gradient buffer, the next forward copies the masters.
     """
-    if getattr(sub, "overlap_param_gather", False) and hasattr(sub, "param_buffer_copied"):
+    if gathers_beside_parameters(sub):
         return True
-    config = getattr(sub, "config", None)
-    return reuses_gradient_buffer(sub) and bool(getattr(config, "overlap_param_gather", False))
+    overlaps = bool(getattr(config_of(sub), "overlap_param_gather", False))
+    return reuses_gradient_buffer(sub) and overlaps
 
 
 def keeps_masters(sub: Any) -> bool:
@@ -300,13 +298,12 @@ def keeps_masters(sub: Any) -> bool:
 
 def reuses_gradient_buffer(sub: Any) -> bool:
     """Return whether Megatron gathers (MXFP8) weights in the gradient buffer."""
-    config = getattr(sub, "config", None)
-    return bool(getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False))
+    return bool(getattr(config_of(sub), "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
 def _is_precision_aware(sub: Any) -> bool:
     """Return whether the inner optimizer steps the 16-bit weights and keeps the copies itself."""
-    config = getattr(sub, "config", None)
+    config = config_of(sub)
     aware = getattr(config, "use_precision_aware_optimizer", False)
     # Since core 0.13 not with every FP8 recipe.
     return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", aware))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.megatron_lm.stock import OPTIMIZER_HOMES, stock_module
+from megatron_flashckpt.megatron_lm.old_releases import optimizer_module
 
 Group = dict[str, Any]
 Saved = list[dict[str, Any]]
@@ -26,7 +26,7 @@ Identity = tuple[Any, ...]
 
 #: Module attribute since core 0.14.
 IDENTIFIERS: tuple[str, ...] = getattr(
-    stock_module("optimizer.optimizer", OPTIMIZER_HOMES),
+    optimizer_module("optimizer"),
     "param_group_identifier_keys",
     ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
 )

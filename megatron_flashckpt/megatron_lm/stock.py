@@ -1,8 +1,8 @@
 """Megatron's own checkpointing module, whichever release it is, and calls in its signature.
 
 Versions are not parsed: what the stock module imports under its name (`get_args`, `unwrap_model`)
-is taken from it, arguments are bound to the signature that the stock function has, and what only
-some releases have is in `features`.
+is taken from it, and arguments are bound to the signature that the stock function has. `compat` has
+what only some releases have, `old_releases` what only those before core 0.7 do otherwise.
 """
 
 from __future__ import annotations
@@ -16,31 +16,26 @@ from types import ModuleType
 from typing import Any
 
 from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.megatron_lm.old_releases import TRAINING_PACKAGES, training_package
 from megatron_flashckpt.megatron_lm.stock_arguments import refuse_unknown
 
-_HOMES = ("megatron.training", "megatron")
-#: Optimizers moved to the library in core 0.6.
-OPTIMIZER_HOMES = ("megatron.core", "megatron")
 
-
-def stock_module(name: str, homes: tuple[str, ...] = _HOMES) -> ModuleType:
+def stock_module(name: str) -> ModuleType:
     """Return Megatron's own module `name` (`checkpointing`, `async_utils`, `training`).
-
-    Args:
-        homes: packages that have it in some release, the newest first.
 
     Raises:
         UnsupportedError: no Megatron-LM training code can be imported.
     """
-    for home in homes:
-        try:
-            return importlib.import_module(f"{home}.{name}")
-        except ModuleNotFoundError as error:
-            # A dependency that is missing inside Megatron must not look like Megatron missing.
-            if error.name is None or not f"{home}.{name}".startswith(error.name):
-                raise
+    path = f"{training_package()}.{name}"
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        # A dependency that is missing inside Megatron must not look like Megatron missing.
+        if error.name is None or not path.startswith(error.name):
+            raise
+    paths = " or ".join(f"{package}.{name}" for package in TRAINING_PACKAGES)
     raise UnsupportedError(
-        f"no {' or '.join(f'{home}.{name}' for home in homes)} can be imported: run from a "
+        f"no {paths} can be imported: run from a "
         "Megatron-LM checkout, or install megatron-core >= 0.17, whose wheel has megatron.training"
     )
 
@@ -79,12 +74,7 @@ def is_replaced(module: str, name: str) -> bool:
 
 def loaded(name: str) -> ModuleType | None:
     """Return `stock_module(name)` if something has imported it already."""
-    for home in _HOMES:
-        # `megatron.training` was a module before it became a package.
-        found = sys.modules.get(f"{home}.{name}")
-        if found is not None and not hasattr(found, "__path__"):
-            return found
-    return None
+    return sys.modules.get(f"{training_package()}.{name}")
 
 
 def door() -> str:
