@@ -6,57 +6,22 @@ parameters each time, is kept. A cached tensor pointer is how other systems wrot
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import torch
 
 from megatron_flashckpt.config import Replicated, ShareOut, Weights
-from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.layout.copies import copy_kind
-from megatron_flashckpt.layout.dtypes import itemsize
-from megatron_flashckpt.layout.piece import (
-    BUFFER,
-    WEIGHT,
-    Shape,
-    equal_shares,
-    spread_over_nodes,
-)
+from megatron_flashckpt.layout.piece import BUFFER, WEIGHT, Shape, spread_over_nodes
 from megatron_flashckpt.megatron_lm import optimizer_state, parallel
-from megatron_flashckpt.megatron_lm.cutting import (
-    LocalPiece,
-    cut,
-    flat,
-    section,
-)
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut
 from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry, model_geometry, signature
 from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
-from megatron_flashckpt.megatron_lm.repeats import Repeat, Written
+from megatron_flashckpt.megatron_lm.repeats import Repeat
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
-from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT, dtype_name
-
-
-class _Replicated(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """A tensor that several replicas hold alike; one entry of the stream that they share out."""
-
-    geometry: Geometry
-    kind: str
-    tensor: torch.Tensor
-    """Or the parameter itself."""
-
-
-class _Share(NamedTuple):
-    """This rank's part of a stream of replicated tensors."""
-
-    writers: int
-    """Number of writers; 0: this rank is none of them."""
-    position: int
-    """Place of this rank among them."""
-    stream: Hashable
-    """Tells apart streams that have other writers, equally many."""
+from megatron_flashckpt.megatron_lm.torch_dtypes import SIXTEEN_BIT
+from megatron_flashckpt.megatron_lm.written_pieces import PieceCollector, Share, own_pieces
 
 
 class ModelState:
@@ -108,19 +73,19 @@ class ModelState:
         """
         self._nodes = nodes
 
-    def _share(self, policy: ShareOut, expert: bool) -> _Share:
+    def _share(self, policy: ShareOut, expert: bool) -> Share:
         """Return this rank's part of the state that replicas of such parameters hold alike."""
         count, index = parallel.expert_data_parallel() if expert else parallel.data_parallel()
         if policy == "share":
-            return _Share(count, index, policy)
+            return Share(count, index, policy)
         if policy == "first":
-            return _Share(1 if index == 0 else 0, 0, policy)
+            return Share(1 if index == 0 else 0, 0, policy)
         ranks = parallel.replica_ranks(expert=expert)
         nodes = ranks if self._nodes is None else [self._nodes[rank] for rank in ranks]
         writers = spread_over_nodes(nodes, policy, turn=min(ranks))
         if index not in writers:
-            return _Share(0, 0, policy)
-        return _Share(len(writers), writers.index(index), (policy, expert))
+            return Share(0, 0, policy)
+        return Share(len(writers), writers.index(index), (policy, expert))
 
     def derives_key(self, geometry: ModelGeometry, key: str) -> bool:
         """Return whether masters are saved in place of the 16-bit weights under `key`."""
@@ -148,10 +113,10 @@ class ModelState:
         """
         # What is not there yet is no tensor of the optimizer.
         repeats = tensors_of is OptimizerEntry.tensors
-        found = self._written(
+        pieces = self._written(
             geometry, chunks, optimizer, tensors_of, lambda geo: geo.main, repeats=repeats
         )
-        return found + self.copies(geometry, chunks, optimizer, self.differing_keys, tensors_of)
+        return pieces + self.copies(geometry, chunks, optimizer, self.differing_keys, tensors_of)
 
     @torch.no_grad()
     def copies(
@@ -199,71 +164,29 @@ class ModelState:
         Args:
             repeats: every call so marked picks the same ones, so one may repeat what another did.
         """
-        by_id: dict[int, Geometry] = {}
-        found: list[LocalPiece] = []
-        shared: dict[_Share, list[_Replicated]] = defaultdict(list)
         derived = self.derived(geometry, optimizer)
-        share = functools.cache(self._share)  # Megatron takes its time to say
+        collector = PieceCollector(
+            self._replicated, self._share, geometry, derived, tensors_of, is_written
+        )
+        pieces: list[LocalPiece] = []
         for sub, dealt in optimizer_state.parts(optimizer):
             known = geometry.repeats.get(sub) if repeats else None
             repeated = None if known is None else known.pieces(sub, derived)
             if repeated is not None:
-                found += repeated
+                pieces += repeated
                 continue
-            if not by_id:
-                by_id = {id(parameter): geo for parameter, geo in geometry.parameters}
-            written: list[Written] = []
-            for entry in optimizer_state.entries_of(sub, dealt=dealt):
-                geo = by_id.get(id(entry.parameter))
-                if geo is None:
-                    raise UnsupportedError(
-                        "the optimizer steps a parameter of shape "
-                        f"{tuple(entry.parameter.shape)} that is in no model chunk; give "
-                        "save_checkpoint and load_checkpoint the whole model, or keep Megatron's "
-                        "own checkpointing for this job"
-                    )
-                tensors = tensors_of(entry)
-                if not is_written(geo):
-                    tensors = {}
-                tensors = {copy_kind(kind, geo.copy): tensor for kind, tensor in tensors.items()}
-                if entry.sharded:
-                    has_weight = is_written(geo) and id(entry.parameter) not in derived
-                    weight_kind = copy_kind(WEIGHT, geo.copy) if has_weight else None
-                    if not entry.main:  # another instance writes it; noted for the next save
-                        tensors, weight_kind = {}, None
-                    written.append(Written(entry, geo, tensors, weight_kind))
-                elif tensors:
-                    expert = optimizer_state.is_expert(entry.parameter)
-                    shared[share(self._replicated.optimizer, expert)] += [
-                        _Replicated(geo, kind, tensor) for kind, tensor in tensors.items()
-                    ]
-            for each in written:
-                found += _owned_pieces(each)
+            written = collector.own_parts(optimizer_state.entries_of(sub, dealt=dealt))
+            for part in written:
+                pieces += own_pieces(part)
             if repeats and (repeat := Repeat.of(sub, derived, written)) is not None:
                 geometry.repeats[sub] = repeat
-        # No entry tells of parameters that lie wholly in other ranks' ranges. Whether they want
-        # gradients says nothing either: they may have been frozen since.
-        sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
-        for parameter, geo in geometry.parameters:
-            if id(parameter) in sharded:
-                continue
-            if id(parameter) in geometry.quantized:
-                raise UnsupportedError(
-                    f"{geo.name}: an FP8 or FP4 weight without a master in a DistributedOptimizer "
-                    "cannot be saved; train it and save the optimizer, or start without "
-                    "--fp8-param-gather and --fp4-param-gather"
-                )
-            if is_written(geo):
-                expert = optimizer_state.is_expert(parameter)
-                whole = _Replicated(geo, copy_kind(WEIGHT, geo.copy), parameter)
-                shared[share(self._replicated.weight, expert)].append(whole)
-        for part, stream in shared.items():
-            found += _share_out(stream, part.writers, part.position)
+        collector.add_whole_weights(optimizer)
+        pieces += collector.shares()
         for geo, tensor in geometry.buffer_tensors(chunks):
             if is_written(geo) and geo.replica == 0:
                 kind = copy_kind(BUFFER, geo.copy)
-                found += cut(geo, kind, tensor, 0, tensor.numel(), early=True)
-        return found
+                pieces += cut(geo, kind, tensor, 0, tensor.numel(), early=True)
+        return pieces
 
     def derived(self, geometry: ModelGeometry, optimizer: Any) -> set[int]:
         """Return the ids of the parameters that are saved as masters only.
@@ -306,37 +229,3 @@ class ModelState:
             for run in geo.runs
             if run.box_start == 0 and not any(run.offset)
         ]
-
-
-def _owned_pieces(written: Written) -> list[LocalPiece]:
-    """Return what this rank's part of a parameter comes to: its weight, then its states."""
-    entry, geo, kinds, weight_kind = written
-    found: list[LocalPiece] = []
-    if weight_kind is not None:
-        weight = section(flat(entry.parameter), entry.start, entry.end)
-        if entry.stale_weight:
-            weight = entry.owned.to(weight.dtype)
-        found += cut(geo, weight_kind, weight, entry.start, entry.end)
-    for kind, tensor in kinds.items():
-        found += cut(geo, kind, tensor, entry.start, entry.end)
-    return found
-
-
-#: One share for each kind of stream; the geometry that it follows from seldom changes.
-_equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
-
-
-def _share_out(stream: list[_Replicated], count: int, index: int) -> list[LocalPiece]:
-    if count == 0:
-        return []
-    found: list[LocalPiece] = []
-    if count == 1:
-        for it in stream:
-            found += cut(it.geometry, it.kind, it.tensor, 0, it.tensor.numel())
-        return found
-    sizes = tuple((it.tensor.numel(), itemsize(dtype_name(it.tensor.dtype))) for it in stream)
-    for it, (start, end) in zip(stream, _equal_shares(sizes, count, index), strict=True):
-        if start < end:
-            part = section(flat(it.tensor), start, end)
-            found += cut(it.geometry, it.kind, part, start, end)
-    return found

@@ -1,0 +1,176 @@
+"""Enumerates the pieces that a rank writes: its own parts, its shares of replicated tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from megatron_flashckpt.config import Replicated, ShareOut
+from megatron_flashckpt.errors import UnsupportedError
+from megatron_flashckpt.layout.copies import copy_kind
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.layout.piece import WEIGHT, equal_shares
+from megatron_flashckpt.megatron_lm import optimizer_state
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece, cut, flat, section
+from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
+from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
+from megatron_flashckpt.megatron_lm.repeats import Written
+from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
+from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
+
+
+class ReplicatedTensor(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A tensor that several replicas hold alike; one entry of the stream that they share out."""
+
+    geometry: Geometry
+    kind: str
+    tensor: torch.Tensor
+    """Or the parameter itself."""
+
+
+class Share(NamedTuple):
+    """This rank's part of a stream of replicated tensors."""
+
+    writers: int
+    """Number of writers; 0: this rank is none of them."""
+    position: int
+    """Place of this rank among them."""
+    stream: Hashable
+    """Tells apart streams that have other writers, equally many."""
+
+
+class PieceCollector:
+    """Enumerates what this rank writes: its own parts, and its shares of what replicas hold alike.
+
+    Args:
+        policy: which replicas write what all of them hold.
+        share: returns this rank's share under such a policy, of expert or of dense parameters.
+        derived: ids of the parameters that are saved as masters only.
+        tensors_of: returns what the optimizer has beside the weight, by kind.
+        is_written: picks the local tensors to write.
+    """
+
+    def __init__(
+        self,
+        policy: Replicated,
+        share: Callable[[ShareOut, bool], Share],
+        geometry: ModelGeometry,
+        derived: set[int],
+        tensors_of: Callable[[OptimizerEntry], dict[str, torch.Tensor]],
+        is_written: Callable[[Geometry], bool],
+    ) -> None:
+        self._policy = policy
+        self._geometry = geometry
+        self._derived = derived
+        self._tensors_of = tensors_of
+        self._is_written = is_written
+        self._share = functools.cache(share)  # Megatron takes its time to say
+        self._streams: dict[Share, list[ReplicatedTensor]] = defaultdict(list)
+
+    @functools.cached_property
+    def _geometry_of(self) -> dict[int, Geometry]:
+        """By id of a parameter. Not needed if all optimizers repeat an earlier save."""
+        return {id(parameter): geo for parameter, geo in self._geometry.parameters}
+
+    def own_parts(self, entries: Iterable[OptimizerEntry]) -> list[Written]:
+        """Return the parts of sharded parameters that this rank writes; note all others."""
+        geometry_of, is_written, tensors_of = self._geometry_of, self._is_written, self._tensors_of
+        written: list[Written] = []
+        for entry in entries:
+            geo = geometry_of.get(id(entry.parameter))
+            if geo is None:
+                raise _outside_of_the_model(entry)
+            tensors = tensors_of(entry)
+            if not is_written(geo):
+                tensors = {}
+            tensors = {copy_kind(kind, geo.copy): tensor for kind, tensor in tensors.items()}
+            if entry.sharded:
+                has_weight = is_written(geo) and id(entry.parameter) not in self._derived
+                weight_kind = copy_kind(WEIGHT, geo.copy) if has_weight else None
+                if not entry.main:  # another instance writes it; noted for the next save
+                    tensors, weight_kind = {}, None
+                written.append(Written(entry, geo, tensors, weight_kind))
+            elif tensors:
+                expert = optimizer_state.is_expert(entry.parameter)
+                self._streams[self._share(self._policy.optimizer, expert)] += [
+                    ReplicatedTensor(geo, kind, tensor) for kind, tensor in tensors.items()
+                ]
+        return written
+
+    def add_whole_weights(self, optimizer: Any) -> None:
+        """Note the weights of which every replica holds all.
+
+        No entry tells of parameters that lie wholly in other ranks' ranges. Their `requires_grad`
+        does not tell them apart either: they may have been frozen since.
+        """
+        sharded = {id(parameter) for parameter in optimizer_state.sharded(optimizer)}
+        for parameter, geo in self._geometry.parameters:
+            if id(parameter) in sharded:
+                continue
+            if id(parameter) in self._geometry.quantized:
+                raise UnsupportedError(
+                    f"{geo.name}: an FP8 or FP4 weight without a master in a DistributedOptimizer "
+                    "cannot be saved; train it and save the optimizer, or start without "
+                    "--fp8-param-gather and --fp4-param-gather"
+                )
+            if self._is_written(geo):
+                expert = optimizer_state.is_expert(parameter)
+                whole = ReplicatedTensor(geo, copy_kind(WEIGHT, geo.copy), parameter)
+                self._streams[self._share(self._policy.weight, expert)].append(whole)
+
+    def shares(self) -> list[LocalPiece]:
+        """Return this rank's share of all that was noted."""
+        pieces: list[LocalPiece] = []
+        for share, stream in self._streams.items():
+            pieces += _share_out(stream, share.writers, share.position)
+        return pieces
+
+
+def _outside_of_the_model(entry: OptimizerEntry) -> UnsupportedError:
+    return UnsupportedError(
+        "the optimizer steps a parameter of shape "
+        f"{tuple(entry.parameter.shape)} that is in no model chunk; give "
+        "save_checkpoint and load_checkpoint the whole model, or keep Megatron's "
+        "own checkpointing for this job"
+    )
+
+
+def own_pieces(written: Written) -> list[LocalPiece]:
+    """Return what this rank's part of a parameter comes to: its weight, then its states."""
+    entry, geo, kinds, weight_kind = written
+    pieces: list[LocalPiece] = []
+    if weight_kind is not None:
+        weight = section(flat(entry.parameter), entry.start, entry.end)
+        if entry.stale_weight:
+            weight = entry.owned.to(weight.dtype)
+        pieces += cut(geo, weight_kind, weight, entry.start, entry.end)
+    for kind, tensor in kinds.items():
+        pieces += cut(geo, kind, tensor, entry.start, entry.end)
+    return pieces
+
+
+#: One share for each kind of stream; the geometry that it follows from seldom changes.
+_equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
+
+
+def _share_out(stream: list[ReplicatedTensor], count: int, index: int) -> list[LocalPiece]:
+    if count == 0:
+        return []
+    pieces: list[LocalPiece] = []
+    if count == 1:
+        for entry in stream:
+            pieces += cut(entry.geometry, entry.kind, entry.tensor, 0, entry.tensor.numel())
+        return pieces
+    sizes = tuple(
+        (entry.tensor.numel(), itemsize(dtype_name(entry.tensor.dtype))) for entry in stream
+    )
+    for entry, (start, end) in zip(stream, _equal_shares(sizes, count, index), strict=True):
+        if start < end:
+            part = section(flat(entry.tensor), start, end)
+            pieces += cut(entry.geometry, entry.kind, part, start, end)
+    return pieces
