@@ -25,6 +25,7 @@ from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
+from megatron_flashckpt.save.gc_pause import held_off
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import PatientStorage
@@ -167,7 +168,9 @@ def _load_first_undamaged(
     while (iteration := candidates.iteration) is not None:
         announcements.announce_loading(margs, load_dir, iteration)
         try:
-            return loader.load(request, _opened(candidates))
+            # Around both steps: a collection between them would walk all that was decoded.
+            with held_off():
+                return loader.load(request, _opened(candidates))
         except FlashCkptError as error:
             candidates.refuse(error)
     return None
