@@ -79,7 +79,7 @@ POINTS = {
     "commit.manifest": ("agent.commit", "the manifest is durable; the tracker is where it was"),
     "commit.tracker": ("agent.commit", "the tracker names this checkpoint; nothing is tidied up"),
     "save.failed": ("agent.commit_thread", "a save failed for good; its files are there"),
-    "forget.file": ("agent.commit", "one more file of a failed save is removed"),
+    "forget.file": ("agent.failed_save", "one more file of a failed save is removed"),
     "save.marked": ("agent.commit_thread", "the slots are DURABLE or FAILED; no trainer was told"),
     # The agent, tidying up after a commit. Its trainers may have been told.
     "leftover.file": ("agent.cleanup", "one more file that is of no checkpoint is removed"),

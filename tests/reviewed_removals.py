@@ -166,6 +166,9 @@ REVIEWED: dict[Call, Reason] = {
             "the manifest of an iteration directory is ours, whole or damaged; its successor names the same iteration",
             "agent/test_commit.py::test_an_older_attempt_that_ends_last_does_not_replace_the_newer_one",
         ),
+    ),
+    **review(
+        "agent.failed_save",
         (
             "forget.delete",
             "save.storage.delete(f'{save.directory}/{name}')",

@@ -13,16 +13,23 @@ that the save has failed: it may be reading their records at that moment.
 from __future__ import annotations
 
 import logging
-import random
 import time
 
 import xxhash
 
 from megatron_flashckpt.agent.commit_records import check_shards, read_records, why_gone
+from megatron_flashckpt.agent.failed_save import (
+    failure_elsewhere,
+    leave_note,
+    may_remove,
+    tell_others,
+)
 from megatron_flashckpt.agent.markers import (
+    awaits_marker,
+    committed_facts,
+    is_committed,
     manifest_head,
     put_marker,
-    read_marker,
     remove_markers,
 )
 from megatron_flashckpt.agent.pending_save import PendingSave, gave_up
@@ -32,35 +39,24 @@ from megatron_flashckpt.error_classes import class_of, may_pass, will_last
 from megatron_flashckpt.errors import (
     CorruptCheckpointError,
     FlashCkptError,
-    FormatVersionError,
     SaveFailedError,
-    is_damage,
 )
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names, manifest
-from megatron_flashckpt.storage.base import Storage
-from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
 #: How often the node of rank 0, and the others, look whether another run has taken over.
 _FENCED_S = (1.0, 30.0)
-#: How long a waiting node expects the marker of a manifest that it sees; then it reads that.
-_UNMARKED_S = 5.0
 #: How long the committing agent retries storage that reports errors which may pass.
 _TROUBLE_S = 20.0
 #: How long any other agent retries a device that reports I/O errors.
 _DEAD_DISK_S = 120.0
 #: How long a writer that meets the same error as the commit may take to report it.
 _WRITER_S = 2.0
-#: Pauses before a note of a failure is put again.
-_NOTE_RETRIES_S = (0.2, 1.0, 3.0)
-_NOTE_NBYTES = 2**16
 #: How long a node waits until that of rank 0, too, knows that training has abandoned a save.
 _ABANDONED_S = 30.0
-#: The same where nobody has kept the save: a job started in between, without this node.
-_MISSED_S = 5.0
 _ABANDONED = "a crash cut it short; training went on from an older checkpoint"
 
 
@@ -78,7 +74,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         if save.error is not None:
             # Where the others look for it; see `presence.look`.
             rank = 0 if 0 in save.metas else min(save.failed or save.metas)
-            _tell_others(save, rank, save.error)
+            tell_others(save, rank, save.error)
             return True, save.error
         if save.past is not None:
             return True, save.past.error
@@ -86,21 +82,21 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             save.fence.check(save.storage, _FENCED_S[0 not in save.metas])
         persisted = sorted(save.persisted)  # before the look, which sees the records of these
         present = look(save)
-        failure = _failure_elsewhere(save, present)
+        failure = failure_elsewhere(save, present)
         if failure is not None:
             save.called_off = file_names.failure_name(0, save.save_id) in present
             if 0 in save.metas and not save.called_off:
-                _tell_others(save, 0, failure)
+                tell_others(save, 0, failure)
             return True, failure
         if save.persisted < set(save.metas):
             return _expired(save, timeout_s)
-        awaits_marker = _awaits_marker(save, present)
-        if not awaits_marker and _is_committed(save, present):
+        is_unmarked = awaits_marker(save, present)
+        if not is_unmarked and is_committed(save, present):
             if 0 in save.metas:
                 # By an agent that is gone: it may not have come to what follows the manifest.
                 head = manifest_head(save.storage, save.iteration)
                 # Asked after the head: what another agent puts meanwhile is told from it.
-                if not _is_committed(save, present):
+                if not is_committed(save, present):
                     return _expired(save, timeout_s)
                 with save.manifests.changing:
                     _publish(save, head)
@@ -113,7 +109,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 commit(save)
                 return True, None
             save.missing = sorted(expected - present)
-        if save.listed_all and not awaits_marker:  # records go once a save is committed
+        if save.listed_all and not is_unmarked:  # records go once a save is committed
             save.error = save.error or why_gone(save, persisted, present)  # the next call ends it
         save.troubled_since = None
     except (FlashCkptError, OSError) as error:
@@ -143,7 +139,7 @@ def _is_over(save: PendingSave) -> bool:
             leave_note(save.storage, save.iteration, save.save_id, min(save.metas), _ABANDONED)
     if save.is_decided_here or time.monotonic() - save.abandoned_at > _ABANDONED_S:
         return True
-    return save.persisted >= set(save.metas) and _may_remove(save)
+    return save.persisted >= set(save.metas) and may_remove(save)
 
 
 def _expired(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
@@ -156,7 +152,7 @@ def _expired(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
 def _failed(save: PendingSave, error: str) -> tuple[bool, str]:
     """Return a failure; the committing agent first tells the other nodes, which wait for it."""
     if 0 in save.metas:
-        _tell_others(save, 0, error)
+        tell_others(save, 0, error)
     return True, error
 
 
@@ -288,161 +284,5 @@ def _is_overtaken(save: PendingSave) -> bool:
     tracked = tracked_before_commit(save.storage) if save.later else None
     if tracked is None:
         return False
-    found = _committed(save, tracked)
+    found = committed_facts(save, tracked)
     return found is not None and found.save_id in save.later
-
-
-def forget(save: PendingSave) -> None:
-    """Free the space that this node's ranks took for a save that failed.
-
-    If its manifest is there all the same (the tracker could not be moved), it is a checkpoint and
-    stays whole. Records and shards that the committing agent may still commit stay, too: its
-    sweeper removes them after a later commit.
-    """
-    try:
-        if save.fence is not None:
-            save.fence.check(save.storage)  # the later run removes them
-        if not _may_remove(save):
-            logger.warning(
-                "iteration %d: rank 0's node has not said that the save failed and may commit it; "
-                "it removes the files after a later commit",
-                save.iteration,
-            )
-            return
-        if _is_committed(save, set(save.storage.list(save.directory))):
-            return
-    except (FlashCkptError, OSError) as error:
-        logger.warning("left behind after a failed save: %s", error)
-        return
-    mine = [file_names.common_name(save.save_id)] if 0 in save.metas else []
-    for rank in sorted(save.metas):
-        mine += [
-            file_names.record_name(rank, save.save_id),
-            file_names.shard_name(rank, save.save_id),
-        ]
-
-    def delete(name: str) -> None:
-        try:
-            save.storage.delete(f"{save.directory}/{name}")
-            reach("forget.file")
-        except (FlashCkptError, OSError) as error:
-            logger.warning("left behind after a failed save: %s", error)
-
-    for_all(delete, mine)
-    try:
-        save.storage.delete_directory(save.directory)  # unless it holds something
-    except (FlashCkptError, OSError) as error:
-        logger.warning("left behind after a failed save: %s", error)
-
-
-def _may_remove(save: PendingSave) -> bool:
-    """Return whether nobody can commit `save` any more."""
-    if save.is_decided_here or save.called_off:
-        return True  # this agent decides, or the agent that does has decided
-    if save.superseded_by == save.iteration or save.past is not None:
-        return True
-    if save.missed_a_run and save.abandoned_at is not None:
-        return time.monotonic() - save.abandoned_at > _MISSED_S
-    note = file_names.failure_name(0, save.save_id)
-    # A rank may have failed after its record was published: storage did the put and reported an
-    # error, or an agent that is gone had published the record.
-    # Copied: threads that write shards report failures meanwhile.
-    ranks = set(save.metas if save.outlived else save.failed)
-    records = {file_names.record_name(rank, save.save_id) for rank in ranks}
-    present = save.storage.present(save.directory, {note, *records})
-    return note in present or not records <= present
-
-
-def is_persisted(save: PendingSave, rank: int) -> bool:
-    """Return whether an agent that is gone made this rank's shard of `save` durable.
-
-    Such a file must not be written again: the checkpoint may be, or become, committed meanwhile.
-    """
-    if file_names.record_name(rank, save.save_id) in save.storage.list(save.directory):
-        return True
-    # Records go after the manifest has come: in this order one of the two is always seen.
-    return _is_committed(save, set(save.storage.list(save.directory)))
-
-
-def _is_committed(save: PendingSave, present: set[str]) -> bool:
-    if file_names.MANIFEST not in present:
-        return False
-    found = None
-    if 0 not in save.metas:
-        found = read_marker(save.storage, save.iteration, save.save_id)
-    found = found or _committed(save, save.iteration)
-    if found is None or found.save_id != save.save_id:
-        return False
-    save.cost, save.differing, save.compared = found.cost, found.differing, found.compared
-    return True
-
-
-def _awaits_marker(save: PendingSave, present: set[str]) -> bool:
-    """Return whether the marker of `save` may follow the manifest that is there within a moment.
-
-    It does not if the agent that commits was killed in between, or is of an older release.
-    """
-    if 0 in save.metas or file_names.MANIFEST not in present:
-        return False
-    if file_names.marker_name(save.save_id) in present:
-        return False
-    now = time.monotonic()
-    if save.unmarked_since is None:
-        # Nodes that read manifests of megabytes do not all begin at once.
-        save.unmarked_since = now + random.uniform(0, _UNMARKED_S)
-    return now < save.unmarked_since + _UNMARKED_S
-
-
-def _committed(save: PendingSave, iteration: int) -> manifest.CommitFacts | None:
-    """Return what the manifest of `iteration` says of its checkpoint; None if it is none.
-
-    One that is damaged, or a newer release's, is none: a save will replace it.
-    """
-    try:
-        return save.manifests.facts(save.storage, file_names.iteration_dir(iteration))
-    except (FormatVersionError, FileNotFoundError):
-        return None
-    except FlashCkptError as error:
-        # What may pass does not say that there is no checkpoint: its shards would be deleted.
-        if is_damage(error) and not may_pass(error):
-            return None
-        raise
-
-
-def _failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
-    suffix = f"-{save.save_id}.failed"
-    for name in sorted(present):
-        if name.endswith(suffix):
-            note = save.storage.read(f"{save.directory}/{name}", 0, _NOTE_NBYTES)
-            return note.decode(errors="replace")
-    return None
-
-
-def _tell_others(save: PendingSave, rank: int, reason: str) -> None:
-    is_told = leave_note(save.storage, save.iteration, save.save_id, rank, reason)
-    save.untold = None if is_told else (rank, reason)
-
-
-def tell_again(save: PendingSave) -> None:
-    """Tell the other nodes of a failure that there was no room for; `forget` has freed some."""
-    if save.untold is not None:
-        _tell_others(save, *save.untold)
-
-
-def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> bool:
-    """Tell the agents of other nodes of a failure; return whether storage has taken the note.
-
-    If it has not, these agents learn of the failure by their timeout.
-    """
-    name = f"{file_names.iteration_dir(iteration)}/{file_names.failure_name(rank, save_id)}"
-    pauses_s = iter(_NOTE_RETRIES_S)
-    while True:
-        try:
-            storage.put(name, reason.encode())
-            return True
-        except (FlashCkptError, OSError) as error:
-            pause_s = next(pauses_s, None)
-            if pause_s is None or not may_pass(error):
-                logger.error("cannot tell other nodes of the failure: %s", error)
-                return False
-        time.sleep(pause_s)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from megatron_flashckpt.agent.markers import is_committed
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.history import told_of
 from megatron_flashckpt.errors import CorruptCheckpointError
@@ -100,6 +101,17 @@ def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> 
         "before the save was committed; find out what else removes files there; the next save "
         "makes them anew"
     )
+
+
+def is_persisted(save: PendingSave, rank: int) -> bool:
+    """Return whether an agent that is gone made this rank's shard of `save` durable.
+
+    Such a file must not be written again: the checkpoint may be, or become, committed meanwhile.
+    """
+    if file_names.record_name(rank, save.save_id) in save.storage.list(save.directory):
+        return True
+    # Records go after the manifest has come: in this order one of the two is always seen.
+    return is_committed(save, set(save.storage.list(save.directory)))
 
 
 def _read(storage: Storage, iteration: int, save_id: str, rank: int) -> CommitRecord:

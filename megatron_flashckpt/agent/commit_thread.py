@@ -10,7 +10,8 @@ import time
 
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.cleanup import Sweeper
-from megatron_flashckpt.agent.commit import forget, outcome_of, tell_again
+from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.failed_save import forget, tell_again
 from megatron_flashckpt.agent.pending_save import PendingSave, awaited_by, gave_up
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.tidying import CommittedSave, Tidier, tidy

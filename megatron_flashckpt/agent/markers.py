@@ -7,8 +7,12 @@ place. One that is left over, or copied along, counts for nothing: the manifest 
 from __future__ import annotations
 
 import logging
+import random
+import time
 
-from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.errors import FlashCkptError, FormatVersionError, is_damage
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import HEAD_NBYTES, CommitFacts
 from megatron_flashckpt.file_format.marker import decode_marker, encode_marker, marker_of
@@ -18,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 #: Longer than any marker, whose longest part are keys of copies that differ.
 _MAX_NBYTES = 2**24
+#: How long a waiting node expects the marker of a manifest that it sees; then it reads that.
+_UNMARKED_S = 5.0
 
 
 def put_marker(storage: Storage, facts: CommitFacts, manifest: bytes) -> None:
@@ -76,3 +82,48 @@ def remove_markers(storage: Storage, directory: str) -> None:
         for name in storage.list(directory):
             if file_names.save_id_of_marker(name) is not None:
                 storage.delete(f"{directory}/{name}")
+
+
+def is_committed(save: PendingSave, present: set[str]) -> bool:
+    if file_names.MANIFEST not in present:
+        return False
+    found = None
+    if 0 not in save.metas:
+        found = read_marker(save.storage, save.iteration, save.save_id)
+    found = found or committed_facts(save, save.iteration)
+    if found is None or found.save_id != save.save_id:
+        return False
+    save.cost, save.differing, save.compared = found.cost, found.differing, found.compared
+    return True
+
+
+def awaits_marker(save: PendingSave, present: set[str]) -> bool:
+    """Return whether the marker of `save` may follow the manifest that is there within a moment.
+
+    It does not if the agent that commits was killed in between, or is of an older release.
+    """
+    if 0 in save.metas or file_names.MANIFEST not in present:
+        return False
+    if file_names.marker_name(save.save_id) in present:
+        return False
+    now = time.monotonic()
+    if save.unmarked_since is None:
+        # Nodes that read manifests of megabytes do not all begin at once.
+        save.unmarked_since = now + random.uniform(0, _UNMARKED_S)
+    return now < save.unmarked_since + _UNMARKED_S
+
+
+def committed_facts(save: PendingSave, iteration: int) -> CommitFacts | None:
+    """Return what the manifest of `iteration` says of its checkpoint; None if it is none.
+
+    One that is damaged, or a newer release's, is none: a save will replace it.
+    """
+    try:
+        return save.manifests.facts(save.storage, file_names.iteration_dir(iteration))
+    except (FormatVersionError, FileNotFoundError):
+        return None
+    except FlashCkptError as error:
+        # What may pass does not say that there is no checkpoint: its shards would be deleted.
+        if is_damage(error) and not may_pass(error):
+            return None
+        raise

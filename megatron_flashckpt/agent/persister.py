@@ -12,8 +12,9 @@ from typing import TypeVar
 import msgspec
 
 from megatron_flashckpt.agent import protocol as p
-from megatron_flashckpt.agent.commit import forget, is_persisted, leave_note
+from megatron_flashckpt.agent.commit_records import is_persisted
 from megatron_flashckpt.agent.commit_thread import Committer
+from megatron_flashckpt.agent.failed_save import forget, leave_note
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.shard_writer import (

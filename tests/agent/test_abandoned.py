@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_flashckpt.agent.commit import forget, outcome_of
+from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.failed_save import forget
 from megatron_flashckpt.agent.socket_dir import LOG
 from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.file_format import file_names

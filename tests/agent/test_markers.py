@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_flashckpt.agent import commit as commit_module
-from megatron_flashckpt.agent import commit_records, presence
-from megatron_flashckpt.agent.commit import commit, forget, outcome_of
+from megatron_flashckpt.agent import commit_records, markers, presence
+from megatron_flashckpt.agent.commit import commit, outcome_of
+from megatron_flashckpt.agent.failed_save import forget
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.catalog.retention import retire
@@ -152,7 +152,7 @@ def test_a_marker_without_a_manifest_is_no_commit(root: Path) -> None:
 def test_a_manifest_of_another_save_is_no_commit_whatever_the_marker_says(
     root: Path, monkeypatch: pytest.MonkeyPatch, kept: str
 ) -> None:
-    monkeypatch.setattr(commit_module, "_UNMARKED_S", 0.0)
+    monkeypatch.setattr(markers, "_UNMARKED_S", 0.0)
     former, later = pair(root, A), pair(root, B)
     commit(former[0])
     stale = marker(root, A).read_bytes()
@@ -194,7 +194,7 @@ def test_where_no_marker_can_be_read_the_manifest_is(
         assert outcome_of(saves[1], 60.0) == OPEN, "it may come in a moment"
         assert storage.read_nbytes == 0
         saves[1].unmarked_since = None
-        monkeypatch.setattr(commit_module, "_UNMARKED_S", 0.0)
+        monkeypatch.setattr(markers, "_UNMARKED_S", 0.0)
     else:
         marker(root, A).write_bytes(damage)
     assert outcome_of(saves[1], 60.0) == DONE
@@ -212,7 +212,7 @@ def test_records_that_were_tidied_up_are_not_missed_by_a_node_that_awaits_the_ma
     marker(root, A).unlink()
     for _ in range(3):
         assert outcome_of(saves[1], 60.0) == OPEN, "the marker may come in a moment"
-    monkeypatch.setattr(commit_module, "_UNMARKED_S", -60.0)
+    monkeypatch.setattr(markers, "_UNMARKED_S", -60.0)
     assert outcome_of(saves[1], 60.0) == DONE
 
 

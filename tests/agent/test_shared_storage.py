@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import commit as commit_module
-from megatron_flashckpt.agent.commit import forget, leave_note, outcome_of
+from megatron_flashckpt.agent import failed_save
+from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.failed_save import forget, leave_note
 from megatron_flashckpt.catalog.tracker import tracked_before_commit
 from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
@@ -66,7 +68,7 @@ def _of_rank(root: Path, rank: int) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit_module, "_NOTE_RETRIES_S", (0.0, 0.0))
+    monkeypatch.setattr(failed_save, "_NOTE_RETRIES_S", (0.0, 0.0))
 
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)

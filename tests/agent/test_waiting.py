@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_flashckpt.agent import presence
-from megatron_flashckpt.agent.commit import leave_note, outcome_of
+from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.failed_save import leave_note
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.persisting import persisted

@@ -23,7 +23,8 @@ import pytest
 import torch
 import xxhash
 
-from megatron_flashckpt.agent.commit import forget, outcome_of
+from megatron_flashckpt.agent.commit import outcome_of
+from megatron_flashckpt.agent.failed_save import forget
 from megatron_flashckpt.agent.protocol import Offer
 from megatron_flashckpt.catalog.listing import open_checkpoint
 from megatron_flashckpt.catalog.verify import verify

@@ -1,0 +1,124 @@
+"""What an agent does about a save that failed: it tells the other nodes, and removes its files."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from megatron_flashckpt.agent.markers import is_committed
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.errors import FlashCkptError
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.storage.parallel import for_all
+
+logger = logging.getLogger(__name__)
+
+#: Pauses before a note of a failure is put again.
+_NOTE_RETRIES_S = (0.2, 1.0, 3.0)
+_NOTE_NBYTES = 2**16
+#: How long a node waits until that of rank 0, too, knows that training has abandoned a save, where
+#: nobody has kept the save: a job started in between, without this node.
+_MISSED_S = 5.0
+
+
+def failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
+    suffix = f"-{save.save_id}.failed"
+    for name in sorted(present):
+        if name.endswith(suffix):
+            note = save.storage.read(f"{save.directory}/{name}", 0, _NOTE_NBYTES)
+            return note.decode(errors="replace")
+    return None
+
+
+def tell_others(save: PendingSave, rank: int, reason: str) -> None:
+    is_told = leave_note(save.storage, save.iteration, save.save_id, rank, reason)
+    save.untold = None if is_told else (rank, reason)
+
+
+def tell_again(save: PendingSave) -> None:
+    """Tell the other nodes of a failure that there was no room for; `forget` has freed some."""
+    if save.untold is not None:
+        tell_others(save, *save.untold)
+
+
+def leave_note(storage: Storage, iteration: int, save_id: str, rank: int, reason: str) -> bool:
+    """Tell the agents of other nodes of a failure; return whether storage has taken the note.
+
+    If it has not, these agents learn of the failure by their timeout.
+    """
+    name = f"{file_names.iteration_dir(iteration)}/{file_names.failure_name(rank, save_id)}"
+    pauses_s = iter(_NOTE_RETRIES_S)
+    while True:
+        try:
+            storage.put(name, reason.encode())
+            return True
+        except (FlashCkptError, OSError) as error:
+            pause_s = next(pauses_s, None)
+            if pause_s is None or not may_pass(error):
+                logger.error("cannot tell other nodes of the failure: %s", error)
+                return False
+        time.sleep(pause_s)
+
+
+def forget(save: PendingSave) -> None:
+    """Free the space that this node's ranks took for a save that failed.
+
+    If its manifest is there all the same (the tracker could not be moved), it is a checkpoint and
+    stays whole. Records and shards that the committing agent may still commit stay, too: its
+    sweeper removes them after a later commit.
+    """
+    try:
+        if save.fence is not None:
+            save.fence.check(save.storage)  # the later run removes them
+        if not may_remove(save):
+            logger.warning(
+                "iteration %d: rank 0's node has not said that the save failed and may commit it; "
+                "it removes the files after a later commit",
+                save.iteration,
+            )
+            return
+        if is_committed(save, set(save.storage.list(save.directory))):
+            return
+    except (FlashCkptError, OSError) as error:
+        logger.warning("left behind after a failed save: %s", error)
+        return
+    mine = [file_names.common_name(save.save_id)] if 0 in save.metas else []
+    for rank in sorted(save.metas):
+        mine += [
+            file_names.record_name(rank, save.save_id),
+            file_names.shard_name(rank, save.save_id),
+        ]
+
+    def delete(name: str) -> None:
+        try:
+            save.storage.delete(f"{save.directory}/{name}")
+            reach("forget.file")
+        except (FlashCkptError, OSError) as error:
+            logger.warning("left behind after a failed save: %s", error)
+
+    for_all(delete, mine)
+    try:
+        save.storage.delete_directory(save.directory)  # unless it holds something
+    except (FlashCkptError, OSError) as error:
+        logger.warning("left behind after a failed save: %s", error)
+
+
+def may_remove(save: PendingSave) -> bool:
+    """Return whether nobody can commit `save` any more."""
+    if save.is_decided_here or save.called_off:
+        return True  # this agent decides, or the agent that does has decided
+    if save.superseded_by == save.iteration or save.past is not None:
+        return True
+    if save.missed_a_run and save.abandoned_at is not None:
+        return time.monotonic() - save.abandoned_at > _MISSED_S
+    note = file_names.failure_name(0, save.save_id)
+    # A rank may have failed after its record was published: storage did the put and reported an
+    # error, or an agent that is gone had published the record.
+    # Copied: threads that write shards report failures meanwhile.
+    ranks = set(save.metas if save.outlived else save.failed)
+    records = {file_names.record_name(rank, save.save_id) for rank in ranks}
+    present = save.storage.present(save.directory, {note, *records})
+    return note in present or not records <= present
