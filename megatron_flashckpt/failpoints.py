@@ -69,7 +69,7 @@ POINTS = {
     ),
     "file.synced": ("storage.posix", "the shard file's bytes are durable; its name may not be"),
     "persist.durable": ("agent.shard_writer", "the shard is durable; there is no commit record"),
-    "persist.record": ("agent.shard_writer", "the commit record is there"),
+    "persist.record": ("agent.publication", "the commit record of a node is there"),
     # The agent, putting a small file: a commit record, a note, common state, manifest, tracker.
     "put.written": ("storage.posix", "the temporary file is written; the name is not there"),
     "put.renamed": ("storage.posix", "the file has its name, which may not be durable"),

@@ -290,9 +290,12 @@ REVIEWED: dict[Call, Reason] = {
             ID,
             "agent/test_commit.py::test_saving_an_iteration_again_keeps_the_committed_attempt_until_the_new_one_is_committed",
         ),
+    ),
+    **review(
+        "agent.publication",
         (
-            "put_record",
-            "storage.put(name, encode_record(record), durable='nothing')",
+            "put_records",
+            "storage.put(f'{iteration_dir(first.iteration)}/{name}', encode_records(records), durable='nothing')",
             ID,
             "agent/test_commit.py::test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this",
         ),

@@ -23,7 +23,12 @@ from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.cli.console import printable
 from megatron_flashckpt.config import Config, load_config
-from megatron_flashckpt.file_format.file_names import TRACKER, failure_name, removal_name
+from megatron_flashckpt.file_format.file_names import (
+    TRACKER,
+    failure_name,
+    record_name,
+    removal_name,
+)
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.test_fence import OLD, claim_of
@@ -118,6 +123,20 @@ def test_ls_says_how_far_an_uncommitted_save_came(run: Run, save: Path) -> None:
         persist(storage, 20, "0123456789ab", rank, 4, pieces_of_rank(rank))
     assert run("ls", save).row("20", "not committed")[-1] == (
         "no manifest.json; 2 of 4 ranks are durable, missing: 1, 3"
+    )
+
+
+def test_ls_reads_the_ranks_of_a_node_from_the_name_of_its_record(run: Run, save: Path) -> None:
+    make(save, 10)
+    storage, save_id = PosixStorage(save), "0123456789ab"
+    persist(storage, 20, save_id, 0, 6, pieces_of_rank(0))
+    directory = save / "iter_0000020"
+    (directory / record_name(0, save_id)).rename(directory / record_name(1, save_id, 3))
+    # A name that claims more ranks than the job has, or than memory has room for, counts nothing.
+    for name in (record_name(0, save_id, 7), f"ranks_00000-99999999999-{save_id}.commit"):
+        (directory / name).touch()
+    assert run("ls", save).row("20", "not committed")[-1] == (
+        "no manifest.json; 3 of 6 ranks are durable, missing: 0, 4, 5"
     )
 
 

@@ -1,8 +1,8 @@
 """Turn durable shards into a checkpoint, or say why that did not happen.
 
-The agent on the node of global rank 0 commits: it waits until the *names* of all expected commit
-records are there (names, not a count: a record of an earlier attempt must not stand in for one of
-this attempt), merges them, and puts the manifest. Only then does the tracker move. The other agents
+The agent on the node of global rank 0 commits: it waits until commit records *name* all ranks
+(names, not a count: a record of an earlier attempt must not stand in for one of this attempt),
+merges them, and puts the manifest. Only then does the tracker move. The other agents
 wait for that manifest.
 
 Once an agent has published the records of its ranks, only the committing agent decides. The others
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 
 import xxhash
 
@@ -88,7 +89,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             if 0 in save.metas and not save.called_off:
                 tell_others(save, 0, failure)
             return True, failure
-        if save.persisted < set(save.metas):
+        if save.persisted < set(save.metas) or save.unpublished:
             return _expired(save, timeout_s)
         is_unmarked = awaits_marker(save, present)
         if not is_unmarked and is_committed(save, present):
@@ -103,12 +104,12 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             return True, None
         if 0 in save.metas:
             world_size = save.metas[0].world_size
-            expected = {file_names.record_name(rank, save.save_id) for rank in range(world_size)}
-            if expected <= present:
+            durable = file_names.ranks_with_record(present, save.save_id, world_size)
+            save.missing = [rank for rank in range(world_size) if rank not in durable]
+            if not save.missing:
                 reach("commit.ready")
-                commit(save)
+                commit(save, present)
                 return True, None
-            save.missing = sorted(expected - present)
         if save.listed_all and not is_unmarked:  # records go once a save is committed
             save.error = save.error or why_gone(save, persisted, present)  # the next call ends it
         save.troubled_since = None
@@ -183,10 +184,13 @@ def _may_be_told_by_a_writer(save: PendingSave) -> bool:
     return is_early and save.error is None and save.persisted < set(save.metas)
 
 
-def commit(save: PendingSave) -> None:
+def commit(save: PendingSave, present: Collection[str] | None = None) -> None:
     """Merge the records and put the manifest, then move the tracker.
 
     What is to be removed then is `tidying.tidy`'s.
+
+    Args:
+        present: files in the directory of the save, if they are known.
 
     Raises:
         CorruptCheckpointError: the records contradict each other, or a shard is not there.
@@ -195,7 +199,8 @@ def commit(save: PendingSave) -> None:
     _check_wanted(save)
     storage, meta = save.storage, save.metas[0]
     with phase("read records"):
-        records = read_records(storage, save.iteration, save.save_id, meta.world_size)
+        names = storage.list(save.directory) if present is None else present
+        records = read_records(storage, save.iteration, save.save_id, meta.world_size, names)
     with phase("merge"):
         merged = manifest.merge(
             records,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -12,7 +12,7 @@ from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.catalog.history import told_of
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.file_format import file_names
-from megatron_flashckpt.file_format.commit_record import KNOWN_ITEMS, CommitRecord, decode_record
+from megatron_flashckpt.file_format.commit_record import KNOWN_ITEMS, CommitRecord, decode_records
 from megatron_flashckpt.storage.base import Storage, read_whole
 from megatron_flashckpt.storage.parallel import for_all
 
@@ -26,22 +26,52 @@ _GONE_S = 2.0
 
 
 def read_records(
-    storage: Storage, iteration: int, save_id: str, world_size: int
+    storage: Storage, iteration: int, save_id: str, world_size: int, names: Collection[str]
 ) -> list[CommitRecord]:
-    """Return the records of all ranks, in order; the first of each template has its items.
+    """Return the records of all ranks, in order; one of each template has its items.
+
+    A rank may have two records that agree: an agent was killed while it published the first.
+
+    Args:
+        names: files in the directory of the save.
 
     Raises:
-        CorruptCheckpointError: one is no record, or that of another save, rank or file.
+        CorruptCheckpointError: a file holds no records, or those of another save, rank or shard,
+            or two records of a rank contradict each other.
     """
-    first_of: dict[str, int] = {}
+    directory = file_names.iteration_dir(iteration)
+    whole_in: dict[str, str] = {}
 
-    def read(rank: int) -> CommitRecord:
-        record = _read(storage, iteration, save_id, rank)
-        if first_of.setdefault(record.template_fingerprint, rank) == rank:
-            return record
-        return msgspec.structs.replace(record, template=KNOWN_ITEMS)
+    def read(file: tuple[str, range]) -> list[CommitRecord]:
+        name, ranks = file
+        return [
+            msgspec.structs.replace(record, template=KNOWN_ITEMS)
+            if record.template is not KNOWN_ITEMS
+            and whole_in.setdefault(record.template_fingerprint, name) != name
+            else record
+            for record in _read(storage, f"{directory}/{name}", iteration, save_id, ranks)
+        ]
 
-    return for_all(read, range(world_size))
+    files = sorted(file_names.records_of(names, save_id, world_size).items())
+    found: dict[int, CommitRecord] = {}
+    for records in for_all(read, files):
+        for record in records:
+            other = found.setdefault(record.rank, record)
+            if other is record:
+                continue
+            if _shard_of(other) != _shard_of(record):
+                raise CorruptCheckpointError(
+                    f"{storage.place}/{directory}: two commit records of rank {record.rank} "
+                    "contradict each other; the next save writes new ones"
+                )
+            if other.template is KNOWN_ITEMS:
+                found[record.rank] = record
+    return [found[rank] for rank in sorted(found)]
+
+
+def _shard_of(record: CommitRecord) -> CommitRecord:
+    """Return what a record says of its shard: not how long it took, nor the template's items."""
+    return msgspec.structs.replace(record, template=KNOWN_ITEMS, cost=None)
 
 
 def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecord]) -> None:
@@ -83,8 +113,9 @@ def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> 
         persisted: ranks of this node whose records were there before `present` was read.
         present: all names in the directory of the save.
     """
-    published = {file_names.record_name(rank, save.save_id) for rank in persisted}
-    if published <= present:
+    world_size = next(iter(save.metas.values())).world_size
+    gone = set(persisted) - file_names.ranks_with_record(present, save.save_id, world_size)
+    if not gone:
         save.gone_since = None
         return None
     if save.gone_since is None:
@@ -94,10 +125,11 @@ def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> 
     save.past = told_of(save.storage, save.save_id)
     if save.past is not None:
         return None
-    gone = sorted(published - present)
-    more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
+    runs = file_names.runs_of(gone)
+    names = [file_names.record_name(run.start, save.save_id, len(run)) for run in runs]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (
-        f"{save.storage.place}/{save.directory}: {', '.join(gone[:_SHOWN])}{more} was removed "
+        f"{save.storage.place}/{save.directory}: {', '.join(names[:_SHOWN])}{more} was removed "
         "before the save was committed; find out what else removes files there; the next save "
         "makes them anew"
     )
@@ -108,20 +140,31 @@ def is_persisted(save: PendingSave, rank: int) -> bool:
 
     Such a file must not be written again: the checkpoint may be, or become, committed meanwhile.
     """
-    if file_names.record_name(rank, save.save_id) in save.storage.list(save.directory):
-        return True
+    world_size = save.metas[rank].world_size
+    listed = save.storage.list(save.directory)
+    for name, ranks in file_names.records_of(listed, save.save_id, world_size).items():
+        if rank in ranks:
+            save.record_names.add(name)
+            return True
     # Records go after the manifest has come: in this order one of the two is always seen.
     return is_committed(save, set(save.storage.list(save.directory)))
 
 
-def _read(storage: Storage, iteration: int, save_id: str, rank: int) -> CommitRecord:
-    name = f"{file_names.iteration_dir(iteration)}/{file_names.record_name(rank, save_id)}"
-    record = decode_record(read_whole(storage, name, _MAX_RECORD_NBYTES), f"{storage.place}/{name}")
-    said = (record.iteration, record.save_id, record.rank, record.file)
-    meant = (iteration, save_id, rank, file_names.shard_name(rank, save_id))
+def _read(
+    storage: Storage, name: str, iteration: int, save_id: str, ranks: range
+) -> list[CommitRecord]:
+    place = f"{storage.place}/{name}"
+    records = decode_records(read_whole(storage, name, _MAX_RECORD_NBYTES), place)
+    said = [(it.iteration, it.save_id, it.rank, it.file) for it in records]
+    meant = [(iteration, save_id, rank, file_names.shard_name(rank, save_id)) for rank in ranks]
     if said != meant:
         raise CorruptCheckpointError(
-            f"{storage.place}/{name}: is the record of (iteration, save, rank, file) {said}, "
-            f"expected {meant}; the next save writes new ones"
+            f"{place}: is the record of (iteration, save, rank, file) {_listed(said)}, "
+            f"expected {_listed(meant)}; the next save writes new ones"
         )
-    return record
+    return records
+
+
+def _listed(items: Sequence[tuple[int, str, int, str]]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(map(str, items[:_SHOWN])) + more

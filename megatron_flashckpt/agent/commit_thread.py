@@ -13,6 +13,7 @@ from megatron_flashckpt.agent.cleanup import Sweeper
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.failed_save import forget, tell_again
 from megatron_flashckpt.agent.pending_save import PendingSave, awaited_by, gave_up
+from megatron_flashckpt.agent.publication import is_due, publish
 from megatron_flashckpt.agent.state import Node, Trainer
 from megatron_flashckpt.agent.tidying import CommittedSave, Tidier, tidy
 from megatron_flashckpt.catalog.history import PastSave, append
@@ -134,6 +135,8 @@ class Committer:
             with self._node.changed:
                 if any(concluded):
                     pause = shortest
+                elif any(is_due(save, self._connected()) for save in self.pending.values()):
+                    pause = shortest  # handed over while another save was looked at
                 # Thousands of nodes that wait for one manifest do not ask all at once.
                 elif not self._node.changed.wait(pause * random.uniform(0.75, 1)):
                     pause = min(2 * pause, longest)
@@ -142,6 +145,7 @@ class Committer:
 
     def _try_conclude(self, save: PendingSave) -> bool:
         with self._node.traces.recording(save.iteration, save.save_id, None):
+            publish(save, self._connected(), self._node.changed)
             finished, error = outcome_of(save, self._node.options.commit_timeout_s)
         if not finished:
             return False
@@ -168,6 +172,12 @@ class Committer:
         else:
             self._node.traces.write(save.save_id)
         return True
+
+    def _connected(self) -> set[int]:
+        """Return the ranks of this node whose trainers are connected."""
+        with self._node.changed:
+            ranks = self._node.ranks.items()
+            return {number for number, rank in ranks if rank.connection is not None}
 
     def _tidy(self, save: CommittedSave) -> None:
         """Remove what a commit leaves to be removed; nobody waits for it."""

@@ -80,17 +80,18 @@ def forget(save: PendingSave) -> None:
                 save.iteration,
             )
             return
-        if is_committed(save, set(save.storage.list(save.directory))):
+        present = set(save.storage.list(save.directory))
+        if is_committed(save, present):
             return
     except (FlashCkptError, OSError) as error:
         logger.warning("left behind after a failed save: %s", error)
         return
     mine = [file_names.common_name(save.save_id)] if 0 in save.metas else []
-    for rank in sorted(save.metas):
-        mine += [
-            file_names.record_name(rank, save.save_id),
-            file_names.shard_name(rank, save.save_id),
-        ]
+    world_size = next(iter(save.metas.values())).world_size
+    present |= save.record_names
+    records = file_names.records_of(present, save.save_id, world_size)
+    mine += [name for name, ranks in records.items() if not save.metas.keys().isdisjoint(ranks)]
+    mine += [file_names.shard_name(rank, save.save_id) for rank in sorted(save.metas)]
 
     def delete(name: str) -> None:
         try:
@@ -119,6 +120,18 @@ def may_remove(save: PendingSave) -> bool:
     # error, or an agent that is gone had published the record.
     # Copied: threads that write shards report failures meanwhile.
     ranks = set(save.metas if save.outlived else save.failed)
-    records = {file_names.record_name(rank, save.save_id) for rank in ranks}
-    present = save.storage.present(save.directory, {note, *records})
-    return note in present or not records <= present
+    world_size = next(iter(save.metas.values())).world_size
+    known = set(save.record_names)
+    present = save.storage.present(save.directory, {note, *known})
+    if note in present:
+        return True
+    if not ranks <= file_names.ranks_with_record(known, save.save_id, world_size):
+        present |= set(save.storage.list(save.directory))
+    return not ranks <= file_names.ranks_with_record(present, save.save_id, world_size)
+
+
+def shown_error(error: Exception) -> str:
+    """Return the message of an error of ours, and the kind of any other: it may have no message."""
+    if isinstance(error, FlashCkptError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 from megatron_flashckpt.agent.claim import RunKey
 from megatron_flashckpt.agent.fence import Fence
 from megatron_flashckpt.catalog.history import PastSave
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
 from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.commit_record import CommitRecord
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost
 from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.base import Storage
 
 _SHOWN = 8
+#: Records of ranks wait for the other ranks of their node for a quarter of the time that the save
+#: has taken by then, within these bounds in seconds.
+_PUBLISH_S = (2.0, 10.0)
 
 
 @dataclasses.dataclass
@@ -26,6 +31,17 @@ class PendingSave:
     staged_at: float
     metas: dict[int, SlotMeta] = dataclasses.field(default_factory=dict)
     persisted: set[int] = dataclasses.field(default_factory=set)
+    """Ranks of this node whose write has ended, well or not."""
+    unpublished: dict[int, CommitRecord] = dataclasses.field(default_factory=dict)
+    """Records of durable shards that are not in storage yet; see `publication`."""
+    publish_by: float = 0.0
+    """When these records are published, whatever other ranks do; `time.monotonic`."""
+    publish_again_at: float = 0.0
+    """When records whose put has failed are put again; `time.monotonic`."""
+    publish_failures: int = 0
+    """Failures of the last put, one after the other."""
+    record_names: set[str] = dataclasses.field(default_factory=set)
+    """Record files that this agent has put, tried to put, or found: they may be there."""
     costs: dict[int, RankCost] = dataclasses.field(default_factory=dict)
     """What it took until it was staged, by rank of this node."""
     cost: SaveCost | None = None
@@ -47,8 +63,8 @@ class PendingSave:
     given_up: str | None = None
     """Why it was concluded while storage did not answer. It never becomes a checkpoint after that:
     its files are anybody's to remove."""
-    missing: list[str] = dataclasses.field(default_factory=list)
-    """Commit records that were not there when last looked for, on the node that commits."""
+    missing: list[int] = dataclasses.field(default_factory=list)
+    """Ranks without a commit record when last looked for, on the node that commits."""
     listed: set[str] = dataclasses.field(default_factory=set)
     """File names that the committing node has seen in the directory of the save."""
     list_at: float = 0.0
@@ -118,6 +134,35 @@ class PendingSave:
         return self.fence is not None and self.is_from_before(self.fence.newest)
 
     @property
+    def is_moot(self) -> bool:
+        """Return whether nothing that this node publishes can make the save a checkpoint."""
+        return (
+            self.error is not None
+            or self.given_up is not None
+            or self.past is not None
+            or self.outlived
+        )
+
+    @property
+    def missing_records(self) -> list[str]:
+        """Return the names that the missing records have if all nodes have as many ranks."""
+        own = file_names.runs_of(self.metas)[0]
+        return [
+            file_names.record_name(it.start, self.save_id, len(it))
+            for run in file_names.runs_of(self.missing)
+            for it in (run[i : i + len(own)] for i in range(0, len(run), len(own)))
+        ]
+
+    def hold_record(self, record: CommitRecord) -> None:
+        """Note a record that is to be published. The node's lock is held."""
+        if not self.unpublished:
+            now = time.monotonic()
+            shortest_s, longest_s = _PUBLISH_S
+            waited_s = (now - self.staged_at) / 4
+            self.publish_by = now + min(max(waited_s, shortest_s), longest_s)
+        self.unpublished[record.rank] = record
+
+    @property
     def order(self) -> tuple[bool, float]:
         """Smaller if it was staged earlier."""
         return not self.inherited, self.iteration if self.inherited else self.staged_at
@@ -131,13 +176,15 @@ def awaited_by(save: PendingSave) -> str:
             f"the shards of {len(writing)} ranks ({', '.join(map(str, writing[:_SHOWN]))}) are "
             f"still being written: {save.storage.place} is slow, or hangs"
         )
+    if save.unpublished:
+        return f"the commit records of this node cannot be put: {save.storage.place} is slow"
     if 0 not in save.metas:
         return f"{file_names.MANIFEST} from the node of rank 0 is not there"
     if not save.missing:
         return f"{save.storage.place} does not answer"
     return (
-        f"{len(save.missing)} of {save.metas[0].world_size} commit records are not there "
-        f"({', '.join(save.missing[:_SHOWN])})"
+        f"the commit records of {len(save.missing)} of {save.metas[0].world_size} ranks are not "
+        f"there ({', '.join(save.missing_records[:_SHOWN])})"
     )
 
 

@@ -14,13 +14,12 @@ import msgspec
 from megatron_flashckpt.agent import protocol as p
 from megatron_flashckpt.agent.commit_records import is_persisted
 from megatron_flashckpt.agent.commit_thread import Committer
-from megatron_flashckpt.agent.failed_save import forget, leave_note
+from megatron_flashckpt.agent.failed_save import forget, leave_note, shown_error
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.settings import AgentSettings
 from megatron_flashckpt.agent.shard_writer import (
     DurableShard,
     digest_slot,
-    put_record,
     slot_shard,
     stored_digests,
 )
@@ -37,8 +36,7 @@ from megatron_flashckpt.tracing import phase
 
 logger = logging.getLogger(__name__)
 
-#: Pauses before a shard is written again from its first byte, or its record is put again, after
-#: errors which may pass.
+#: Pauses before a shard is written again from its first byte, after errors which may pass.
 _WRITE_RETRIES_S = (0.5, 2.0, 8.0)
 #: Slots of a node that are digested at a time after a crash.
 _UNREAD_THREADS = 4
@@ -181,7 +179,8 @@ class Saves:
             with self._node.traces.recording(header.iteration, header.save_id, number):
                 digests = digest_slot(slot, header) if still_there else None
         except Exception as failure:  # whatever it is, the trainer must learn of it
-            error = f"rank {number}: not digested in host memory: {_shown(failure)}; it stays there"
+            shown = shown_error(failure)
+            error = f"rank {number}: not digested in host memory: {shown}; it stays there"
             logger.exception("rank %d: iteration %d was not digested", number, header.iteration)
         with self._node.changed:
             if still_there:
@@ -272,20 +271,24 @@ class Saves:
 
     def _persist(self, number: int, slots: RankSlots, slot: Slot, save: PendingSave) -> None:
         error: str | None = None
-        digests: tuple[str, ...] | None = None
+        shard: DurableShard | None = None
         # The slot keeps the id that it was staged with; the shard is written under the save's id.
         header = msgspec.structs.replace(slot.header, save_id=save.save_id)
         info = slots.infos[slot.index]
         started = time.monotonic()
         try:
-            digests = self._made_durable(number, slot, header, info, save)
+            shard = self._made_durable(number, slot, header, info, save)
         except Exception as failure:  # whatever it is, the trainers must learn of it
-            error = _shown(failure)
+            error = shown_error(failure)
             save.lasts = save.lasts or will_last(failure)
             logger.exception("rank %d: iteration %d was not persisted", number, save.iteration)
         seconds = time.monotonic() - started
         with self._node.changed:
-            info.persisting, info.digests = False, digests or info.digests
+            info.persisting = False
+            if shard is not None:
+                info.digests = shard.digests or info.digests
+                if shard.record is not None:
+                    save.hold_record(shard.record)
             self._report(number, save, header, error, seconds)
             self._node.drop_retired(self._node.ranks[number])
             given_up = self._committer.pending.get(save.save_id) is not save
@@ -314,8 +317,8 @@ class Saves:
 
     def _made_durable(
         self, number: int, slot: Slot, header: SlotHeader, info: SlotInfo, save: PendingSave
-    ) -> tuple[str, ...]:
-        """Return the digests of a shard when it is durable; an earlier agent may have done that."""
+    ) -> DurableShard:
+        """Return a shard when it is durable; without a record if an earlier agent has put that."""
 
         def patiently(step: Callable[[], _T]) -> _T:
             return self._patiently(number, save, step)
@@ -324,13 +327,14 @@ class Saves:
             if patiently(lambda: is_persisted(save, number)):
                 # Not those of the slot, which may have changed since it was written.
                 try:
-                    return patiently(lambda: stored_digests(save.storage, header, number))
+                    digests = patiently(lambda: stored_digests(save.storage, header, number))
                 except CorruptCheckpointError as error:
                     logger.warning("rank %d: only its memory is intact: %s", number, error)
-                    return info.digests or digest_slot(slot, header)
+                    digests = info.digests or digest_slot(slot, header)
+                return DurableShard(None, digests)
             save.past = patiently(lambda: told_of(save.storage, save.save_id))
             if save.past is not None:
-                return info.digests or digest_slot(slot, header)
+                return DurableShard(None, info.digests or digest_slot(slot, header))
         meta, cost, flow = save.metas[number], save.costs.get(number), self._node.flow
 
         def written() -> DurableShard:
@@ -338,10 +342,7 @@ class Saves:
 
         traced = self._node.traces.recording(save.iteration, save.save_id, number)
         with traced, phase("persist"):
-            shard = patiently(written)
-            # By itself: with an error that is reported for it the record may be there, and read.
-            patiently(lambda: put_record(save.storage, shard.record))
-        return shard.digests
+            return patiently(written)
 
     def _report(
         self, number: int, save: PendingSave, header: SlotHeader, error: str | None, seconds: float
@@ -395,10 +396,3 @@ class Saves:
         save = self._join(number, slot, info, next_attempt(slot.header.save_id), slot.meta)
         info.persisting, info.persisting_since = True, time.monotonic()
         self._pool.submit(self._persist, number, slots, slot, save)
-
-
-def _shown(error: Exception) -> str:
-    """Return the message of an error of ours, and the kind of any other: it may have no message."""
-    if isinstance(error, FlashCkptError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

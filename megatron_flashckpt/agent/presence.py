@@ -24,7 +24,8 @@ def look(save: PendingSave) -> set[str]:
 
     The node of rank 0 waits for the records of all ranks. It lists the directory while many are
     missing, and asks for the last ones by name: file systems with coarse times may keep an old
-    listing. The other nodes ask for the manifest, its marker, and the note that the node of rank 0
+    listing; names of nodes that have fewer ranks, or publish in parts, show in a listing only. The
+    other nodes ask for the manifest, its marker, and the note that the node of rank 0
     leaves in rank 0's name, whoever has failed: if two thousand nodes listed thirty thousand files
     every second, metadata servers would do nothing else. Now and then, and each at another moment,
     they list the directory all the same: the node of rank 0 may know nothing of the save.
@@ -32,8 +33,8 @@ def look(save: PendingSave) -> set[str]:
     now = time.monotonic()
     failed = file_names.failure_name(0, save.save_id)
     if 0 in save.metas:
-        asked = {file_names.MANIFEST, failed, *save.missing}
-        asked |= {name.removesuffix(".commit") + ".failed" for name in save.missing}
+        asked = {file_names.MANIFEST, failed, *save.missing_records}
+        asked |= {file_names.failure_name(rank, save.save_id) for rank in save.missing}
         is_cheaper = len(asked) * _ENTRIES_PER_NAME < len(save.listed)
         save.listed_all = not (
             save.missing and is_cheaper and now < save.list_at and save.gone_since is None

@@ -1,4 +1,4 @@
-"""Writes one rank's staged bytes as one shard file, and the commit record of that file."""
+"""Writes one rank's staged bytes as one shard file, and makes the commit record of that file."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import NamedTuple
 import msgspec
 import xxhash
 
+from megatron_flashckpt.agent.publication import put_records
 from megatron_flashckpt.agent.write_limits import Flow
 from megatron_flashckpt.errors import CorruptCheckpointError
 from megatron_flashckpt.failpoints import reach
-from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_record
-from megatron_flashckpt.file_format.file_names import iteration_dir, record_name, shard_name
+from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items
+from megatron_flashckpt.file_format.file_names import iteration_dir, shard_name
 from megatron_flashckpt.file_format.shard_file import (
     CHUNK_NBYTES,
     chunk_digest,
@@ -36,7 +37,8 @@ from megatron_flashckpt.tracing import phase
 class DurableShard(NamedTuple):
     """A shard whose every byte is durable, and what is to be said of it."""
 
-    record: CommitRecord
+    record: CommitRecord | None
+    """None: it is in storage already."""
     digests: tuple[str, ...]
 
 
@@ -54,7 +56,8 @@ def persist_slot(
     See `slot_shard`.
     """
     shard = slot_shard(storage, slot, header, meta, cost, flow, known)
-    put_record(storage, shard.record)
+    assert shard.record is not None
+    put_records(storage, [shard.record])
     return shard.digests
 
 
@@ -184,22 +187,9 @@ def write_shard(
     See `durable_shard`.
     """
     shard = durable_shard(storage, iteration, save_id, meta, chunks, cost, flow)
-    put_record(storage, shard.record)
+    assert shard.record is not None
+    put_records(storage, [shard.record])
     return shard.digests
-
-
-def put_record(storage: Storage, record: CommitRecord) -> None:
-    """Tell all agents that a shard is durable. May be repeated.
-
-    Once this was called, the shard must not be written again: a put that has reported an error may
-    have been done, and the save may have been committed.
-    """
-    # Its presence means that every byte of the shard is durable. It need not be: a manifest says
-    # all of it, and a save that has none when power is lost has failed.
-    with phase("commit record"):
-        name = f"{iteration_dir(record.iteration)}/{record_name(record.rank, record.save_id)}"
-        storage.put(name, encode_record(record), durable="nothing")
-    reach("persist.record")
 
 
 def durable_shard(

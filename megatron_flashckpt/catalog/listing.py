@@ -36,6 +36,7 @@ UNREADABLE = "unreadable"
 MEGATRON = "Megatron's own"
 
 _RELEASE = "release"
+_OF_RANKS = (".safetensors", ".commit", ".failed")
 #: How the parallel sizes of a description are shown.
 _SIZES = {
     "tp": "tensor_model_parallel_size",
@@ -246,12 +247,12 @@ def _uncommitted(
     saves: dict[str, list[str]] = defaultdict(list)
     for name in sorted(present):
         save_id = file_names.save_id_of(name)
-        if save_id is not None and name.startswith("rank_"):
+        if save_id is not None and name.endswith(_OF_RANKS):
             saves[save_id].append(name)
     if not saves:
         return Found(directory, iteration, NOT_COMMITTED, "no files of ours in it")
     remarks, ranks, nbytes = [], None, 0
-    for ours in saves.values():
+    for save_id, ours in saves.items():
         shards = [name for name in ours if name.endswith(".safetensors")]
         nbytes += sum(storage.size(f"{directory}/{name}") for name in shards)
         failed = [name for name in ours if name.endswith(".failed")]
@@ -261,7 +262,7 @@ def _uncommitted(
             remarks.append(f"the save failed: {said}")
             continue
         ranks = _world_size(storage, directory, shards)
-        durable = {int(name[5:].split("-")[0]) for name in ours if name.endswith(".commit")}
+        durable = file_names.ranks_with_record(ours, save_id, ranks or _MAX_RANKS)
         remark = f"no {file_names.MANIFEST}; {len(durable)} of {ranks or '?'} ranks are durable"
         missing = [rank for rank in range(ranks or 0) if rank not in durable]
         remarks.append(f"{remark}, missing: {_some(missing)}" if missing else remark)

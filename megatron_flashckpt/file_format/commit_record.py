@@ -1,9 +1,12 @@
-"""The commit record: what one rank's agent leaves beside a shard that is durable.
+"""The commit record: what a node's agent leaves beside shards that are durable.
 
-The agent that commits merges the records of all ranks into the manifest (`manifest.py`).
+A file holds the records of the ranks that became durable together, mostly all ranks of a node. The
+agent that commits merges the records of all ranks into the manifest (`manifest.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 import xxhash
@@ -58,7 +61,8 @@ def encode_items(items: tuple[TemplateItem, ...]) -> msgspec.Raw:
 
 
 #: Stands in a record for items that another record has: thousands of copies would fill the memory.
-KNOWN_ITEMS = msgspec.Raw()
+#: In a file it is MessagePack's nil.
+KNOWN_ITEMS = msgspec.Raw(b"\xc0")
 
 
 def decode_items(record: CommitRecord) -> tuple[TemplateItem, ...]:
@@ -70,24 +74,39 @@ def decode_items(record: CommitRecord) -> tuple[TemplateItem, ...]:
         ) from error
 
 
-def encode_record(record: CommitRecord) -> bytes:
-    """Return the bytes of a commit record: the digest (8 bytes), then what it is the digest of."""
-    body = msgspec.msgpack.encode(record)
-    return xxhash.xxh3_64_digest(body) + body
+def encode_records(records: Iterable[CommitRecord]) -> bytes:
+    """Return the bytes of a record file: the digest (8 bytes), then what it is the digest of.
+
+    The first record of each template has its items, the others `KNOWN_ITEMS` in their place.
+    """
+    known: set[str] = set()
+    body = []
+    for record in records:
+        is_known = record.template_fingerprint in known
+        known.add(record.template_fingerprint)
+        body.append(msgspec.structs.replace(record, template=KNOWN_ITEMS) if is_known else record)
+    encoded = msgspec.msgpack.encode(body)
+    return xxhash.xxh3_64_digest(encoded) + encoded
 
 
-def decode_record(encoded: bytes, place: str) -> CommitRecord:
-    """Return what `encode_record` was given.
+def decode_records(encoded: bytes, place: str) -> list[CommitRecord]:
+    """Return what `encode_records` has made a file of.
 
     Raises:
-        CorruptCheckpointError: it is not such a record, or was changed.
+        CorruptCheckpointError: it is not such a file, or was changed.
     """
     digest, body = encoded[:_DIGEST_NBYTES], encoded[_DIGEST_NBYTES:]
     try:
         if digest != xxhash.xxh3_64_digest(body):
             raise msgspec.DecodeError("its digest is another")
-        return msgspec.msgpack.decode(body, type=CommitRecord)
+        records = msgspec.msgpack.decode(body, type=list[CommitRecord])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: is not a commit record ({error}); the next save writes new ones"
         ) from error
+    return [
+        msgspec.structs.replace(record, template=KNOWN_ITEMS)
+        if record.template == KNOWN_ITEMS
+        else record
+        for record in records
+    ]

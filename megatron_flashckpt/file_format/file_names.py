@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
 
 import xxhash
 
@@ -14,8 +16,12 @@ HISTORY = "flashckpt-history.jsonl"
 CLAIM = "flashckpt-writer.msgpack"
 
 _SHARD = re.compile(r"rank_\d{5,}-[0-9a-f]{8,32}\.safetensors")
+_RECORD = re.compile(r"rank(s?)_(\d{5,})(?:-(\d{5,}))?-[0-9a-f]{8,32}\.commit", re.ASCII)
+#: More ranks than one node can have. A name that claims more is not ours.
+_MAX_RANKS_OF_RECORD = 2**16
 _OF_A_SAVE = re.compile(
     r"rank_\d{5,}-(?P<shard>[0-9a-f]{8,32})\.(safetensors|commit|failed)"
+    r"|ranks_\d{5,}-\d{5,}-(?P<records>[0-9a-f]{8,32})\.commit"
     r"|common-(?P<common>[0-9a-f]{8,32})\.msgpack"
     r"|committed-(?P<marker>[0-9a-f]{8,32})\.msgpack"
 )
@@ -82,9 +88,52 @@ def save_id_of_marker(name: str) -> str | None:
     return match and match["marker"]
 
 
-def record_name(rank: int, save_id: str) -> str:
-    """Return the name of a rank's commit record: its presence means that the shard is durable."""
-    return f"rank_{rank:05d}-{save_id}.commit"
+def record_name(rank: int, save_id: str, count: int = 1) -> str:
+    """Return the name of the file with the commit records of `count` ranks, from `rank` on.
+
+    Its presence means that the shards of these ranks are durable.
+    """
+    if count == 1:
+        return f"rank_{rank:05d}-{save_id}.commit"
+    return f"ranks_{rank:05d}-{rank + count - 1:05d}-{save_id}.commit"
+
+
+def ranks_of_record(name: str) -> range | None:
+    """Return the ranks that `record_name` made `name` of, or None if it did not make it."""
+    match = _RECORD.fullmatch(name)
+    if match is None:
+        return None
+    first = int(match[2])
+    ranks = range(first, int(match[3] or first) + 1)
+    save_id = name.removesuffix(".commit").rpartition("-")[2]
+    is_sane = 0 < len(ranks) <= _MAX_RANKS_OF_RECORD
+    return ranks if is_sane and record_name(first, save_id, len(ranks)) == name else None
+
+
+def records_of(names: Iterable[str], save_id: str, world_size: int) -> dict[str, range]:
+    """Return the commit records of a save among the files of its directory, with their ranks.
+
+    A file that claims ranks which the job does not have is none.
+    """
+    suffix = f"-{save_id}.commit"
+    found = {name: ranks_of_record(name) for name in names if name.endswith(suffix)}
+    return {name: it for name, it in found.items() if it is not None and it[-1] < world_size}
+
+
+def ranks_with_record(names: Iterable[str], save_id: str, world_size: int) -> set[int]:
+    """Return the ranks of a save whose shards are durable, by the files of its directory."""
+    return set(itertools.chain.from_iterable(records_of(names, save_id, world_size).values()))
+
+
+def runs_of(ranks: Iterable[int]) -> list[range]:
+    """Return the runs of contiguous ranks, in order; a record file holds such a run."""
+    runs: list[range] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1].stop == rank:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    return runs
 
 
 def failure_name(rank: int, save_id: str) -> str:
@@ -98,7 +147,7 @@ def save_id_of(name: str) -> str | None:
     None for the manifest, whose name says nothing, and for what is not ours.
     """
     match = _OF_A_SAVE.fullmatch(name)
-    return match and (match["shard"] or match["common"] or match["marker"])
+    return match and (match["shard"] or match["records"] or match["common"] or match["marker"])
 
 
 def save_id_in(path: str) -> str | None:

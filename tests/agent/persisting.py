@@ -1,12 +1,13 @@
-"""A shard that is durable, with its commit record: all but the commit, in the test's process."""
+"""Shards that are durable, with their commit records: all but the commit, in the test's process."""
 
 from __future__ import annotations
 
 import time
 
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.agent.shard_writer import persist_slot
-from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.agent.publication import put_records
+from megatron_flashckpt.agent.shard_writer import slot_shard
+from megatron_flashckpt.file_format.commit_record import CommitRecord, Coordinates
 from megatron_flashckpt.layout.template import PlanCache
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotMeta, SlotState
@@ -15,9 +16,30 @@ from tests.agent.trainer import pieces_of
 
 
 def persisted(
-    storage: PosixStorage, save_id: str, rank: int = 0, world_size: int = 1
+    storage: PosixStorage, save_id: str, rank: int = 0, world_size: int = 1, count: int = 1
 ) -> PendingSave:
-    """Persist a rank of iteration 5, the only one of its node; what is left to do is to commit."""
+    """Persist iteration 5 of a node with `count` ranks from `rank` on, but for the commit."""
+    save = written(storage, save_id, rank, world_size, count)
+    put_records(storage, list(save.unpublished.values()))
+    save.unpublished.clear()
+    return save
+
+
+def written(
+    storage: PosixStorage, save_id: str, rank: int = 0, world_size: int = 1, count: int = 1
+) -> PendingSave:
+    """Write the shards of iteration 5 of such a node; their records are not published."""
+    save = PendingSave(storage, 5, save_id, time.monotonic())
+    for number in range(rank, rank + count):
+        save.metas[number], record = _written(storage, save_id, number, world_size)
+        save.persisted.add(number)
+        save.hold_record(record)
+    return save
+
+
+def _written(
+    storage: PosixStorage, save_id: str, rank: int, world_size: int
+) -> tuple[SlotMeta, CommitRecord]:
     layout = PlanCache().layout(pieces_of(rank, world_size, "decoder.weight", 50))
     meta = SlotMeta(
         root=storage.place,
@@ -33,6 +55,7 @@ def persisted(
     slab = Slab.create(1, 0, layout.nbytes, str(rank))
     header = SlotHeader(SlotState.STAGED, 5, save_id, 0, layout.nbytes)
     slab.slots[0].set_header(header)
-    persist_slot(storage, slab.slots[0], header, meta)
+    record = slot_shard(storage, slab.slots[0], header, meta).record
     slab.close()
-    return PendingSave(storage, 5, save_id, time.monotonic(), {rank: meta}, {rank})
+    assert record is not None
+    return meta, record

@@ -16,9 +16,9 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.commit_record import (
     CommitRecord,
     Coordinates,
-    decode_record,
+    decode_records,
     encode_items,
-    encode_record,
+    encode_records,
 )
 from megatron_flashckpt.file_format.manifest import merge
 from megatron_flashckpt.storage.base import Durable
@@ -88,7 +88,7 @@ def test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this(
 
 def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
     def changed(**fields: object) -> bytes:
-        return encode_record(msgspec.structs.replace(record, **fields))
+        return encode_records([msgspec.structs.replace(record, **fields)])
 
     def nested(body: bytes) -> bytes:
         return xxhash.xxh3_64_digest(body) + body
@@ -137,7 +137,7 @@ def test_a_record_with_the_right_name_and_the_wrong_contents_fails_the_save(
     trainer.stage(1, save_id)
     own = directory / file_names.record_name(0, save_id)
     eventually("the record of rank 0", own.exists)
-    genuine = decode_record(own.read_bytes(), str(own))
+    (genuine,) = decode_records(own.read_bytes(), str(own))
     planted, message = _tampered(msgspec.structs.replace(genuine, rank=1))[kind]
     path = directory / file_names.record_name(1, save_id)
     (directory / "planted").write_bytes(planted)
@@ -206,7 +206,7 @@ def test_the_commit_gives_up_after_its_timeout_and_names_the_missing_ranks(
         assert file_names.record_name(1, save_id) in outcome.error
         assert file_names.record_name(3, save_id) in outcome.error
         assert file_names.record_name(0, save_id) not in outcome.error
-        assert "2 of 4 commit records" in outcome.error
+        assert "the commit records of 2 of 4 ranks" in outcome.error
         assert "agent.commit_timeout_s" in outcome.error
     assert files_of_ours(root) == []
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_flashckpt.agent import commit, failed_save, persister
+from megatron_flashckpt.agent import commit, failed_save, persister, publication
 from megatron_flashckpt.agent.persister import Saves
 from megatron_flashckpt.agent.server import Agent
 from megatron_flashckpt.agent.state import AgentOptions
@@ -109,6 +109,7 @@ def test_an_io_error_anywhere_fails_the_save_on_every_rank_and_leaves_nothing_of
     monkeypatch.setattr(commit, "_TROUBLE_S", 0.5)
     monkeypatch.setattr(failed_save, "_NOTE_RETRIES_S", ())
     monkeypatch.setattr(persister, "_WRITE_RETRIES_S", (0.01, 0.01))
+    monkeypatch.setattr(publication, "_RETRIES_S", (0.01, 0.01))
     with agent_here(node, root):
         trainers = [node.trainer(root, rank, 2) for rank in range(2)]
         assert save_all(trainers, 1) == [None, None]

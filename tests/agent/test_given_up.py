@@ -24,17 +24,11 @@ class Stuck(PosixStorage):
     """Storage that does not answer the agent's commit thread, by the save of iteration 2."""
 
     back = threading.Event()
-    removing = threading.Event()
     sized = threading.Event()
     hangs_at = ""
 
     def _is_stuck(self, name: str, call: str) -> bool:
         return name.startswith(DIRECTORY) and self.hangs_at == call
-
-    def list(self, directory: str) -> list[str]:
-        if self._is_stuck(directory, "list") and threading.current_thread().name == "commit":
-            self.removing.wait(PATIENCE_S)
-        return super().list(directory)
 
     def put(
         self,
@@ -44,7 +38,7 @@ class Stuck(PosixStorage):
         guard: Callable[[], None] | None = None,
     ) -> None:
         super().put(name, data, durable, guard)
-        if name.endswith(".commit") and self._is_stuck(name, "list"):
+        if name.endswith(".commit") and self._is_stuck(name, "put"):
             self.back.wait(PATIENCE_S)
 
     def size(self, name: str) -> int:
@@ -55,23 +49,16 @@ class Stuck(PosixStorage):
             eventually("somebody else removes it", lambda: self.kind(name) is None)
         return nbytes
 
-    def delete(self, name: str) -> None:
-        if self._is_stuck(name, "list"):
-            self.removing.set()
-            self.sized.wait(1.0)  # a commit, if there is one, has looked at the shards by then
-            self.sized.set()
-        super().delete(name)
-
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Stuck]]:
     monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Stuck)
     monkeypatch.setattr(commit_thread, "_HUNG_S", 0.1)
-    for event in (Stuck.back, Stuck.removing, Stuck.sized):
+    for event in (Stuck.back, Stuck.sized):
         event.clear()
     yield Stuck
     Stuck.hangs_at = ""
-    for event in (Stuck.back, Stuck.removing, Stuck.sized):
+    for event in (Stuck.back, Stuck.sized):
         event.set()
 
 
@@ -97,18 +84,19 @@ def test_its_files_may_be_removed_by_a_job_that_resumes(
         assert_intact(root, 3, [trainer])
 
 
-def test_its_files_may_be_removed_by_the_thread_that_wrote_them(
+def test_its_files_go_when_the_put_of_its_records_comes_back(
     node: Node, root: Path, stuck: type[Stuck]
 ) -> None:
-    """The write and the commit come back at the same moment."""
+    """They are all there by then, but the save has failed."""
     with agent_here(node, root, commit_timeout_s=0.5):
         trainer = node.trainer(root)
         assert trainer.save(1).error is None
-        stuck.hangs_at = "list"
+        stuck.hangs_at = "put"
         trainer.stage(2, new_save_id())
         assert "gave up" in (trainer.outcome().error or "")
         stuck.back.set()
         eventually("its files go", lambda: not list((root / DIRECTORY).glob("*.safetensors")))
+        eventually("its records go", lambda: not list((root / DIRECTORY).glob("*.commit")))
         stuck.hangs_at = ""
         assert trainer.save(3).error is None
         assert not (root / DIRECTORY / file_names.MANIFEST).exists()

@@ -45,10 +45,12 @@ def half_a_save(save_id: str) -> tuple[str, ...]:
         file_names.shard_name(0, save_id),
         file_names.shard_name(7, save_id),
         file_names.record_name(0, save_id),
+        file_names.record_name(8, save_id, 8),
         file_names.failure_name(7, save_id),
         file_names.common_name(save_id),
         temporary_name(file_names.common_name(save_id)),
         temporary_name(file_names.record_name(1, save_id)),
+        temporary_name(file_names.record_name(16, save_id, 8)),
         temporary_name(file_names.MANIFEST),
     )
 

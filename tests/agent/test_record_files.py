@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_flashckpt.agent.commit_records import read_records
@@ -15,9 +17,11 @@ from megatron_flashckpt.file_format.commit_record import (
     KNOWN_ITEMS,
     CommitRecord,
     Coordinates,
+    decode_records,
     encode_items,
-    encode_record,
+    encode_records,
 )
+from megatron_flashckpt.layout.save_cost import RankCost
 from megatron_flashckpt.storage.posix import PosixStorage
 
 RANKS = 64
@@ -65,15 +69,19 @@ def records(tmp_path: Path) -> Path:
             template_nbytes=0,
             placement=(rank,),
         )
-        (directory / file_names.record_name(rank, SAVE_ID)).write_bytes(encode_record(record))
+        (directory / file_names.record_name(rank, SAVE_ID)).write_bytes(encode_records([record]))
     return tmp_path
+
+
+def names(root: Path) -> list[str]:
+    return os.listdir(root / file_names.iteration_dir(1))
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.02])
 def test_all_records_come_in_the_order_of_ranks_and_each_template_once(
     records: Path, wait_s: float
 ) -> None:
-    found = read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS)
+    found = read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS, names(records))
     assert [record.rank for record in found] == list(range(RANKS))
     assert [record.placement for record in found] == [(rank,) for rank in range(RANKS)]
     whole = [it.template_fingerprint for it in found if it.template is not KNOWN_ITEMS]
@@ -82,7 +90,7 @@ def test_all_records_come_in_the_order_of_ranks_and_each_template_once(
 
 def test_storage_that_takes_its_time_is_asked_for_several_records_at_once(records: Path) -> None:
     distant = _Distant(records, 0.02)
-    read_records(distant, 1, SAVE_ID, RANKS)
+    read_records(distant, 1, SAVE_ID, RANKS, names(records))
     assert distant.most > 4
 
 
@@ -92,7 +100,7 @@ def test_storage_that_answers_at_once_is_read_by_one_thread(
     # Whatever this machine is busy with, it counts as at once.
     monkeypatch.setattr("megatron_flashckpt.storage.parallel._AT_ONCE_S", 60.0)
     near = _Distant(records, 0.0)
-    read_records(near, 1, SAVE_ID, RANKS)
+    read_records(near, 1, SAVE_ID, RANKS, names(records))
     assert near.readers == {threading.get_ident()}
 
 
@@ -102,4 +110,87 @@ def test_a_damaged_record_is_named(records: Path, wait_s: float, rank: int) -> N
     path = records / file_names.iteration_dir(1) / file_names.record_name(rank, SAVE_ID)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpointError, match=path.name):
-        read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS)
+        read_records(_Distant(records, wait_s), 1, SAVE_ID, RANKS, names(records))
+
+
+# ---------------------------------------------------------------------- records of several ranks
+
+
+def write(root: Path, records: list[CommitRecord]) -> Path:
+    """Write a record file of ranks that follow each other."""
+    name = file_names.record_name(records[0].rank, SAVE_ID, len(records))
+    path = root / file_names.iteration_dir(1) / name
+    path.write_bytes(encode_records(records))
+    return path
+
+
+def decoded(root: Path) -> list[CommitRecord]:
+    return read_records(PosixStorage(root), 1, SAVE_ID, RANKS, names(root))
+
+
+@pytest.fixture
+def of_nodes(records: Path) -> Path:
+    """The same records in a file for each node of eight ranks."""
+    single = decoded(records)
+    for name in names(records):
+        (records / file_names.iteration_dir(1) / name).unlink()
+    items = encode_items(())
+    whole = [msgspec.structs.replace(record, template=items) for record in single]
+    for first in range(0, RANKS, 8):
+        write(records, whole[first : first + 8])
+    return records
+
+
+def test_records_of_nodes_are_those_of_their_ranks_and_have_each_template_once(
+    of_nodes: Path,
+) -> None:
+    assert len(names(of_nodes)) == RANKS // 8
+    found = decoded(of_nodes)
+    assert [record.rank for record in found] == list(range(RANKS))
+    assert [record.placement for record in found] == [(rank,) for rank in range(RANKS)]
+    whole = [it.template_fingerprint for it in found if it.template is not KNOWN_ITEMS]
+    assert sorted(whole) == ["t0", "t1"]
+
+
+def test_a_file_has_each_template_once(of_nodes: Path) -> None:
+    path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(0, SAVE_ID, 8)
+    found = decode_records(path.read_bytes(), "it")
+    assert [it.template is KNOWN_ITEMS for it in found] == [False, False] + 6 * [True]
+
+
+def test_a_rank_may_have_two_records_that_agree(of_nodes: Path) -> None:
+    """Its agent was killed when it had put the first, and the name came late."""
+    record = decoded(of_nodes)[3]
+    cost = RankCost(started_at=1.0, blocked_s=2.0, staged_s=3.0)
+    items = encode_items(())
+    for other in (record, msgspec.structs.replace(record, cost=cost)):
+        write(of_nodes, [msgspec.structs.replace(other, template=items)])
+        found = decoded(of_nodes)
+        assert [record.rank for record in found] == list(range(RANKS))
+        assert {it.template_fingerprint for it in found if it.template is not KNOWN_ITEMS} == {
+            "t0",
+            "t1",
+        }
+
+
+@pytest.mark.parametrize("field", ["nbytes", "header_digest", "placement"])
+def test_two_records_of_a_rank_that_contradict_each_other_are_refused(
+    of_nodes: Path, field: str
+) -> None:
+    record = decoded(of_nodes)[3]
+    value = {"nbytes": 2, "header_digest": "f", "placement": (99,)}[field]
+    write(of_nodes, [msgspec.structs.replace(record, **{field: value})])
+    with pytest.raises(CorruptCheckpointError, match="two commit records of rank 3 contradict"):
+        decoded(of_nodes)
+
+
+@pytest.mark.parametrize("kept", [[], [0, 1], [0, 2], [1, 0], [0, 0, 1], [0, 1, 2, 3]])
+def test_a_file_with_other_ranks_than_its_name_says_is_refused(
+    of_nodes: Path, kept: list[int]
+) -> None:
+    """Its digest is right."""
+    whole = decoded(of_nodes)[:8]
+    path = of_nodes / file_names.iteration_dir(1) / file_names.record_name(0, SAVE_ID, 3)
+    path.write_bytes(encode_records([whole[i] for i in kept]))
+    with pytest.raises(CorruptCheckpointError, match=f"{path.name}: is the record of"):
+        decoded(of_nodes)

@@ -61,18 +61,18 @@ def test_a_trace_shows_the_phases_of_every_rank_and_of_the_agent(node: Node, roo
     last = [("rank 0", "outcome told"), ("rank 1", "outcome told"), ("agent", "retention")]
     found = eventually("both are told", lambda: (it := phases(path)).keys() >= set(last) and it)
     for rank in ("rank 0", "rank 1"):
-        for name in ("plan", WAIT, "persist", "digest", "write", "fdatasync", "commit record"):
+        for name in ("plan", WAIT, "persist", "digest", "write", "fdatasync"):
             assert len(found[rank, name]) == 1, (rank, name)
         (persist,) = found[rank, "persist"]
-        for name in ("digest", "write", "fdatasync", "commit record"):
+        for name in ("digest", "write", "fdatasync"):
             (part,) = found[rank, name]
-            assert (part["tid"] == persist["tid"]) == (name in ("fdatasync", "commit record"))
+            assert (part["tid"] == persist["tid"]) == (name == "fdatasync")
             assert persist["ts"] <= part["ts"]
             assert part["ts"] + part["dur"] <= persist["ts"] + persist["dur"] + 1
     (plan,) = found["rank 0", "plan"]
     assert plan["dur"] == pytest.approx(0.5e6)
     assert abs(plan["ts"] - 1e6 * before) < 60e6
-    for name in ("read records", "merge", "manifest", "tracker", "retention"):
+    for name in ("commit record", "read records", "merge", "manifest", "tracker", "retention"):
         assert len(found["agent", name]) == 1, name
 
 

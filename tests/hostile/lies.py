@@ -226,6 +226,8 @@ def bystanders(scene: Scene, dice: random.Random) -> None:
         [
             record_name(rank, OTHER_SAVE),
             record_name(rank, scene.newest.save_id),
+            record_name(rank, scene.newest.save_id, 2),
+            f"ranks_00000-99999999999-{OTHER_SAVE}.commit",
             failure_name(rank, OTHER_SAVE),
             failure_name(rank, scene.newest.save_id),
             shard_name(rank, OTHER_SAVE),

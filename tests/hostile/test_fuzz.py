@@ -32,6 +32,7 @@ from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.readers.flashckpt import open_ours
 from megatron_flashckpt.errors import FlashCkptError, MissingStateError
+from megatron_flashckpt.file_format.commit_record import decode_records, encode_records
 from megatron_flashckpt.file_format.file_names import common_name, failure_name, record_name
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.load.candidates import Candidates, named_in
@@ -297,8 +298,18 @@ def test_converting_refuses_or_is_exact(tmp_path: Path) -> None:
 
 
 def records(scene: Scene) -> list[Path]:
-    directory = scene.root / "iter_0000030"
-    return [directory / record_name(rank, SAVE_30) for rank in range(len(RANKS))]
+    return sorted((scene.root / "iter_0000030").glob(f"*-{SAVE_30}.commit"))
+
+
+def share_records(directory: Path, of_node: int) -> None:
+    """Put the records of `of_node` ranks into one file each, as agents of such nodes do."""
+    for first in range(0, len(RANKS), of_node):
+        paths = [directory / record_name(first + i, SAVE_30) for i in range(of_node)]
+        found = [record for path in paths for record in decode_records(path.read_bytes(), "it")]
+        for path in paths:
+            path.unlink()
+        shared = directory / record_name(first, SAVE_30, of_node)
+        shared.write_bytes(encode_records(found))
 
 
 def record_lie(scene: Scene, dice: random.Random) -> None:
@@ -328,10 +339,10 @@ def record_lie(scene: Scene, dice: random.Random) -> None:
 def record_forgery(scene: Scene, dice: random.Random) -> None:
     """A record whose digest is right: at the latest whoever loads finds that it is no good."""
     file = dice.choice(records(scene))
-    record = msgspec.msgpack.decode(file.read_bytes()[8:])
-    lies.mutate(record, dice)
+    records_in = msgspec.msgpack.decode(file.read_bytes()[8:])
+    lies.mutate(dice.choice(records_in), dice)
     with contextlib.suppress(OverflowError, msgspec.MsgspecError):
-        body = msgspec.msgpack.encode(record)
+        body = msgspec.msgpack.encode(records_in)
         file.write_bytes(xxhash.xxh3_64_digest(body) + body)
 
 
@@ -354,12 +365,14 @@ def place_lie(scene: Scene, dice: random.Random) -> None:
             directory.symlink_to(scene.outside / "moved")
 
 
+@pytest.mark.parametrize("of_node", [1, 2])
 @pytest.mark.parametrize("tell", [record_lie, record_forgery, place_lie])
 def test_a_lie_about_a_save_fails_it_or_is_replaced_by_it(
-    good: Path, tmp_path: Path, tell: Tell
+    good: Path, tmp_path: Path, tell: Tell, of_node: int
 ) -> None:
     shutil.copytree(good, tmp_path / "good")
     pending = stage(tmp_path / "good/save", 30, SAVE_30, RANKS, 30, common_of(30))
+    share_records(tmp_path / "good/save/iter_0000030", of_node)
     copies = Copies(tmp_path / "good", tmp_path / "copy")
     outcomes: Counter[bool] = Counter()
 

@@ -1,0 +1,111 @@
+"""Publishes the commit records of a node's ranks: one file for all of them, if they end in time.
+
+At 16,384 ranks a file per rank would be 16,384 files that are made, renamed, read and removed in
+one directory for every save; a file per node of eight ranks is an eighth of that. The commit thread
+publishes, so no two threads put records of one save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Sequence
+
+from megatron_flashckpt.agent.failed_save import shown_error
+from megatron_flashckpt.agent.pending_save import PendingSave
+from megatron_flashckpt.error_classes import may_pass, will_last
+from megatron_flashckpt.failpoints import reach
+from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_records
+from megatron_flashckpt.file_format.file_names import iteration_dir, record_name, runs_of
+from megatron_flashckpt.storage.base import Storage
+from megatron_flashckpt.tracing import phase
+
+logger = logging.getLogger(__name__)
+
+#: Pauses before records are put again after errors which may pass.
+_RETRIES_S = (0.5, 2.0, 8.0)
+
+
+def put_records(storage: Storage, records: Sequence[CommitRecord]) -> None:
+    """Tell all agents that the shards of contiguous ranks are durable. May be repeated.
+
+    Once this was called, these shards must not be written again: a put that has reported an error
+    may have been done, and the save may have been committed.
+
+    Args:
+        records: of one save, in the order of ranks.
+    """
+    first = records[0]
+    name = record_name(first.rank, first.save_id, len(records))
+    # Its presence means that every byte of the shards is durable. It need not be: a manifest says
+    # all of it, and a save that has none when power is lost has failed.
+    with phase("commit record"):
+        storage.put(
+            f"{iteration_dir(first.iteration)}/{name}", encode_records(records), durable="nothing"
+        )
+    reach("persist.record")
+
+
+def is_due(save: PendingSave, connected: Collection[int]) -> bool:
+    """Return whether the records that wait are to be published now. The node's lock is held.
+
+    They wait for the other ranks of the node, which share a file with them, but not for ever: one
+    may be slow, or dead.
+
+    Args:
+        connected: ranks of this node whose trainers are connected. They stage the same save soon.
+    """
+    if not save.unpublished or save.is_moot:
+        return False
+    now = time.monotonic()
+    if now < save.publish_again_at:
+        return False
+    world_size = next(iter(save.metas.values())).world_size
+    awaited = {*save.metas, *(rank for rank in connected if rank < world_size)}
+    return awaited <= save.persisted or now >= save.publish_by
+
+
+def publish(save: PendingSave, connected: Collection[int], lock: threading.Condition) -> None:
+    """Put the records that are due. Called by the commit thread, again and again; never raises.
+
+    What goes wrong is retried if it may pass, and is the error of the save otherwise.
+    """
+    with lock:
+        due = dict(save.unpublished) if is_due(save, connected) else {}
+    for ranks in runs_of(due):
+        records = [due[rank] for rank in ranks]
+        # Before the put, which may be done though it reports an error.
+        save.record_names.add(record_name(ranks.start, save.save_id, len(ranks)))
+        try:
+            put_records(save.storage, records)
+        except Exception as error:  # whatever it is, the trainers must learn of it
+            _failed(save, ranks, error, lock)
+            return
+        with lock:
+            for rank in ranks:
+                del save.unpublished[rank]
+            save.publish_failures = 0
+
+
+def _failed(save: PendingSave, ranks: range, error: Exception, lock: threading.Condition) -> None:
+    """Have records put again after a pause, or end the save."""
+    if (
+        isinstance(error, OSError)
+        and may_pass(error)
+        and save.publish_failures < len(_RETRIES_S)
+        and not save.is_moot
+    ):
+        pause_s = _RETRIES_S[save.publish_failures]
+        logger.warning(
+            "iteration %d: puts its records again in %.1f s: %s", save.iteration, pause_s, error
+        )
+        save.publish_failures += 1
+        save.publish_again_at = time.monotonic() + pause_s
+        return
+    shown = shown_error(error)
+    logger.error("iteration %d: its records were not put: %s", save.iteration, shown)
+    with lock:
+        save.lasts = save.lasts or will_last(error)
+        save.error = save.error or shown
+        save.failed.update(ranks)
