@@ -21,7 +21,7 @@ from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.agent.tidying import CommittedSave, tidy
 from megatron_flashckpt.file_format import file_names, manifest
-from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_record
+from megatron_flashckpt.file_format.commit_record import CommitRecord, encode_items, encode_records
 from megatron_flashckpt.layout.read_plan import read_plan
 from megatron_flashckpt.layout.template import PlanCache, Source
 from megatron_flashckpt.memory.slot import SlotMeta
@@ -33,15 +33,22 @@ ITERATION = 1000
 TP, PP = 8, 8
 #: Looks of a waiting node before the commit, as within its first second.
 _LOOKS = 5
+#: Ranks of a node, which share a record file; 1: as before records were shared.
+_PER_NODE = (1, 8)
 LOADING = World(LLAMA_405B, tp=4, pp=8, dp=64)
 
 
-def write_records(root: Path, world: World) -> SlotMeta:
-    """Write every rank's commit record, as agents do but for the fsync; return rank 0's meta."""
+def write_records(root: Path, world: World, per_node: int) -> SlotMeta:
+    """Write the commit records of all nodes, as agents do; return rank 0's meta.
+
+    Args:
+        per_node: ranks whose records share a file.
+    """
     directory = root / file_names.iteration_dir(ITERATION)
     directory.mkdir(parents=True)
     first: SlotMeta | None = None
     cache = PlanCache()
+    of_node: list[CommitRecord] = []
     for rank, (coordinates, pieces) in enumerate(world.ranks()):
         layout = cache.layout(pieces)
         encoded = encode_items(layout.template.items)
@@ -58,7 +65,11 @@ def write_records(root: Path, world: World) -> SlotMeta:
             template_nbytes=layout.nbytes,
             placement=layout.placement,
         )
-        (directory / file_names.record_name(rank, SAVE_ID)).write_bytes(encode_record(record))
+        of_node.append(record)
+        if len(of_node) == per_node:
+            name = file_names.record_name(of_node[0].rank, SAVE_ID, per_node)
+            (directory / name).write_bytes(encode_records(of_node))
+            of_node.clear()
         with open(directory / record.file, "xb") as shard:
             shard.truncate(record.nbytes)
         first = first or SlotMeta(
@@ -138,6 +149,7 @@ def read_and_plan_s(root: Path) -> tuple[float, int]:
 
 _COLUMNS = {
     "ranks": "",
+    "record files": ",",
     "records, MB": ".1f",
     "commit, s": ".2f",
     "manifest, MB": ".1f",
@@ -157,22 +169,27 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     rows: list[tuple[Any, ...]] = []
     ranks = TP * PP
     while ranks <= options.most:
-        where = root / str(ranks)
-        meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)))
-        records = sum(it.stat().st_size for it in where.rglob("*.commit"))
-        commit = committed(where, meta)
-        planned, nbytes = read_and_plan_s(where)
-        rows.append(
-            (
-                *(f"{ranks:,}", records / 1e6, commit.seconds, nbytes / 1e6, planned),
-                *(commit.tidy_s, commit.waiting_nbytes, commit.waiting_listed),
-            )
-        )
-        # The largest take minutes to make.
-        yield f"{ranks:,} ranks: committed in {commit.seconds:.2f} s"
-        shutil.rmtree(where)
+        for per_node in _PER_NODE:
+            row, seconds = _measured(root / str(ranks), ranks, per_node)
+            rows.append(row)
+            # The largest take minutes to make.
+            yield f"{ranks:,} ranks, {per_node} per record: committed in {seconds:.2f} s"
         ranks *= 4
     yield Table("commits of ever more ranks, and one rank's plan of its reads", _COLUMNS, rows)
+
+
+def _measured(where: Path, ranks: int, per_node: int) -> tuple[tuple[Any, ...], float]:
+    """Return the row of a job of `ranks` ranks, and the seconds of its commit."""
+    meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)), per_node)
+    records = [path.stat().st_size for path in where.rglob("*.commit")]
+    commit = committed(where, meta)
+    planned, nbytes = read_and_plan_s(where)
+    shutil.rmtree(where)
+    row = (
+        *(f"{ranks:,}", len(records), sum(records) / 1e6, commit.seconds, nbytes / 1e6, planned),
+        *(commit.tidy_s, commit.waiting_nbytes, commit.waiting_listed),
+    )
+    return row, commit.seconds
 
 
 STUDY = Study("scale", "the commit, and a plan, for ever more ranks", add_options, run)
