@@ -302,11 +302,15 @@ def test_an_error_that_lasts_ends_the_save_in_the_name_of_its_ranks(root: Path) 
     assert not list((root / DIRECTORY).glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("listing", ["new", "old"])
 def test_a_put_that_was_done_though_it_failed_leaves_the_decision_to_the_committing_node(
-    root: Path,
+    root: Path, listing: str
 ) -> None:
     committing = persisted(PosixStorage(root), SAVE_ID, 0, 3)
+    old = committing.storage.list(DIRECTORY)
     save = refused(root, errno.EDQUOT, 1, done=True)
+    if listing == "old":
+        save.storage.list = lambda directory: old  # type: ignore[method-assign]
     forget(save)
     assert len(list((root / DIRECTORY).glob("rank_0000[12]-*.safetensors"))) == 2
     assert outcome_of(committing, 60.0) == (True, None)
