@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -194,3 +196,24 @@ def test_a_file_with_other_ranks_than_its_name_says_is_refused(
     path.write_bytes(encode_records([whole[i] for i in kept]))
     with pytest.raises(CorruptCheckpointError, match=f"{path.name}: is the record of"):
         decoded(of_nodes)
+
+
+def test_no_template_is_lost_whichever_of_two_records_is_read_first(
+    of_nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads read them; the items that are kept are those that were read first."""
+
+    def backwards(read: Callable[[Any], Any], files: Sequence[Any]) -> list[Any]:
+        return [read(file) for file in reversed(files)][::-1]
+
+    whole = [
+        msgspec.structs.replace(
+            it, template=encode_items(()), template_fingerprint=f"own {it.rank}"
+        )
+        for it in decoded(of_nodes)[:8]
+    ]
+    write(of_nodes, whole)
+    write(of_nodes, whole[3:4])
+    monkeypatch.setattr("megatron_flashckpt.agent.commit_records.for_all", backwards)
+    own = [it for it in decoded(of_nodes) if it.template_fingerprint.startswith("own")]
+    assert [it.template is KNOWN_ITEMS for it in own] == [False] * 8
