@@ -11,9 +11,13 @@ imports this module while it is being imported itself, so nothing here may need 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
+from megatron_flashckpt.collectives import Attempt, Said
 from megatron_flashckpt.errors import FlashCkptError, is_damage
 from megatron_flashckpt.file_format.file_names import common_name
 from megatron_flashckpt.storage.base import Storage
@@ -26,7 +30,8 @@ logger = logging.getLogger(__name__)
 def load_args_from_checkpoint(args: Any, *more: Any, **named: Any) -> Any:
     """Set arguments from the checkpoint that a load will find; as Megatron's own function does.
 
-    Every rank reads on its own, before torch.distributed is there.
+    Called by every rank, before torch.distributed is initialised. One rank of each node reads (see
+    `load.node_leader`).
 
     Raises:
         FlashCkptError: the checkpoint is damaged and `damaged` is `stop`, or no other is there.
@@ -58,8 +63,59 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
     Raises:
         FlashCkptError: as `load_args_from_checkpoint`.
     """
+    from megatron_flashckpt.load import node_leader
+
+    attempt = node_leader.read_once(
+        f"arguments\0{os.path.abspath(root)}\0{step}",
+        lambda: _attempt(root, step),
+        _encoded,
+        _decoded,
+    )
+    if attempt.error is not None:
+        raise attempt.error
+    return None if attempt.value is None else attempt.value.state()
+
+
+class _Source(msgspec.Struct, frozen=True):
+    """The common state of one checkpoint."""
+
+    name: str
+    """Of its file."""
+    encoded: bytes
+
+    def state(self) -> dict[str, Any]:
+        from megatron_flashckpt.megatron_lm import side_state, side_state_codec
+
+        return side_state_codec.decode_dict(self.encoded, self.name, side_state.COMMON_STATE)
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """What the other ranks of the node are told."""
+
+    source: _Source | None
+    """None: there is no checkpoint of ours, or it was refused."""
+    refusal: Said | None
+
+
+def _encoded(attempt: Attempt[_Source | None]) -> bytes:
+    return msgspec.msgpack.encode(_Result(attempt.value, attempt.said))
+
+
+def _decoded(encoded: bytes) -> Attempt[_Source | None]:
+    result = msgspec.msgpack.decode(encoded, type=_Result)
+    refusal = None if result.refusal is None else result.refusal.error()
+    return Attempt(result.source, refusal)
+
+
+def _attempt(root: str, step: int | None) -> Attempt[_Source | None]:
+    try:
+        return Attempt(_read(root, step), None)
+    except FlashCkptError as error:
+        return Attempt(None, error)
+
+
+def _read(root: str, step: int | None) -> _Source | None:
     from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
-    from megatron_flashckpt.megatron_lm import side_state, side_state_codec
 
     storage = PatientStorage(open_storage(root))
     refused: FlashCkptError | None = None
@@ -67,7 +123,9 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
         try:
             stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
             name = f"{stored.place}/{common_name(stored.manifest.save_id)}"
-            return side_state_codec.decode_dict(stored.common(), name, side_state.COMMON_STATE)
+            source = _Source(name, stored.common())
+            source.state()  # raises if it is damaged, while an older one can be taken instead
+            return source
         except FlashCkptError as error:
             if not is_damage(error):
                 raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -356,7 +357,7 @@ def cut_list(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 def _said(error: Exception) -> Said:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     name = type(error).__name__
     ours = getattr(errors, name, None) is type(error)
     number = error.errno if isinstance(error, StorageError) else None

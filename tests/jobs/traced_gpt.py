@@ -23,6 +23,8 @@ Environment:
     GPU           copy what is saved from this rank's simulated GPU, and trace how (`on_gpu.py`)
     GROUP_MARKS   have Megatron tell param groups apart by these settings too, as core 0.19 does
                   (0.17.1 gives groups that differ in these alone the settings of the last one)
+    EARLY_READS   trace each file of a save directory that this rank opens before torch.distributed
+                  is initialised
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
@@ -329,6 +331,22 @@ def trace_quantized(event: str, chunks: list[Any], optimizer: Any, dequantized: 
     trace(event=event, digests=digests, different=different, dequantizations=count)
 
 
+def trace_early_reads() -> None:
+    """Trace which files of a save directory this rank opens to take its arguments from them."""
+    from megatron_flashckpt.load import node_leader
+
+    # On a slow machine some ranks may start a minute later than others.
+    node_leader.APPEAR_S = node_leader.ANSWER_S = 600.0
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str) and not dist.is_initialized():
+            name = Path(arguments[0]).name
+            if name.startswith(("latest_", "manifest", "common-")):
+                trace(event="early read", name=name, pid=os.getpid())
+
+    sys.addaudithook(note)
+
+
 def trace_slabs() -> None:
     """Trace which thread makes a slab, and for how much in each slot, if saves are ours."""
     if not training.save_checkpoint.__module__.startswith("megatron_flashckpt"):
@@ -410,6 +428,8 @@ if __name__ == "__main__":
 
         on_gpu.install(trace, iteration)
     trace_slabs()
+    if "EARLY_READS" in os.environ:
+        trace_early_reads()
     if "QUANTIZED" in os.environ:
         from tests.jobs import quantized_weights
 
