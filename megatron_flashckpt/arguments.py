@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import xxhash
 
 from megatron_flashckpt.collectives import Attempt, Said
 from megatron_flashckpt.errors import FlashCkptError, is_damage
@@ -36,15 +37,19 @@ def load_args_from_checkpoint(args: Any, *more: Any, **named: Any) -> Any:
     Raises:
         FlashCkptError: the checkpoint is damaged and `damaged` is `stop`, or no other is there.
     """
+    from megatron_flashckpt.load import argument_source
     from megatron_flashckpt.megatron_lm import stock
 
     module: Any = stock.checkpointing()
     own = stock.original("checkpointing", "load_args_from_checkpoint")
     bound = stock.bind(own, (args, *more), named)
-    root = getattr(args, bound.get("load_arg", "load"), None)
-    state = None if root is None else common_state(root, getattr(args, "ckpt_step", None))
-    if state is None:
+    load_arg = bound.get("load_arg", "load")
+    root = getattr(args, load_arg, None)
+    source = None if root is None else _source(root, getattr(args, "ckpt_step", None))
+    argument_source.note(load_arg, None)
+    if source is None:
         return own(args, *more, **named)
+    state, before = source.state(), _shown(args)
     # Since core 0.9 the type of the checkpoint comes last; nobody asks for it here.
     found = (
         (state, root, False, None) if hasattr(module, "CheckpointType") else (state, root, False)
@@ -52,9 +57,18 @@ def load_args_from_checkpoint(args: Any, *more: Any, **named: Any) -> Any:
     read = module._load_base_checkpoint
     module._load_base_checkpoint = lambda *_, **__: found
     try:
-        return own(args, *more, **named)
+        result = own(args, *more, **named)
     finally:
         module._load_base_checkpoint = read
+    digest = xxhash.xxh3_64_hexdigest(repr(sorted(_shown(args) - before)).encode())
+    taken = argument_source.ArgumentSource(state["iteration"], source.save_id, digest)
+    argument_source.note(load_arg, taken)
+    return result
+
+
+def _shown(args: Any) -> set[tuple[str, str]]:
+    """Return all arguments and their values but the iteration, which a load sets again."""
+    return {(name, repr(value)) for name, value in vars(args).items() if name != "iteration"}
 
 
 def common_state(root: str, step: int | None) -> dict[str, Any] | None:
@@ -63,6 +77,11 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
     Raises:
         FlashCkptError: as `load_args_from_checkpoint`.
     """
+    source = _source(root, step)
+    return None if source is None else source.state()
+
+
+def _source(root: str, step: int | None) -> _Source | None:
     from megatron_flashckpt.load import node_leader
 
     attempt = node_leader.read_once(
@@ -73,12 +92,13 @@ def common_state(root: str, step: int | None) -> dict[str, Any] | None:
     )
     if attempt.error is not None:
         raise attempt.error
-    return None if attempt.value is None else attempt.value.state()
+    return attempt.value
 
 
 class _Source(msgspec.Struct, frozen=True):
     """The common state of one checkpoint."""
 
+    save_id: str
     name: str
     """Of its file."""
     encoded: bytes
@@ -122,8 +142,9 @@ def _read(root: str, step: int | None) -> _Source | None:
     for iteration in _candidates(storage, step):
         try:
             stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
-            name = f"{stored.place}/{common_name(stored.manifest.save_id)}"
-            source = _Source(name, stored.common())
+            save_id = stored.manifest.save_id
+            name = f"{stored.place}/{common_name(save_id)}"
+            source = _Source(save_id, name, stored.common())
             source.state()  # raises if it is damaged, while an older one can be taken instead
             return source
         except FlashCkptError as error:

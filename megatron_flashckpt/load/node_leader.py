@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 import xxhash
 
 from megatron_flashckpt import forks
-from megatron_flashckpt.agent.protocol import peer
+from megatron_flashckpt.agent.frames import peer
 
 logger = logging.getLogger(__name__)
 

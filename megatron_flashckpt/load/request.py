@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.errors import MissingStateError, UnsupportedError
+from megatron_flashckpt.errors import FlashCkptError, MissingStateError, UnsupportedError
 from megatron_flashckpt.layout.piece import WEIGHT
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import hyper_parameters, load_pieces
@@ -39,6 +39,8 @@ class LoadRequest:
     overwritten: Names = dataclasses.field(default_factory=set)
     """Kind and key of the tensors that a damaged checkpoint has overwritten on this rank: the
     checkpoint that is loaded instead must replace all of them."""
+    refusal: FlashCkptError | None = None
+    """Why this rank must not load, if so. The other ranks learn it in the load."""
 
     @property
     def geometry(self) -> ModelGeometry:

@@ -14,7 +14,7 @@ import torch
 from megatron_flashckpt.collectives import from_first, this_rank
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import reach
-from megatron_flashckpt.load import loader, training_state
+from megatron_flashckpt.load import argument_source, loader, training_state
 from megatron_flashckpt.load.candidates import Candidates, Named, named_in, with_save
 from megatron_flashckpt.load.checkpoint_source import CheckpointSource
 from megatron_flashckpt.load.loader import Loaded
@@ -55,8 +55,8 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     """
     memory = _memory_checkpoints(margs, getattr(margs, call.load_arg))
     load_dir = _load_directory(call, margs, memory)
-    candidates = _candidates(margs, load_dir, memory)
-    request = _request(call, margs)
+    candidates, refusal = _candidates(margs, load_dir, memory)
+    request = _request(call, margs, refusal)
     loaded = _load_first_undamaged(candidates, request, margs, load_dir)
     candidates.report()
     if loaded is None:
@@ -113,8 +113,10 @@ def _load_directory(call: LoadCall, margs: Any, memory: list[InMemory]) -> str |
     return pretrained
 
 
-def _candidates(margs: Any, load_dir: str | None, memory: list[InMemory]) -> Candidates:
-    """Return the checkpoints that may be loaded, the one to load first. Collective."""
+def _candidates(
+    margs: Any, load_dir: str | None, memory: list[InMemory]
+) -> tuple[Candidates, FlashCkptError | None]:
+    """Return the checkpoints that may be loaded, and why this rank must not load. Collective."""
     step = getattr(margs, "ckpt_step", None)
     storage = None if load_dir is None else _patient(margs, load_dir)
 
@@ -124,10 +126,11 @@ def _candidates(margs: Any, load_dir: str | None, memory: list[InMemory]) -> Can
         named = named_in(storage, int(step) if step else None)
         return with_save(named, storage) if memory else named
 
-    named = from_first(look)
+    named, sources = from_first(lambda: (look(), argument_source.taken()))
     # A job that names an iteration, or tunes a model, wants that checkpoint and no other.
     fall_back = session.config.damaged == "fall_back" and not step and not margs.finetune
-    return Candidates(storage, named, memory, rank=this_rank(), fall_back=fall_back)
+    candidates = Candidates(storage, named, memory, rank=this_rank(), fall_back=fall_back)
+    return candidates, argument_source.disagreement(sources)
 
 
 def _patient(margs: Any, load_dir: str) -> PatientStorage:
@@ -136,7 +139,7 @@ def _patient(margs: Any, load_dir: str) -> PatientStorage:
     return PatientStorage(open_storage(load_dir), None if minutes is None else 60.0 * minutes)
 
 
-def _request(call: LoadCall, margs: Any) -> LoadRequest:
+def _request(call: LoadCall, margs: Any, refusal: FlashCkptError | None) -> LoadRequest:
     wants_optimizer = not (margs.finetune or margs.no_load_optim)
     return LoadRequest(
         model_state=_model_state(margs),
@@ -144,6 +147,7 @@ def _request(call: LoadCall, margs: Any) -> LoadRequest:
         optimizer=call.optimizer if wants_optimizer else None,
         strict=call.strict and getattr(margs, "dist_ckpt_strictness", None) not in _LENIENT,
         fill=not call.skip_model_and_optimizer,
+        refusal=refusal,
     )
 
 

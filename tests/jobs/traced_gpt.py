@@ -25,6 +25,8 @@ Environment:
                   (0.17.1 gives groups that differ in these alone the settings of the last one)
     EARLY_READS   trace each file of a save directory that this rank opens before torch.distributed
                   is initialised
+    STALE         `rank:iteration`: storage shows that rank this iteration in the tracker until
+                  torch.distributed is initialised, as a cache of a file system may
     CONTROL       count two calls that do communicate, to show that the counter sees them
 
 Traced: every micro-batch loss as an exact hexadecimal float, with its iteration; every
@@ -347,6 +349,15 @@ def trace_early_reads() -> None:
     sys.addaudithook(note)
 
 
+def show_stale_tracker() -> None:
+    from megatron_flashckpt.catalog import listing
+
+    rank, _, stale = os.environ["STALE"].partition(":")
+    tracker = listing.tracker
+    if int(rank) == RANK:
+        listing.tracker = lambda storage: tracker(storage) if dist.is_initialized() else stale
+
+
 def trace_slabs() -> None:
     """Trace which thread makes a slab, and for how much in each slot, if saves are ours."""
     if not training.save_checkpoint.__module__.startswith("megatron_flashckpt"):
@@ -430,6 +441,8 @@ if __name__ == "__main__":
     trace_slabs()
     if "EARLY_READS" in os.environ:
         trace_early_reads()
+    if "STALE" in os.environ:
+        show_stale_tracker()
     if "QUANTIZED" in os.environ:
         from tests.jobs import quantized_weights
 

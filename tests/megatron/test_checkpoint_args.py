@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_flashckpt.arguments import common_state
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, StorageError
 from megatron_flashckpt.load import node_leader
 from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.trainer import eventually
 from tests.megatron.jobs import Result, run_job, succeeded, truncated_copy
 
 LAYERS = 2
@@ -27,7 +29,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ["--num-layers", str(LAYERS), "--bf16", "--train-iters", "4", "--exit-interval", "2"]
     save = ["--save", str(where / "save"), "--save-interval", "1"]
     succeeded(run_job(where, "save", [*flags, *save], ranks=1))
+    await_no_agent(where)
     return where / "save"
+
+
+def await_no_agent(where: Path) -> None:
+    """Return when the agent has tidied up, too, and left."""
+    eventually("the end of the agent", lambda: not list((where / "run").iterdir()), 120.0)
 
 
 def resume(where: Path, saved: Path, **options: Any) -> Result:
@@ -70,6 +78,33 @@ def test_without_torchrun_each_rank_reads(tmp_path: Path, saved: Path) -> None:
     assert set(reads) == {0, 1, 2, 3}
     assert len(set(reads.values())) == 1
     assert losses(result, 4) == 4
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["equal", "different"])
+def test_nodes_that_are_shown_different_checkpoints_must_have_equal_arguments(
+    tmp_path: Path, saved: Path, is_other: bool
+) -> None:
+    """No rank starts with other arguments than rank 0; the load says so on all ranks."""
+    save = tmp_path / "save"
+    shutil.copytree(saved, save)
+    if is_other:
+        flags = ["--bf16", "--train-iters", "4", "--exit-interval", "3", "--num-layers", "2"]
+        places = ["--load", str(save), "--save", str(save), "--save-interval", "1"]
+        other = [*flags, *places, "--attention-dropout", "0.25"]
+        succeeded(run_job(tmp_path, "other", other, ranks=1))
+        await_no_agent(tmp_path)
+    flags = ["--bf16", "--train-iters", "4", "--load", str(save), "--use-checkpoint-args"]
+    result = run_job(tmp_path, "load", flags, ranks=2, env={"STALE": "1:1"})
+    own = "were taken from iteration 1 (save "
+    refused = result.log.count(f"FlashCkptError: --use-checkpoint-args: arguments {own}")
+    if not is_other:
+        assert succeeded(result).named("loss")
+        assert refused == 0
+        return
+    assert result.returncode != 0
+    assert result.named("loss") == []
+    assert "in --load, on rank 0 from iteration 3 (save " in result.log
+    assert refused >= 2  # by the rank itself, and by rank 0 as rank 1's
 
 
 def sent(

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_flashckpt.agent.protocol import Peer
+from megatron_flashckpt.agent.frames import Peer
 from megatron_flashckpt.load import node_leader
 from tests.agent.trainer import eventually, is_alive
 

@@ -1,0 +1,61 @@
+"""A rank whose arguments differ from rank 0's, by another checkpoint, must not load."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_flashckpt.load import argument_source
+from megatron_flashckpt.load.argument_source import ArgumentSource, disagreement, note, taken
+
+FIRST = ArgumentSource(4, "aa", "digest of 4")
+
+
+@pytest.fixture(autouse=True)
+def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(argument_source, "_taken", {})
+
+
+@pytest.mark.parametrize(
+    ("own", "first"),
+    [
+        (None, None),
+        (FIRST, FIRST),
+        (ArgumentSource(2, "bb", FIRST.digest), FIRST),
+        # Command lines that differ from node to node are no concern of storage's.
+        (ArgumentSource(4, "aa", "another"), FIRST),
+    ],
+    ids=["none", "same", "equal arguments", "same save"],
+)
+def test_ranks_agree(own: ArgumentSource | None, first: ArgumentSource | None) -> None:
+    note("load", own)
+    assert disagreement({} if first is None else {"load": first}) is None
+
+
+@pytest.mark.parametrize(
+    ("own", "first", "said"),
+    [
+        (None, FIRST, "from no checkpoint in --load, on rank 0 from iteration 4 .save aa."),
+        (FIRST, None, "from iteration 4 .save aa. in --load, on rank 0 from no checkpoint"),
+        (ArgumentSource(2, "bb", "another"), FIRST, "from iteration 2 .save bb. in --load, on"),
+        # The same iteration was saved twice.
+        (ArgumentSource(4, "bb", "another"), FIRST, "from iteration 4 .save bb. in --load, on"),
+    ],
+    ids=["nothing", "something", "another iteration", "another save"],
+)
+def test_ranks_disagree(
+    own: ArgumentSource | None, first: ArgumentSource | None, said: str
+) -> None:
+    note("load", own)
+    error = disagreement({} if first is None else {"load": first})
+    assert error is not None
+    with pytest.raises(type(error), match=said):
+        raise error
+
+
+def test_each_directory_counts_and_a_later_look_replaces_the_former() -> None:
+    note("pretrained_checkpoint", FIRST)
+    note("load", ArgumentSource(2, "bb", "another"))
+    note("load", None)
+    assert taken() == {"pretrained_checkpoint": FIRST}
+    assert disagreement({"pretrained_checkpoint": FIRST}) is None
+    assert disagreement({"load": FIRST}) is not None
