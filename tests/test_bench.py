@@ -17,6 +17,7 @@ from rich.console import Console
 
 from benchmarks import study
 from benchmarks.compare import driver, report, targets
+from benchmarks.peak_memory import with_peak_mb
 from benchmarks.studies import STUDIES, writers
 
 REPO = Path(__file__).resolve().parents[1]
@@ -248,3 +249,12 @@ def test_every_way_of_writing_covers_each_element_once() -> None:
         written = [part for part in parts if part[0] < part[1]]
         assert [start for start, _ in written] == [0, *(end for _, end in written[:-1])]
         assert written[-1][1] == 1001
+
+
+def test_the_peak_of_a_step_counts_what_it_gives_back_and_nothing_else() -> None:
+    # In a process of its own memory would be counted exactly; here tests before may have left some.
+    kept = b"x" * 50_000_000
+    length, peak_mb = with_peak_mb(lambda: len(b"y" * 100_000_000))
+    assert length == 100_000_000
+    assert 95 < peak_mb < 120
+    assert with_peak_mb(lambda: len(kept))[1] < 20

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.peak_memory import with_peak_mb
 from benchmarks.study import Result, Study, Table
 from benchmarks.synthetic import LLAMA_405B, SAVE_ID, World
 from megatron_flashckpt.agent.commit import outcome_of
@@ -109,6 +110,8 @@ class Commit(NamedTuple):
 
     seconds: float
     """From the moment when all records are there to a committed checkpoint."""
+    peak_mb: float
+    """Memory of the agent that commits, beyond what it had before."""
     tidy_s: float
     """For what is removed after that."""
     waiting_listed: int
@@ -125,13 +128,18 @@ def committed(root: Path, meta: SlotMeta) -> Commit:
     waiting = PendingSave(distant, ITERATION, SAVE_ID, began, {1: meta}, {1})
     for _ in range(_LOOKS):
         assert outcome_of(waiting, 600.0) == (False, None)
-    started = time.perf_counter()
-    assert outcome_of(save, 600.0) == (True, None)
-    seconds = time.perf_counter() - started
+
+    def commit() -> float:
+        started = time.perf_counter()
+        assert outcome_of(save, 600.0) == (True, None)
+        return time.perf_counter() - started
+
+    seconds, peak_mb = with_peak_mb(commit)
     assert outcome_of(waiting, 600.0) == (True, None)
     started = time.perf_counter()
     tidy(CommittedSave.of(save))
-    return Commit(seconds, time.perf_counter() - started, distant.listed, distant.nbytes)
+    tidy_s = time.perf_counter() - started
+    return Commit(seconds, peak_mb, tidy_s, distant.listed, distant.nbytes)
 
 
 def read_and_plan_s(root: Path) -> tuple[float, int]:
@@ -152,8 +160,10 @@ _COLUMNS = {
     "record files": ",",
     "records, MB": ".1f",
     "commit, s": ".2f",
+    "its peak, MB": ".0f",
     "manifest, MB": ".1f",
     "read and plan, s": ".2f",
+    "peak of a rank, MB": ".0f",
     "tidy up, s": ".2f",
     "a waiting node reads, bytes": ",",
     "lists, times": "",
@@ -183,10 +193,11 @@ def _measured(where: Path, ranks: int, per_node: int) -> tuple[tuple[Any, ...], 
     meta = write_records(where, World(LLAMA_405B, tp=TP, pp=PP, dp=ranks // (TP * PP)), per_node)
     records = [path.stat().st_size for path in where.rglob("*.commit")]
     commit = committed(where, meta)
-    planned, nbytes = read_and_plan_s(where)
+    (planned_s, nbytes), planning_mb = with_peak_mb(lambda: read_and_plan_s(where))
     shutil.rmtree(where)
     row = (
-        *(f"{ranks:,}", len(records), sum(records) / 1e6, commit.seconds, nbytes / 1e6, planned),
+        *(f"{ranks:,}", len(records), sum(records) / 1e6, commit.seconds, commit.peak_mb),
+        *(nbytes / 1e6, planned_s, planning_mb),
         *(commit.tidy_s, commit.waiting_nbytes, commit.waiting_listed),
     )
     return row, commit.seconds
