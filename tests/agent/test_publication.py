@@ -70,7 +70,7 @@ class Noting(PosixStorage):
 def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Noting]]:
     monkeypatch.setattr(Noting, "records", [])
     monkeypatch.setattr(Noting, "all_staged", threading.Event())
-    monkeypatch.setattr("megatron_flashckpt.agent.state.PosixStorage", Noting)
+    monkeypatch.setattr("megatron_flashckpt.agent.state.open_storage", Noting)
     # However busy this machine is, no rank counts as slow.
     monkeypatch.setattr("megatron_flashckpt.agent.pending_save._PUBLISH_S", (60.0, 60.0))
     yield Noting
