@@ -338,7 +338,8 @@ def test_a_start_outlasts_storage_that_does_not_answer_for_a_moment(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = node.trainer(root)
-    link: Any = SimpleNamespace(client=lambda: trainer.client, hold=lambda key: None)
+    agent = SimpleNamespace(hold=lambda key: None)
+    link: Any = SimpleNamespace(client=lambda: trainer.client, agent=agent)
     opened, refused = os.open, []
 
     def refuse_once(path: Any, *args: Any, **named: Any) -> int:
