@@ -90,6 +90,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
                 tell_others(save, 0, failure)
             return True, failure
         if save.persisted < set(save.metas) or save.unpublished:
+            save.troubled_since = None  # all that is asked of storage so far was answered
             return _expired(save, timeout_s)
         is_unmarked = awaits_marker(save, present)
         if not is_unmarked and is_committed(save, present):

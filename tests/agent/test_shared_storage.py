@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -84,6 +85,21 @@ def test_an_error_that_passes_breaks_no_commit(root: Path, number: int, troubled
     assert {file_names.shard_name(rank, SAVE_ID) for rank in range(2)} <= set(
         os.listdir(root / DIRECTORY)
     )
+
+
+def test_errors_far_apart_while_shards_are_written_are_not_one_trouble(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_module, "_TROUBLE_S", 0.2)
+    monkeypatch.setattr(commit_module, "_WRITER_S", 0.0)
+    storage = _Troubled(root)
+    save = persisted(storage, SAVE_ID)
+    save.persisted.clear()
+    for _ in range(2):
+        storage.trouble(errno.ESTALE)
+        assert outcome_of(save, 60.0) == OPEN
+        assert outcome_of(save, 60.0) == OPEN, "storage is well again"
+        time.sleep(0.3)
 
 
 @pytest.mark.parametrize("number", PASSING, ids=errno.errorcode.get)
