@@ -338,8 +338,7 @@ def test_a_start_outlasts_storage_that_does_not_answer_for_a_moment(
     node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = node.trainer(root)
-    agent = SimpleNamespace(hold=lambda key: None)
-    link: Any = SimpleNamespace(client=lambda: trainer.client, agent=agent)
+    link: Any = SimpleNamespace(client=lambda: trainer.client, agent=trainer.client)
     opened, refused = os.open, []
 
     def refuse_once(path: Any, *args: Any, **named: Any) -> int:
