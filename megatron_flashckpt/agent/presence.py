@@ -43,6 +43,8 @@ def look(save: PendingSave) -> set[str]:
             save.listed |= save.storage.present(save.directory, asked)
             return save.listed
         save.listed = set(save.storage.list(save.directory))
+        if not is_cheaper:
+            save.list_every_s = 0.0  # the first one that is dearer than names comes soon
         if now >= save.list_at or not is_cheaper:
             _list_later(save, now, _LIST_RECORDS_S)
         return save.listed

@@ -100,6 +100,30 @@ def test_the_node_that_commits_asks_for_the_last_records_by_name(root: Path) -> 
     assert outcome_of(saves[0], 60.0) == (True, None)
 
 
+def test_records_of_a_node_that_publishes_in_parts_are_listed_soon(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Listings while many ranks were missing do not count: those were the cheaper way to ask."""
+    now = 1000.0
+    monkeypatch.setattr(presence, "time", types.SimpleNamespace(monotonic=lambda: now))
+    storage = PosixStorage(root)
+    saves = [persisted(storage, SAVE_ID, rank, 64, 4) for rank in range(0, 32, 4)]
+    for _ in range(10):
+        assert outcome_of(saves[0], 60.0) == OPEN
+        now += 1.0
+    for rank in range(32, 60, 4):
+        persisted(storage, SAVE_ID, rank, 64, 4)
+    assert outcome_of(saves[0], 60.0) == OPEN
+    assert saves[0].missing == [60, 61, 62, 63]
+    assert outcome_of(saves[0], 60.0) == OPEN
+    persisted(storage, SAVE_ID, 60, 64, 3)
+    persisted(storage, SAVE_ID, 63, 64, 1)
+    began = now
+    while outcome_of(saves[0], 60.0) == OPEN:
+        now += 0.25
+        assert now < began + 7.0
+
+
 def test_a_note_of_one_of_the_last_ranks_is_asked_for_by_name(root: Path) -> None:
     storage = _Counting(root)
     saves = [persisted(storage, SAVE_ID, rank, 64) for rank in range(62)]
