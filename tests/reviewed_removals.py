@@ -192,7 +192,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.claim",
         (
             "put",
-            "storage.put(CLAIM, encode(claim))",
+            "storage.put(CLAIM, encode(claim), guard=guard)",
             "a name of ours; see who calls it",
             "agent/test_takeover.py::test_a_refused_start_names_the_writer_and_changes_nothing",
         ),
@@ -223,7 +223,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.takeover",
         (
             "take",
-            "claims.put(storage, made)",
+            "claims.put(storage, made, check)",
             "the claim of a run that has ended or is to be overtaken: see `_await_end`",
             "agent/test_takeover.py::test_a_refused_start_names_the_writer_and_changes_nothing",
         ),

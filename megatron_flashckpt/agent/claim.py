@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,9 +142,9 @@ def read(storage: Storage) -> Claim | None:
         return None
 
 
-def put(storage: Storage, claim: Claim) -> None:
-    """Replace the claim to a save directory, whoever had it."""
-    storage.put(CLAIM, encode(claim))
+def put(storage: Storage, claim: Claim, guard: Callable[[], None] | None = None) -> None:
+    """Replace the claim to a save directory, whoever had it; see `Storage.put` for `guard`."""
+    storage.put(CLAIM, encode(claim), guard=guard)
 
 
 def renew(storage: Storage, former: Claim, claim: Claim) -> bool:

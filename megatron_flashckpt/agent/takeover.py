@@ -6,10 +6,11 @@ has a bounded time to write what was staged, which is what a restart wants to re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 from megatron_flashckpt.agent import claim as claims
@@ -64,11 +65,23 @@ def take(
         host=platform.node(),
         run_id=run_id,
     )
-    claims.put(storage, made)
-    found = claims.read(storage)
-    if found is not None and found.key != key:
-        raise _refusal(storage, found)  # both have started at the same moment
+    known = {key} if former is None else {key, former.key}
+
+    def check() -> None:
+        # Before each attempt: another run may have claimed while storage was away for a moment.
+        with contextlib.suppress(CorruptCheckpointError):  # it is replaced: `_Watch.look`
+            _refuse_others(storage, known)
+
+    claims.put(storage, made, check)
+    _refuse_others(storage, {key})  # both have started at the same moment
     return key
+
+
+def _refuse_others(storage: Storage, known: Collection[RunKey]) -> None:
+    """Raise if the directory has the claim of another run than those that are known."""
+    found = claims.read(storage)
+    if found is not None and found.key not in known:
+        raise _refusal(storage, found)
 
 
 def is_live(storage: Storage) -> Claim | None:

@@ -17,12 +17,13 @@ import pytest
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Claim, RunKey
 from megatron_flashckpt.agent.incarnations import process_with
-from megatron_flashckpt.agent.takeover import is_live
-from megatron_flashckpt.errors import OtherWriterError
+from megatron_flashckpt.agent.takeover import is_live, take
+from megatron_flashckpt.errors import OtherWriterError, StorageError
 from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save import claiming
 from megatron_flashckpt.storage import patient
+from megatron_flashckpt.storage.patient import PatientStorage
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
@@ -276,6 +277,31 @@ def test_two_starts_at_once_leave_one_writer(node: Node, other_node: Node, root:
         for trainer, error in zip(starts, errors, strict=True)
     ]
     assert saved.count(True) == 1
+
+
+class _BusyOnce(PosixStorage):
+    """Does not take the first file; calls `meanwhile` before the next attempt."""
+
+    meanwhile: Callable[[], object] | None = None
+
+    def put(self, name: str, *args: Any, **named: Any) -> None:
+        if self.meanwhile is not None:
+            self.meanwhile()
+            self.meanwhile = None
+            raise StorageError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+        super().put(name, *args, **named)
+
+
+def test_a_claim_that_is_put_again_does_not_replace_that_of_a_run_that_has_claimed_meanwhile(
+    node: Node, other_node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patient, "RETRIES_S", (0.001,))
+    first, other = node.trainer(root), other_node.trainer(root)
+    storage = _BusyOnce(root)
+    storage.meanwhile = other.claim
+    with pytest.raises(OtherWriterError, match="trains and saves there"):
+        take(PatientStorage(storage), "aaaaaaaa", lambda: first.client, "refuse", 0.0)
+    assert other.save(1).error is None
 
 
 def test_a_run_that_took_a_directory_made_anew_keeps_it(
