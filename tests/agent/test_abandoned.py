@@ -74,6 +74,31 @@ def test_a_part_of_which_rank_0_of_this_node_has_none_goes_at_once(node: Node, r
     assert "removed" not in log, "not as what a crash has left: by the agent that wrote it"
 
 
+def test_other_nodes_learn_that_rank_0_has_staged_nothing(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    first, second = (node.trainer(root, rank, 3) for rank in range(2))
+    third = other_node.trainer(root, 2, 3)
+    key = first.claim()
+    save_id = new_save_id()
+    for trainer in (second, third):
+        trainer.client.hold(key)
+        trainer.stage(1, save_id)
+    directory = root / file_names.iteration_dir(1)
+    record = directory / file_names.record_name(2, save_id)
+    eventually("the record of the other node", record.exists)
+    for trainer in (first, second, third):
+        trainer.hang_up()
+    again = [node.trainer(root, rank, 3) for rank in range(2)]
+    again.append(other_node.trainer(root, 2, 3))
+    key = again[0].claim()
+    for trainer in again:
+        trainer.client.hold(key)
+        trainer.client.adopt(None, 0)
+    shard = directory / file_names.shard_name(2, save_id)
+    eventually("its end", lambda: not shard.exists() and not record.exists())
+
+
 class _Telling(PosixStorage):
     """Real storage, which calls `tell` before it puts the common state."""
 
