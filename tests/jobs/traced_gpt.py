@@ -350,12 +350,12 @@ def trace_early_reads() -> None:
 
 
 def show_stale_tracker() -> None:
-    from megatron_flashckpt.catalog import listing
+    from megatron_flashckpt.load import candidates
 
     rank, _, stale = os.environ["STALE"].partition(":")
-    tracker = listing.tracker
+    read = candidates.tracker_text
     if int(rank) == RANK:
-        listing.tracker = lambda storage: tracker(storage) if dist.is_initialized() else stale
+        candidates.tracker_text = lambda storage: read(storage) if dist.is_initialized() else stale
 
 
 def trace_slabs() -> None:
