@@ -40,7 +40,7 @@ class LoadRequest:
     """Kind and key of the tensors that a damaged checkpoint has overwritten on this rank: the
     checkpoint that is loaded instead must replace all of them."""
     refusal: FlashCkptError | None = None
-    """Why this rank must not load, if so. The other ranks learn it in the load."""
+    """Why this rank must not load or start anew, if so. The other ranks learn it in the load."""
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -49,6 +49,11 @@ class LoadRequest:
     @property
     def fills_optimizer(self) -> bool:
         return self.fill and self.optimizer is not None
+
+    def raise_refusal(self) -> None:
+        """Raise the refusal of this rank, if it has one; the caller tells all ranks."""
+        if self.refusal is not None:
+            raise self.refusal
 
     def state_types(self, job: SavedJob) -> StateTypes:
         """Return the states that `job` stored of the parameters of this rank's optimizers."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_flashckpt.collectives import from_first, this_rank
+from megatron_flashckpt.collectives import from_first, this_rank, together
 from megatron_flashckpt.errors import FlashCkptError, UnsupportedError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.load import argument_source, loader, training_state
@@ -61,6 +61,8 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     candidates.report()
     if loaded is None:
         _refuse_foreign(candidates, request)
+        # Without a checkpoint of ours no rank has told the others so far.
+        together(request.raise_refusal)
         if _saves_where_it_loads(margs, load_dir):
             _forget_saves(margs)
         return None

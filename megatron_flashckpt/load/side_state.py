@@ -65,8 +65,7 @@ def read_side_state(request: LoadRequest, source: CheckpointSource) -> tuple[Sid
     def read() -> tuple[
         tuple[dict[str, Any], _SideReads, _RankState | None], tuple[_RankStates, StateTypes]
     ]:
-        if request.refusal is not None:
-            raise request.refusal
+        request.raise_refusal()
         name = f"{source.job.place}/{common_name(source.origin.save_id)}"
         common = side_state_codec.decode_dict(source.common_state, name, side_state.COMMON_STATE)
         reads = together_read or _read_alone(source)

@@ -14,6 +14,7 @@ import pytest
 from megatron_flashckpt import arguments
 from megatron_flashckpt.arguments import common_state
 from megatron_flashckpt.errors import CorruptCheckpointError, NotCommittedError, StorageError
+from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.load import node_leader
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.trainer import eventually
@@ -105,6 +106,20 @@ def test_nodes_that_are_shown_different_checkpoints_must_have_equal_arguments(
     assert result.named("loss") == []
     assert "in --load, on rank 0 from iteration 3 (save " in result.log
     assert refused >= 2  # by the rank itself, and by rank 0 as rank 1's
+
+
+def test_no_rank_starts_anew_with_arguments_of_a_checkpoint(tmp_path: Path, saved: Path) -> None:
+    """Rank 1 is shown a checkpoint that neither rank 0 nor the load is shown."""
+    save = tmp_path / "save"
+    shutil.copytree(saved, save)
+    (save / TRACKER).unlink()
+    layers = ["--num-layers", str(LAYERS)]
+    flags = ["--bf16", "--train-iters", "4", "--load", str(save), "--use-checkpoint-args", *layers]
+    result = run_job(tmp_path, "load", flags, ranks=2, env={"STALE": "1:1"})
+    assert result.returncode != 0
+    assert result.named("loss") == []
+    # By the rank itself, and by rank 0 as rank 1's.
+    assert result.log.count("in --load, on rank 0 from no checkpoint") >= 2
 
 
 def sent(
