@@ -128,29 +128,40 @@ def _lead(name: str, read: Callable[[], _T], encode: Callable[[_T], bytes], othe
     # Those that wait already get theirs now: this process may end soon if it was refused.
     others -= _serve(listener, frame, others, 0.0)
     if others:
-        threading.Thread(
-            target=_serve_rest,
-            args=(listener, frame, others),
-            name="flashckpt-node-leader",
-            daemon=True,
-        ).start()
+        _serve_in_background(listener, frame, others)
     else:
         listener.close()
     return result
 
 
 def _listening(name: str, others: int) -> socket.socket | None:
-    with forks.held_off():
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        forks.close_in_children(listener)
+    listener = None
     try:
+        with forks.held_off():
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            forks.close_in_children(listener)
         listener.bind(name)
         listener.listen(others)
     except OSError as error:
         logger.debug("no other rank of this node is answered: %s", error)
-        listener.close()
+        if listener is not None:
+            listener.close()
         return None
     return listener
+
+
+def _serve_in_background(listener: socket.socket, frame: bytes, others: int) -> None:
+    thread = threading.Thread(
+        target=_serve_rest,
+        args=(listener, frame, others),
+        name="flashckpt-node-leader",
+        daemon=True,
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:  # this process may have no more threads
+        logger.debug("the other ranks of this node read themselves: %s", error)
+        listener.close()
 
 
 def _serve_rest(listener: socket.socket, frame: bytes, others: int) -> None:

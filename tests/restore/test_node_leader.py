@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import signal
@@ -432,3 +433,23 @@ def test_the_leader_does_not_wait_for_a_rank_that_comes_late() -> None:
         leader = pool.submit(read_in, 0, lambda: b"first", ranks=2)
         assert leader.result(SOON_S) == b"first"  # though nobody has asked yet
         assert read_in(1, lambda: b"own", ranks=2) == b"first"
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize("lacks", ["sockets", "threads"])
+def test_a_leader_that_cannot_answer_has_what_it_read_all_the_same(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        if lacks == "sockets":
+            raise OSError(errno.EMFILE, "Too many open files")
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if lacks == "sockets":
+            patch.setattr(node_leader.socket, "socket", refuse)
+        else:
+            patch.setattr(node_leader.threading.Thread, "start", refuse)
+        assert read_in(0, lambda: b"first", ranks=2) == b"first"
+    monkeypatch.setattr(node_leader, "APPEAR_S", 0.2)
+    assert read_in(1, lambda: b"own", ranks=2) == b"own"
