@@ -243,7 +243,7 @@ def test_a_file_system_that_writes_at_the_end_only_fails_saves_by_name(
     assert error is not None
     assert "writes at any position of a file" in error
     assert not (root / file_names.TRACKER).exists()
-    assert files_open(node, root) == []
+    eventually("all files are closed", lambda: not files_open(node, root))
 
 
 def test_all_that_may_pass_is_in_the_table() -> None:
