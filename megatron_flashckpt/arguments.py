@@ -121,8 +121,11 @@ def _encoded(attempt: Attempt[_Source | None]) -> bytes:
     return msgspec.msgpack.encode(_Result(attempt.value, attempt.said))
 
 
+_RESULT = msgspec.msgpack.Decoder(_Result)
+
+
 def _decoded(encoded: bytes) -> Attempt[_Source | None]:
-    result = msgspec.msgpack.decode(encoded, type=_Result)
+    result = _RESULT.decode(encoded)
     refusal = None if result.refusal is None else result.refusal.error()
     return Attempt(result.source, refusal)
 

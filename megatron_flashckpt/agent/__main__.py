@@ -29,6 +29,9 @@ class _ErrorSeen(logging.Handler):
         self.seen = True
 
 
+_SETTINGS = msgspec.json.Decoder(AgentSettings)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="megatron_flashckpt.agent")
     parser.add_argument("--directory", type=Path, required=True)
@@ -37,7 +40,7 @@ def main() -> int:
     parser.add_argument("--settings", required=True)
     parser.add_argument("--foreground", action="store_true")
     arguments = parser.parse_args()
-    settings = msgspec.json.decode(arguments.settings, type=AgentSettings)
+    settings = _SETTINGS.decode(arguments.settings)
     options = options_of(settings, arguments.root, foreground=arguments.foreground)
     if arguments.foreground:
         # Others start faster without what it needs.

@@ -104,6 +104,9 @@ def encode(claim: Claim) -> bytes:
     return msgspec.msgpack.encode(claim).ljust(_NBYTES, b"\0")
 
 
+_CLAIM = msgspec.msgpack.Decoder(Claim)
+
+
 def decode(encoded: bytes, place: str) -> Claim:
     """Return the claim in the contents of the file `place`.
 
@@ -112,7 +115,7 @@ def decode(encoded: bytes, place: str) -> Claim:
     """
     try:
         # The last field is text, so that no byte of it is zero.
-        claim = msgspec.msgpack.decode(encoded.rstrip(b"\0"), type=Claim)
+        claim = _CLAIM.decode(encoded.rstrip(b"\0"))
         if not (claim.host + claim.run_id).isprintable():
             raise ValueError("host or run cannot be printed")
         if not TRAINING <= claim.state <= ENDED:

@@ -95,6 +95,9 @@ class Incarnations:
         return former
 
 
+_ENTRIES = msgspec.json.Decoder(list[_Entry])
+
+
 class SecondStarts:
     """The ranks that were started a second time, in a file for the agent that may follow.
 
@@ -110,7 +113,7 @@ class SecondStarts:
         found = {}
         try:
             encoded = (self._directory() / SECOND_STARTS).read_bytes()
-            for number, served, replaced in msgspec.json.decode(encoded, type=list[_Entry]):
+            for number, served, replaced in _ENTRIES.decode(encoded):
                 found[number] = Incarnations()
                 found[number].served = served
                 found[number].replaced = {each for each in replaced if each.is_alive}

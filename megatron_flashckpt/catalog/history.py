@@ -53,12 +53,15 @@ def append(storage: Storage, save: PastSave, keep: int) -> None:
         logger.warning("%s/%s is not up to date: %s", storage.place, HISTORY, error)
 
 
+_PAST_SAVE = msgspec.json.Decoder(PastSave)
+
+
 def read(storage: Storage) -> list[PastSave]:
     """Return the saves that the history tells of, oldest first; what is not one is left out."""
     found = []
     for line in _lines(storage):
         try:
-            found.append(msgspec.json.decode(line, type=PastSave))
+            found.append(_PAST_SAVE.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     return found

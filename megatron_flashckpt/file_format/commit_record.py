@@ -65,9 +65,12 @@ def encode_items(items: tuple[TemplateItem, ...]) -> msgspec.Raw:
 KNOWN_ITEMS = msgspec.Raw(b"\xc0")
 
 
+_ITEMS = msgspec.msgpack.Decoder(tuple[TemplateItem, ...])
+
+
 def decode_items(record: CommitRecord) -> tuple[TemplateItem, ...]:
     try:
-        return msgspec.msgpack.decode(record.template, type=tuple[TemplateItem, ...])
+        return _ITEMS.decode(record.template)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"the commit record of rank {record.rank}: its template cannot be decoded ({error})"
@@ -89,6 +92,9 @@ def encode_records(records: Iterable[CommitRecord]) -> bytes:
     return xxhash.xxh3_64_digest(encoded) + encoded
 
 
+_RECORDS = msgspec.msgpack.Decoder(list[CommitRecord])
+
+
 def decode_records(encoded: bytes, place: str) -> list[CommitRecord]:
     """Return what `encode_records` has made a file of.
 
@@ -99,7 +105,7 @@ def decode_records(encoded: bytes, place: str) -> list[CommitRecord]:
     try:
         if digest != xxhash.xxh3_64_digest(body):
             raise msgspec.DecodeError("its digest is another")
-        records = msgspec.msgpack.decode(body, type=list[CommitRecord])
+        records = _RECORDS.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: is not a commit record ({error}); the next save writes new ones"

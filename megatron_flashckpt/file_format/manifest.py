@@ -223,6 +223,10 @@ class CommitFacts(msgspec.Struct, frozen=True, kw_only=True):
     compared: bool = False
 
 
+_FACTS = msgspec.json.Decoder(CommitFacts)
+_MANIFEST = msgspec.json.Decoder(Manifest)
+
+
 def decode_facts(encoded: bytes, place: str) -> CommitFacts:
     """Return what a manifest says of its checkpoint; it is known to be as it was written.
 
@@ -230,11 +234,11 @@ def decode_facts(encoded: bytes, place: str) -> CommitFacts:
         CorruptCheckpointError: not JSON, or not a manifest, or changed after it was written.
         FormatVersionError: written by a newer release.
     """
-    return _unsealed(encoded, place, CommitFacts)
+    return _unsealed(encoded, place, _FACTS)
 
 
-def _unsealed(encoded: bytes, place: str, wanted: type[_T]) -> _T:
-    """Return what of a manifest `wanted` takes, once its version and its digest are right."""
+def _unsealed(encoded: bytes, place: str, decoder: msgspec.json.Decoder[_T]) -> _T:
+    """Return what `decoder` takes of a manifest, once its version and its digest are right."""
     try:
         head = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         version = msgspec.json.decode(head["version"], type=int)
@@ -242,7 +246,7 @@ def _unsealed(encoded: bytes, place: str, wanted: type[_T]) -> _T:
             # First of all: a flipped bit must not make a damaged file look like one of the future.
             _check_seal(encoded, place)
             refuse_newer(version, place)
-        manifest = msgspec.json.decode(encoded, type=wanted)
+        manifest = decoder.decode(encoded)
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{place}: is not a manifest ({error}); {OLDER}") from error
     _check_seal(encoded, place)
@@ -257,7 +261,7 @@ def decode_manifest(encoded: bytes, place: str) -> Manifest:
             naming files outside its directory.
         FormatVersionError: written by a newer release.
     """
-    manifest = _unsealed(encoded, place, Manifest)
+    manifest = _unsealed(encoded, place, _MANIFEST)
     check(manifest, place)
     return manifest
 

@@ -57,6 +57,9 @@ def encode_marker(marker: Marker) -> bytes:
     return xxhash.xxh3_64_digest(body) + body
 
 
+_MARKER = msgspec.msgpack.Decoder(Marker)
+
+
 def decode_marker(encoded: bytes, place: str) -> Marker:
     """Return what `encode_marker` was given.
 
@@ -67,7 +70,7 @@ def decode_marker(encoded: bytes, place: str) -> Marker:
     try:
         if digest != xxhash.xxh3_64_digest(body):
             raise msgspec.DecodeError("its digest is another")
-        return msgspec.msgpack.decode(body, type=Marker)
+        return _MARKER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{place}: is not a marker of a committed save ({error}); agents read the manifest "

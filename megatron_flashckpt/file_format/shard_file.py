@@ -152,6 +152,12 @@ class Shard(msgspec.Struct, frozen=True):
     data_offset: int
 
 
+_METADATA = msgspec.json.Decoder(ShardMetadata)
+
+
+_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+
+
 def decode_header(
     header: bytes, place: str, expected: tuple[Template, Placement] | None = None
 ) -> Shard:
@@ -173,8 +179,8 @@ def decode_header(
         outer = msgspec.json.decode(entries.pop("__metadata__"), type=dict[str, str])
         version = msgspec.json.decode(outer["flashckpt"], type=dict[str, msgspec.Raw])["version"]
         refuse_newer(msgspec.json.decode(version, type=int), place)
-        metadata = msgspec.json.decode(outer["flashckpt"], type=ShardMetadata)
-        tensors = msgspec.json.decode(body, type=dict[str, _Entry])
+        metadata = _METADATA.decode(outer["flashckpt"])
+        tensors = _ENTRIES.decode(body)
         del tensors["__metadata__"]
     except (msgspec.DecodeError, KeyError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(

@@ -225,6 +225,9 @@ class PlanCounters(msgspec.Struct):
     misses: int = 0
 
 
+_TEMPLATE = msgspec.msgpack.Decoder(Template)
+
+
 class PlanCache:
     """The latest layouts; templates also through the agent.
 
@@ -290,6 +293,6 @@ class PlanCache:
         if encoded is None:
             return None
         try:
-            return msgspec.msgpack.decode(encoded, type=Template), encoded
+            return _TEMPLATE.decode(encoded), encoded
         except msgspec.DecodeError:  # left there by another release: a miss, not an error
             return None

@@ -125,6 +125,9 @@ def _described(slot: HeldSlot) -> tuple[tuple[HeldSlot, bytes], _Description]:
     )
 
 
+_ITEMS = msgspec.msgpack.Decoder(tuple[TemplateItem, ...])
+
+
 def _templates(
     descriptions: list[_Description], rank: int, template: Template, items: bytes
 ) -> dict[str, Template]:
@@ -147,7 +150,7 @@ def _templates(
     blobs = memoryview(exchange_blobs(lengths, own))
     for fingerprint, length in zip(senders, lengths, strict=True):
         if fingerprint not in templates:
-            received = msgspec.msgpack.decode(blobs[:length], type=tuple[TemplateItem, ...])
+            received = _ITEMS.decode(blobs[:length])
             templates[fingerprint] = Template(received, 0, b"")
         blobs = blobs[length:]
     return templates

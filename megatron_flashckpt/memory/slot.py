@@ -171,6 +171,9 @@ class SlabGeometry(msgspec.Struct, frozen=True):
         return geometry
 
 
+_META = msgspec.msgpack.Decoder(SlotMeta)
+
+
 def decoded_meta(encoded: bytes, index: int) -> SlotMeta:
     """Return the description of slot `index`; with thousands of pieces that takes a while.
 
@@ -178,7 +181,7 @@ def decoded_meta(encoded: bytes, index: int) -> SlotMeta:
         CorruptCheckpointError: it is none.
     """
     try:
-        return msgspec.msgpack.decode(encoded, type=SlotMeta)
+        return _META.decode(encoded)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"slot {index}: its description cannot be decoded ({error})"

@@ -108,11 +108,14 @@ def _written(directory: Path) -> tuple[set[Path], set[Path]]:
     return files, {path for path in directories if path.is_dir() and not path.is_symlink()}
 
 
+_MARKER = msgspec.json.Decoder(_Marker)
+
+
 def _listed(directory: Path) -> set[Path] | None:
     """Return the files that `MARKER` lists and that are as it says; None: there is no list."""
     try:
         encoded = read_whole(open_storage(directory), MARKER, _MAX_MARKER_NBYTES)
-        listed = msgspec.json.decode(encoded, type=_Marker)
+        listed = _MARKER.decode(encoded)
     except (FlashCkptError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return {directory / MARKER} | {

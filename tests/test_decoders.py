@@ -1,0 +1,87 @@
+"""Types are taken apart by msgspec while their module is imported, not by the threads that decode.
+
+msgspec looks at the fields of a class when something of it is first decoded. A second thread that
+comes meanwhile finds a description with holes and ends the process with SIGSEGV (msgspec 0.22; it
+was met in an agent whose four ranks staged their first save at once). Imports have a lock.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+import megatron_flashckpt
+from benchmarks.synthetic import LLAMA_405B, World
+from megatron_flashckpt.layout.template import PlanCache
+from megatron_flashckpt.memory.slot import SlotMeta
+
+HOME = Path(megatron_flashckpt.__file__).parent
+#: Types without fields: nothing is remembered of them.
+PLAIN = {"dict", "list", "tuple", "str", "bytes", "int", "float", "bool", "msgspec"}
+#: Configurations are read by the main thread only, before there are others.
+MAIN_THREAD_ONLY = {"config.py"}
+THREADS = """
+import sys, threading
+from megatron_flashckpt.memory.slot import decoded_meta
+encoded, meet = sys.stdin.buffer.read(), threading.Barrier(8)
+sys.setswitchinterval(1e-6)
+def decode():
+    meet.wait()
+    decoded_meta(encoded, 0)
+threads = [threading.Thread(target=decode) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def calls_that_look_at_types(path: Path) -> list[str]:
+    """Return the calls in functions which may be the first to look at the fields of a type."""
+    tree = ast.parse(path.read_text())
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    found = []
+    for call in {node for each in functions for node in ast.walk(each)}:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+            continue
+        types = []
+        if call.func.attr == "decode":
+            types = [keyword.value for keyword in call.keywords if keyword.arg == "type"]
+        elif "msgspec" in ast.unparse(call.func) and call.func.attr in ("convert", "Decoder"):
+            types = call.args[-1:]
+        names = {node.id for each in types for node in ast.walk(each) if isinstance(node, ast.Name)}
+        if names - PLAIN:
+            found.append(ast.unparse(call))
+    return found
+
+
+def test_no_thread_is_the_first_to_look_at_a_type() -> None:
+    found = {
+        str(path.relative_to(HOME)): calls
+        for path in HOME.rglob("*.py")
+        if (calls := calls_that_look_at_types(path))
+    }
+    assert set(found) == MAIN_THREAD_ONLY, found
+
+
+def test_ranks_of_a_node_may_stage_their_first_save_at_once() -> None:
+    coordinates, pieces = next(iter(World(LLAMA_405B, tp=8, pp=8, dp=8).ranks()))
+    layout = PlanCache().layout(pieces)
+    meta = SlotMeta(
+        root="/save",
+        rank=0,
+        world_size=512,
+        coordinates=coordinates,
+        template_fingerprint=layout.template_fingerprint,
+        template=layout.template,
+        placement=layout.placement,
+        common=b"none",
+        description={},
+    )
+    encoded = msgspec.msgpack.encode(meta)
+    for _ in range(6):  # about half of the processes died
+        subprocess.run([sys.executable, "-c", THREADS], input=encoded, check=True)
