@@ -108,7 +108,8 @@ def _happen(cell: LostSocket, home: Path, node: Node) -> None:
         eventually("the files are back", lambda: _finds(directory, agent))
     trainer.hang_up()
 
-    again = node.trainer(root, config=config, retention=_RETENTION)
+    with agent_fault(None):  # or an agent that is started here could take another cell's fault
+        again = node.trainer(root, config=config, retention=_RETENTION)
     again.claim(wait_s=_AWAIT_S)
     least = {"agent.attached": 0, "agent.granted": 1}.get(cell.point, 2) if cell.at_once else last
     if again.client.agent_pid == agent:
