@@ -61,8 +61,9 @@ def load(call: LoadCall, margs: Any) -> tuple[int, Any] | None:
     candidates.report()
     if loaded is None:
         _refuse_foreign(candidates, request)
-        # Without a checkpoint of ours no rank has told the others so far.
-        together(request.raise_refusal)
+        if getattr(margs, "use_checkpoint_args", False):
+            # Without a checkpoint of ours no rank has told the others so far.
+            together(request.raise_refusal)
         if _saves_where_it_loads(margs, load_dir):
             _forget_saves(margs)
         return None
