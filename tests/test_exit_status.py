@@ -1,4 +1,7 @@
-"""Which calls of `sys.exit` choose the status of a process. Jobs: `tests/megatron/test_ends.py`."""
+"""Which calls of `sys.exit` choose the status of a process.
+
+Jobs: `tests/integration/test_ends.py`.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked.nursery import CPU_MEGATRON, REPO
+from tests.support.forked.nursery import CPU_MEGATRON, REPO
 
 SCRIPT = """\
 import megatron_flashckpt

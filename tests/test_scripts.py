@@ -21,7 +21,7 @@ FOLDERS = ("benchmarks", "examples", "megatron_flashckpt", "patches", "scripts",
 MAY_EDIT = {
     "megatron_flashckpt/launch.py",
     "tests/cpu_megatron/cpu_cuda.py",
-    "tests/forked/job.py",
+    "tests/support/forked/job.py",
 }
 _EDIT = re.compile(
     r"""

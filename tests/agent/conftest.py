@@ -15,7 +15,7 @@ import pytest
 from megatron_flashckpt.agent.save_directory import ensure
 from megatron_flashckpt.agent.socket_dir import agent_directory
 from megatron_flashckpt.config import Config
-from tests.agent.trainer import (
+from tests.support.trainer import (
     FakeTrainer,
     TrainerProcess,
     agents_under,

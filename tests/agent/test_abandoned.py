@@ -18,9 +18,9 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.persisting import persisted
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import eventually, new_save_id
+from tests.support.persisting import persisted
+from tests.support.trainer import eventually, new_save_id
 
 SAVE = "a" * 12
 

@@ -29,7 +29,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_succession import kill_agent
-from tests.agent.trainer import (
+from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
     content,

@@ -26,8 +26,8 @@ from megatron_flashckpt.save.reports import SaveReports
 from megatron_flashckpt.save.session import Session, _Open
 from megatron_flashckpt.save.startup import Startup
 from tests.agent.conftest import Node
-from tests.agent.test_persist import stored
-from tests.agent.trainer import eventually, held_back
+from tests.agent.test_shard_writer import stored
+from tests.support.trainer import eventually, held_back
 
 RUN = "0123abcd"
 #: Elements of each tensor.

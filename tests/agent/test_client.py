@@ -19,7 +19,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours
-from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id, suspend
+from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id, suspend
 
 
 def kill_agent(pid: int) -> None:

@@ -24,10 +24,10 @@ from megatron_flashckpt.file_format.manifest import merge
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.persisting import persisted
 from tests.agent.test_failures import assert_intact, files_of_ours
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import (
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.persisting import persisted
+from tests.support.trainer import (
     FakeTrainer,
     content,
     eventually,

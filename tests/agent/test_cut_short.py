@@ -12,7 +12,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.load.candidates import named_in
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.trainer import eventually, is_alive, new_save_id
+from tests.support.trainer import eventually, is_alive, new_save_id
 
 
 @pytest.fixture

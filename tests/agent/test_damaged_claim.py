@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_flashckpt.file_format.file_names import CLAIM
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import new_save_id
+from tests.support.trainer import new_save_id
 
 
 def test_a_claim_that_cannot_be_read_fails_saves_and_ends_no_thread(node: Node, root: Path) -> None:

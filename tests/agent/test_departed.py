@@ -23,9 +23,9 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.new_slab import slab_nbytes
 from megatron_flashckpt.save.node_memory import Need
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
 from tests.agent.test_resources import open_files
-from tests.agent.trainer import FakeTrainer, eventually, held_back, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.trainer import FakeTrainer, eventually, held_back, new_save_id
 
 MIB = 2**20
 

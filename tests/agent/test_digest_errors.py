@@ -17,7 +17,7 @@ from megatron_flashckpt.agent.state import AgentOptions, Node, Trainer
 from megatron_flashckpt.config import Config
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotHeader, SlotState
-from tests.agent.trainer import PATIENCE_S, new_save_id
+from tests.support.trainer import PATIENCE_S, new_save_id
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.save import run_id
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from tests.agent.conftest import Node
-from tests.agent.test_persist import stored
-from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, remove_tree
+from tests.agent.test_shard_writer import stored
+from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, remove_tree
 
 RUN = "0123abcd"
 

@@ -13,8 +13,8 @@ import pytest
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import (
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.trainer import (
     FakeTrainer,
     config_of,
     content,

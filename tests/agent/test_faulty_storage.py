@@ -28,7 +28,7 @@ from megatron_flashckpt.memory.slot import Slot, SlotHeader
 from megatron_flashckpt.storage import posix
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
-from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
+from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
 #: The system calls of a save, in order, as Python names them.
 CALLS = ["open", "fallocate", "pwrite", "fdatasync", "fsync", "replace", "listdir"]

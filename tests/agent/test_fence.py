@@ -24,7 +24,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import eventually, is_alive, new_save_id, remove_tree
+from tests.support.trainer import eventually, is_alive, new_save_id, remove_tree
 
 OLD, NEW = RunKey(1, "aaaaaaaa"), RunKey(2, "bbbbbbbb")
 

@@ -23,7 +23,7 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_signals import watched
-from tests.agent.trainer import eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import eventually, held_back, is_alive, new_save_id
 
 #: Generous: the machine may be busy with other tests.
 PATIENCE_S = 60.0
@@ -261,7 +261,7 @@ def test_a_container_of_its_own_serves_trainers_of_another_container(
     assert out == f"an agent serves {root}\n"
     trained = subprocess.run(
         [
-            *(*container, sys.executable, "-m", "tests.agent.trainer", "--stop", "committed"),
+            *(*container, sys.executable, "-m", "tests.support.trainer", "--stop", "committed"),
             *("--root", str(root), "--runtime-dir", str(node.runtime_dir), "--iterations", "1"),
             *("--rank", "0", "--world-size", "1", "--save-id", new_save_id()),
         ],

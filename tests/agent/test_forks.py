@@ -39,7 +39,7 @@ from megatron_flashckpt.save.startup import Startup
 from megatron_flashckpt.save.step_hook import StepHook
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import NUMEL, RUN, Job
-from tests.agent.trainer import PATIENCE_S, eventually, held_back
+from tests.support.trainer import PATIENCE_S, eventually, held_back
 
 
 def in_child(work: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ from megatron_flashckpt.agent.client import AgentClient
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node
 from tests.agent.test_faulty_storage import agent_here
-from tests.agent.trainer import PATIENCE_S, FakeTrainer, eventually
+from tests.support.trainer import PATIENCE_S, FakeTrainer, eventually
 
 #: Far less than a blocked agent would need, and more than any answer takes.
 ANSWER_S = 5.0

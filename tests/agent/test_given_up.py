@@ -15,7 +15,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_faulty_storage import agent_here
-from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
+from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
 DIRECTORY = file_names.iteration_dir(2)
 

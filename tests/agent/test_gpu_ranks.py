@@ -21,11 +21,11 @@ from megatron_flashckpt.memory.slot import SlotState
 from megatron_flashckpt.save import agent_link
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import Job
-from tests.agent.test_persist import stored
-from tests.agent.trainer import PATIENCE_S, eventually
-from tests.memory.mapped import times_mapped
+from tests.agent.test_shard_writer import stored
 from tests.simulated_gpu import Node as GpuNode
 from tests.simulated_gpu import simulated_gpus
+from tests.support.mapped import times_mapped
+from tests.support.trainer import PATIENCE_S, eventually
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.layout.save_cost import RankCost, SaveCost, combine
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.trainer import new_save_id
+from tests.support.trainer import new_save_id
 
 
 def told(root: Path) -> list[PastSave]:

@@ -22,10 +22,10 @@ from megatron_flashckpt.file_format import file_names, manifest
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.persisting import persisted
 from tests.agent.test_faulty_storage import agent_here
-from tests.agent.test_persist import stored
-from tests.agent.trainer import new_save_id
+from tests.agent.test_shard_writer import stored
+from tests.support.persisting import persisted
+from tests.support.trainer import new_save_id
 
 A, B = "a" * 12, "b" * 12
 DIRECTORY = file_names.iteration_dir(5)

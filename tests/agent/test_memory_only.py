@@ -14,13 +14,13 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
-from tests.agent.cluster import cluster
 from tests.agent.conftest import Node
 from tests.agent.peers.test_recovery import recover_lost
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import (
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.cluster import cluster
+from tests.support.trainer import (
     FakeTrainer,
     content,
     eventually,

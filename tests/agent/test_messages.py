@@ -19,8 +19,8 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.persisting import persisted
-from tests.agent.trainer import eventually, held_back, is_alive, new_save_id, remove_tree
+from tests.support.persisting import persisted
+from tests.support.trainer import eventually, held_back, is_alive, new_save_id, remove_tree
 
 REMOVED = "another process removed the directory meanwhile"
 MEMORY = "dmesg tells; lower 'slots' or give the job more memory"

@@ -15,9 +15,9 @@ from megatron_flashckpt.errors import SaveFailedError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
-from tests.agent.cluster import cluster
 from tests.agent.conftest import Node
-from tests.agent.trainer import content, eventually, held_back, is_alive, new_save_id
+from tests.support.cluster import cluster
+from tests.support.trainer import content, eventually, held_back, is_alive, new_save_id
 
 
 def committed(root: Path) -> int:

@@ -15,7 +15,7 @@ import megatron_flashckpt
 from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.layout.template import Layout
 from tests.agent.conftest import Node
-from tests.agent.trainer import FakeTrainer, eventually
+from tests.support.trainer import FakeTrainer, eventually
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

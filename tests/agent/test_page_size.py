@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.shard_file import header_nbytes
-from tests.agent.test_persist import stored
+from tests.agent.test_shard_writer import stored
 
 LARGE = 2**16
 REPOSITORY = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.storage.direct_io import DirectIo
 from megatron_flashckpt.storage.posix import PosixStorage, PosixWriter
-from tests.agent import persisting, trainer
+from tests.support import persisting, trainer
 
 writes = []
 

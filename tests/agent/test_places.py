@@ -14,8 +14,8 @@ import pytest
 from megatron_flashckpt.agent import socket_dir
 from megatron_flashckpt.agent.socket_dir import SOCKET, agent_directory, holder
 from megatron_flashckpt.config import AgentConfig, Config
-from tests.agent.test_rendezvous import NOBODY, as_root, run_as_nobody
-from tests.agent.trainer import FakeTrainer, eventually, is_alive
+from tests.agent.test_socket_dir import NOBODY, as_root, run_as_nobody
+from tests.support.trainer import FakeTrainer, eventually, is_alive
 
 ROOT = "/some/save"
 NAME = f"flashckpt-{os.getuid()}"

@@ -15,7 +15,7 @@ import pytest
 from megatron_flashckpt.agent.commit import commit
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.persisting import persisted
+from tests.support.persisting import persisted
 
 SAVE = "a" * 12
 DIRECTORY = file_names.iteration_dir(5)

@@ -22,8 +22,8 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.checkpointer import Checkpointer
 from tests.agent.conftest import Node
 from tests.agent.test_checkpointer import ARGS, Job
-from tests.agent.trainer import eventually
 from tests.megatron_lm.test_side_state import QuantizedKeeper
+from tests.support.trainer import eventually
 
 
 @pytest.fixture

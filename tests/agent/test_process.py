@@ -18,7 +18,7 @@ from megatron_flashckpt.agent import process
 from megatron_flashckpt.agent.socket_dir import LOG
 from tests.agent.conftest import Node
 from tests.agent.test_foreground import Foreground, foreground
-from tests.agent.trainer import eventually
+from tests.support.trainer import eventually
 
 __all__ = ["foreground"]
 ALL = os.sched_getaffinity(0)

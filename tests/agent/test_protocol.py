@@ -25,7 +25,7 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import FakeTrainer, eventually, is_alive, new_save_id
+from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
 
 Pair = tuple[socket.socket, socket.socket]
 

@@ -23,11 +23,11 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage, PosixWriter
 from tests.agent.conftest import Node
-from tests.agent.persisting import persisted, written
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_faulty_storage import agent_here
-from tests.agent.test_persist import stored
-from tests.agent.trainer import (
+from tests.agent.test_shard_writer import stored
+from tests.support.persisting import persisted, written
+from tests.support.trainer import (
     PATIENCE_S,
     FakeTrainer,
     eventually,

@@ -16,8 +16,8 @@ from megatron_flashckpt.error_classes import TABLE, class_of
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
-from tests.agent.trainer import eventually, new_save_id
 from tests.faulty_storage.preload import FaultyStorage, append_only, fail, late, no_fallocate
+from tests.support.trainer import eventually, new_save_id
 
 #: Numbers that network file systems report while they are in trouble.
 PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EAGAIN, errno.ESHUTDOWN)

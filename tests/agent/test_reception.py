@@ -21,7 +21,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.memory.slab import Slab
 from tests.agent.conftest import Node
 from tests.agent.test_resources import open_files, rss_nbytes, thread_count
-from tests.agent.trainer import FakeTrainer, content, eventually, is_alive
+from tests.support.trainer import FakeTrainer, content, eventually, is_alive
 
 PATIENCE_S = 60.0
 MIB = 2**20

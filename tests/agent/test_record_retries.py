@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import new_save_id
 from tests.faulty_storage.preload import FaultyStorage, fail
+from tests.support.trainer import new_save_id
 
 
 def test_a_shard_with_a_record_is_never_written_again(

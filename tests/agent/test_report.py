@@ -13,7 +13,7 @@ from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.config import Retention
 from megatron_flashckpt.layout.save_cost import PlanOrigin, RankCost
 from tests.agent.conftest import Node
-from tests.agent.trainer import eventually, new_save_id
+from tests.support.trainer import eventually, new_save_id
 
 PLANS: dict[int, PlanOrigin | None] = {1: "computed", 2: "found", 3: "kept", 4: None}
 

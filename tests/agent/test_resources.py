@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import eventually, held_back, new_save_id
+from tests.support.trainer import eventually, held_back, new_save_id
 
 MIB = 2**20
 

@@ -24,8 +24,8 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.trainer import FakeTrainer, content, eventually, held_back, new_save_id
 
 LOSS = "lm loss validation"
 HOUR = 3600.0

@@ -12,8 +12,8 @@ from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, files_of_ours, save_all
 from tests.agent.test_memory_only import assert_the_agent_leaves
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import FakeTrainer, content, eventually, held_back, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.trainer import FakeTrainer, content, eventually, held_back, new_save_id
 
 
 def start(node: Node, other_node: Node, root: Path, nodes: int) -> list[FakeTrainer]:

@@ -27,8 +27,15 @@ from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
 from megatron_flashckpt.save.agent_link import NodeLink
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import PATIENCE_S, FakeTrainer, eventually, is_alive, new_save_id, suspend
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.trainer import (
+    PATIENCE_S,
+    FakeTrainer,
+    eventually,
+    is_alive,
+    new_save_id,
+    suspend,
+)
 
 OLDER, NEWER = RankProcess(1, 11), RankProcess(2, 22)
 

@@ -22,7 +22,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.file_names import HISTORY
 from megatron_flashckpt.save import peer_setup
 from tests.agent.conftest import Node
-from tests.agent.trainer import (
+from tests.support.trainer import (
     FakeTrainer,
     eventually,
     held_back,

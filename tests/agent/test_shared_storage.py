@@ -19,8 +19,8 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.base import Durable
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.persisting import persisted
-from tests.agent.test_persist import stored
+from tests.agent.test_shard_writer import stored
+from tests.support.persisting import persisted
 
 SAVE_ID = "a" * 12
 DIRECTORY = file_names.iteration_dir(5)

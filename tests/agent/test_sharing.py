@@ -18,8 +18,8 @@ from megatron_flashckpt.catalog.verify import verify
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import content, eventually
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.trainer import content, eventually
 
 GROUP = 12345
 

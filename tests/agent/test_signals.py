@@ -14,7 +14,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact
-from tests.agent.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import PATIENCE_S, eventually, held_back, is_alive, new_save_id
 
 
 def watched(pid: int, for_s: float) -> bool:

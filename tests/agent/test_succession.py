@@ -15,7 +15,7 @@ from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
 from tests.agent.test_failures import assert_intact, save_all
-from tests.agent.trainer import FakeTrainer, eventually, held_back, is_alive, new_save_id
+from tests.support.trainer import FakeTrainer, eventually, held_back, is_alive, new_save_id
 
 #: Fault points from the doorbell to telling the outcome, and which time round: four small files are
 #: put (record, common state, manifest, tracker), and two older ones deleted at the least.

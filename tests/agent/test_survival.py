@@ -14,8 +14,8 @@ from megatron_flashckpt.agent.socket_dir import LOG, SOCKET
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import content, eventually, held_back, is_alive, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.trainer import content, eventually, held_back, is_alive, new_save_id
 
 
 def test_the_agent_has_no_torch_no_numpy_and_no_gpu_library_mapped(node: Node, root: Path) -> None:

@@ -28,7 +28,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_fence import OLD, claim_of, wake
-from tests.agent.trainer import eventually, is_alive, new_save_id, remove_tree
+from tests.support.trainer import eventually, is_alive, new_save_id, remove_tree
 
 
 @pytest.fixture

@@ -28,12 +28,12 @@ from megatron_flashckpt.memory.slot import SlotMeta
 from megatron_flashckpt.storage.parallel import for_all
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.persisting import persisted
 from tests.agent.test_commit import iterations_in
 from tests.agent.test_failures import assert_intact
 from tests.agent.test_faulty_storage import agent_here
-from tests.agent.test_persist import stored
-from tests.agent.trainer import PATIENCE_S, eventually, new_save_id
+from tests.agent.test_shard_writer import stored
+from tests.support.persisting import persisted
+from tests.support.trainer import PATIENCE_S, eventually, new_save_id
 
 A, B = "a" * 12, "b" * 12
 DIRECTORY = file_names.iteration_dir(5)

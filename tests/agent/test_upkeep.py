@@ -16,7 +16,7 @@ import pytest
 from megatron_flashckpt.agent.launcher import SilentHolder
 from megatron_flashckpt.agent.socket_dir import LOCK, LOG, SOCKET, holder
 from tests.agent.conftest import Node
-from tests.agent.trainer import eventually, is_alive, suspend
+from tests.support.trainer import eventually, is_alive, suspend
 
 PATIENCE_S = 60.0
 

@@ -14,7 +14,7 @@ from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.agent.failed_save import leave_note
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.persisting import persisted
+from tests.support.persisting import persisted
 
 SAVE_ID = "a" * 12
 POLLS = 50

@@ -14,7 +14,7 @@ from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from patches.imports import TRAINING, swapped
 from patches.patch import TAGS, PatchError, apply
 from tests.compat.tree import Run, Tree
-from tests.megatron.jobs import assemble, differing, tensors, truncated_copy
+from tests.support.megatron_jobs import assemble, differing, tensors, truncated_copy
 
 TP2, PP2 = ("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")
 EXPERTS = (

@@ -17,7 +17,7 @@ from patches.patch import TAGS
 from tests.compat import matrix
 from tests.compat.matrix import CROSS, NONE, TICK, Column, Matrix, Trial
 from tests.compat.release import CellError, NotHereError
-from tests.forked.nursery import REPO
+from tests.support.forked.nursery import REPO
 
 TAG = "core_v0.17.1"
 #: A script that trains like stock Megatron as far as its log tells, and saves nothing.

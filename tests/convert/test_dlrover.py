@@ -19,7 +19,7 @@ from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError, UnsupportedError
 from tests.convert.tensors import assert_equal, wholes
-from tests.megatron.jobs import same
+from tests.support.megatron_jobs import same
 
 FILES = Path(__file__).parent / "dlrover_files"
 LEGACY, GATHER = "cb995d5-tp2dp2-buckets", "cb995d5-dp2-gather"

@@ -16,7 +16,7 @@ from megatron_flashckpt.convert.readers import dp_reshardable
 from megatron_flashckpt.convert.readers.dcp import Reader
 from megatron_flashckpt.errors import CorruptCheckpointError
 from tests.convert.tensors import assert_equal, wholes
-from tests.megatron.jobs import DECOUPLED, MUP, Result, assemble, run_job, succeeded
+from tests.support.megatron_jobs import DECOUPLED, MUP, Result, assemble, run_job, succeeded
 
 LAYOUTS = {
     # Stages differ: the embedding has a bucket of its own on both, the first has more.

@@ -19,7 +19,7 @@ from megatron_flashckpt.convert.common.former_export import MARKER
 from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
 from tests.convert.tensors import assert_equal, wholes
-from tests.megatron.jobs import (
+from tests.support.megatron_jobs import (
     DECOUPLED,
     GROUP_MARKS,
     MUP,

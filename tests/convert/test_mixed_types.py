@@ -23,7 +23,7 @@ from megatron_flashckpt.layout.reshard import Box
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import held, save_as_ranks
 from tests.convert.rebuilt import ITERATION, arguments, contents
-from tests.restore.made import snapshot
+from tests.support.checkpoints import snapshot
 
 DISTRIBUTED = {"use_distributed_optimizer": True}
 PP2 = {"pipeline_model_parallel_size": 2}

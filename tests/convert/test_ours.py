@@ -18,8 +18,8 @@ from megatron_flashckpt.errors import ConfigError, CorruptCheckpointError
 from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole
-from tests.megatron.jobs import same
-from tests.restore.made import snapshot
+from tests.support.checkpoints import snapshot
+from tests.support.megatron_jobs import same
 
 
 def test_what_is_written_is_read_again_bit_for_bit(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from megatron_flashckpt.errors import ConfigError
 from megatron_flashckpt.file_format.file_names import TRACKER, iteration_dir
 from tests.convert import rebuilt
 from tests.convert.made import ITERATION, contents, save_as_ranks
-from tests.restore.made import snapshot
+from tests.support.checkpoints import snapshot
 
 DIRECTORY = iteration_dir(ITERATION)
 

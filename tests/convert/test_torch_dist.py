@@ -25,8 +25,8 @@ from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
 from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
 from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.convert.made import ITERATION, contents, differing, held, whole, with_tensor
-from tests.megatron.jobs import same
-from tests.restore.made import snapshot
+from tests.support.checkpoints import snapshot
+from tests.support.megatron_jobs import same
 
 DAMAGED = "master/decoder.layers.mlp.linear_fc2.weight"
 

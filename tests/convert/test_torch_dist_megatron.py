@@ -21,7 +21,7 @@ from megatron_flashckpt.convert.common.options import Options
 from megatron_flashckpt.convert.formats import convert, open_source
 from megatron_flashckpt.errors import CorruptCheckpointError
 from tests.convert.made import differing
-from tests.megatron.jobs import DECOUPLED, GROUP_MARKS, MUP, Result, run_job, succeeded
+from tests.support.megatron_jobs import DECOUPLED, GROUP_MARKS, MUP, Result, run_job, succeeded
 
 DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
 LAYOUTS = {

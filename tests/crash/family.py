@@ -5,10 +5,10 @@ from __future__ import annotations
 import abc
 from pathlib import Path
 
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import FakeTrainer, content
+from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash.job import CellError
 from tests.crash.truth import committed
+from tests.support.trainer import FakeTrainer, content
 
 #: Lives that any cell has, at most.
 _LIVES = 5

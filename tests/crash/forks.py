@@ -14,7 +14,6 @@ import dataclasses
 from pathlib import Path
 
 from tests.agent.test_forks import slabs_of, sockets_of
-from tests.agent.trainer import is_alive
 from tests.crash import trouble
 from tests.crash.cells import LOADING, SAVING
 from tests.crash.family import FamilyCell
@@ -23,6 +22,7 @@ from tests.crash.job import RANKS, CellError, Job
 from tests.crash.start import Life
 from tests.crash.story import TRAINERS, Crash, Found, check_end, check_load, crash_job
 from tests.crash.truth import check_storage
+from tests.support.trainer import is_alive
 
 HAPPENS = "forks helpers, is killed"
 _SAVES = 3

@@ -13,10 +13,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.agent.trainer import agents_under, is_alive
 from tests.crash import trouble
 from tests.crash.start import Life, start
-from tests.forked.nursery import nursery
+from tests.support.forked.nursery import nursery
+from tests.support.trainer import agents_under, is_alive
 
 T = TypeVar("T")
 RANKS = 2

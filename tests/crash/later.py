@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tests.forked.nursery import nursery, settle_in
+from tests.support.forked.nursery import nursery, settle_in
 
 #: Longest wait for an answer; a cell that needs it has failed.
 _PATIENCE_S = 60.0

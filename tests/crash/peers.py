@@ -26,13 +26,13 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.failpoints import VARIABLE
 from megatron_flashckpt.load.offers import common_saves, lacking_ranks, newest_saves
 from megatron_flashckpt.memory.slot import SlotState
-from tests.agent.cluster import Cluster, cluster
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import PATIENCE_S, content, is_alive, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.story import Found
 from tests.crash.truth import await_tidy, check_left, check_storage, committed
+from tests.support.cluster import Cluster, cluster
+from tests.support.trainer import PATIENCE_S, content, is_alive, new_save_id
 
 #: What is lost when node 0's agent stands at its point.
 OWN, NEXT, AGENT, ALL = "its node", "the next node", "the agent, then the next node", "all nodes"

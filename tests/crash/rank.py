@@ -33,7 +33,7 @@ from megatron_flashckpt.save.session import session
 from scripts import pretrain_gpt_tiny as tiny
 from tests.crash import trouble
 from tests.crash.start import Life
-from tests.megatron.jobs import TINY
+from tests.support.megatron_jobs import TINY
 
 #: Two ranks, each with a slab of several chunks. Every rank needs the other's slot after a restart.
 MODEL = (

@@ -27,14 +27,14 @@ from megatron_flashckpt.file_format.file_names import TRACKER
 from megatron_flashckpt.load.offers import common_saves
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import PATIENCE_S, FakeTrainer, is_alive, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS
 from tests.crash.truth import await_tidy, check_left, check_storage, committed
+from tests.support.trainer import PATIENCE_S, FakeTrainer, is_alive, new_save_id
 
 HAPPENS = "requeued, then back"
 RANKS = 2

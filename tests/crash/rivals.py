@@ -17,12 +17,12 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.file_format.file_names import CLAIM, MANIFEST, TRACKER, iteration_dir
 from megatron_flashckpt.memory.slot import SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_persist import stored
-from tests.agent.trainer import PATIENCE_S, FakeTrainer, content, new_save_id
+from tests.agent.test_shard_writer import stored
 from tests.crash import trouble
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.peers import agent_fault
 from tests.crash.truth import await_tidy, check_storage, committed
+from tests.support.trainer import PATIENCE_S, FakeTrainer, content, new_save_id
 
 HUNG = "hung, overtaken, woken"
 #: By point: at which counts it lies in the save of iteration 2. See `cells`.

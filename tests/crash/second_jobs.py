@@ -14,7 +14,6 @@ import dataclasses
 import re
 from pathlib import Path
 
-from tests.agent.trainer import is_alive
 from tests.crash import trouble
 from tests.crash.cells import LOADING, SAVING
 from tests.crash.family import FamilyCell
@@ -31,6 +30,7 @@ from tests.crash.story import (
     stored_in,
 )
 from tests.crash.truth import check_storage, in_memory
+from tests.support.trainer import is_alive
 
 _SAVES = 4
 _REFUSED = r"process \d+ of the same rank on this node has taken this one's place"

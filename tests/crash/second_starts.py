@@ -23,8 +23,7 @@ from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir
 from megatron_flashckpt.memory.slot import Slot, SlotState
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import PATIENCE_S, FakeTrainer, config_of, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.family import FamilyCell, bytes_of, life_of, lives_in
 from tests.crash.job import CellError, eventually, state_of, wake
@@ -32,6 +31,7 @@ from tests.crash.later import Later
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS, FAILING
 from tests.crash.truth import check_left, check_storage, check_tidy, committed
+from tests.support.trainer import PATIENCE_S, FakeTrainer, config_of, new_save_id
 
 HAPPENS = "started a second time"
 #: Where the agent has not committed, or not even begun to.

@@ -23,14 +23,14 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import MANIFEST, iteration_dir
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import FakeTrainer, content, is_alive, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.family import FamilyCell
 from tests.crash.job import CellError, eventually, state_of, wake
 from tests.crash.peers import agent_fault
 from tests.crash.rivals import COUNTS, FAILING
 from tests.crash.truth import await_tidy, check_left, check_storage, committed
+from tests.support.trainer import FakeTrainer, content, is_alive, new_save_id
 
 SOCKET_GONE, ALL_GONE = "socket removed", "all files removed"
 _BEFORE = {"agent.attached": (1,), "agent.granted": (2,), "agent.enqueued": (2,)}

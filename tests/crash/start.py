@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.crash.helpers import fork_at
-from tests.forked.nursery import settle_in
+from tests.support.forked.nursery import settle_in
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,14 +21,14 @@ from megatron_flashckpt.config import Retention
 from megatron_flashckpt.errors import AgentError
 from megatron_flashckpt.file_format.file_names import TRACKER
 from tests.agent.conftest import Node
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import FakeTrainer, content, is_alive
+from tests.agent.test_shard_writer import read_rank, stored
 from tests.crash import trouble
 from tests.crash.family import FamilyCell
 from tests.crash.job import CellError, eventually, state_of
 from tests.crash.peers import agent_fault
 from tests.crash.truth import await_tidy, check_storage, committed
 from tests.faulty_storage.preload import FaultyStorage, fail, late
+from tests.support.trainer import FakeTrainer, content, is_alive
 
 AGENT, BOTH = "agent killed", "both agents killed"
 KILLED = (AGENT, BOTH)

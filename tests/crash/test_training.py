@@ -9,7 +9,7 @@ import pytest
 
 from megatron_flashckpt.cli.commands import main
 from megatron_flashckpt.failpoints import VARIABLE
-from tests.megatron.jobs import await_no_agent, run_job, succeeded
+from tests.support.megatron_jobs import await_no_agent, run_job, succeeded
 
 MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
 

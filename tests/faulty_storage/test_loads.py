@@ -14,9 +14,9 @@ import pytest
 from megatron_flashckpt.agent.commit import outcome_of
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.persisting import persisted
-from tests.agent.trainer import eventually
 from tests.faulty_storage.preload import FaultyStorage, append_only, fail, no_fallocate
+from tests.support.persisting import persisted
+from tests.support.trainer import eventually
 
 #: Loads what the tracker names, whole, for each line of its input; says what came of it.
 LOAD = """

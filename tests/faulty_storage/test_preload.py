@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.trainer import eventually
 from tests.faulty_storage.preload import (
     FaultyStorage,
     append_only,
@@ -21,6 +20,7 @@ from tests.faulty_storage.preload import (
     sometimes,
     sometimes_late,
 )
+from tests.support.trainer import eventually
 
 #: Each does with files what the package does, and says how it went; run in one process.
 PRELUDE = """

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.agent.trainer import agents_under, eventually, is_alive
+from tests.support.trainer import agents_under, eventually, is_alive
 
 
 @contextlib.contextmanager

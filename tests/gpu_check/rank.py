@@ -26,7 +26,7 @@ from megatron_flashckpt.megatron_lm.cutting import LocalPiece
 from megatron_flashckpt.megatron_lm.torch_dtypes import dtype_name
 from megatron_flashckpt.save.checkpointer import Checkpointer, SaveRequest
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.agent.trainer import agents_under, config_of, eventually, is_alive
+from tests.support.trainer import agents_under, config_of, eventually, is_alive
 
 
 class Node:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.agent.trainer import eventually, is_alive
 from tests.gpu_check.discovery import PACKAGE, sections
+from tests.support.trainer import eventually, is_alive
 
 ROOT = Path(__file__).parents[2]
 

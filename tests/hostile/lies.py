@@ -19,7 +19,7 @@ import xxhash
 
 from megatron_flashckpt.file_format.file_names import TRACKER, failure_name, record_name, shard_name
 from megatron_flashckpt.file_format.manifest import seal
-from tests.restore.made import Made
+from tests.support.checkpoints import Made
 
 OTHER_SAVE = "ba9876543210"
 

@@ -44,7 +44,7 @@ from megatron_flashckpt.storage.posix import PosixStorage
 from tests.convert.made import ITERATION, contents, differing, save_as_ranks
 from tests.hostile import lies
 from tests.hostile.lies import FORGED, PLAIN, Scene, Tell
-from tests.restore.made import Made, expected, make, pieces_of_rank, read, snapshot, stage
+from tests.support.checkpoints import Made, expected, make, pieces_of_rank, read, snapshot, stage
 
 SEEDS = int(os.environ.get("FUZZ_SEEDS", "1000"))
 RANKS = [pieces_of_rank(rank) for rank in range(4)]

@@ -29,7 +29,7 @@ from megatron_flashckpt.errors import (
     for_command,
 )
 from megatron_flashckpt.storage.posix import PosixStorage
-from tests.restore.made import Made, make, read_all, snapshot
+from tests.support.checkpoints import Made, make, read_all, snapshot
 
 OTHER_SAVE = "ba9876543210"
 SHARD_0 = r"rank_00000-0123456789ab\.safetensors"

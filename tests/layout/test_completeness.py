@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_flashckpt.layout.completeness import incomplete
 from megatron_flashckpt.layout.piece import Piece
 from megatron_flashckpt.layout.template import Source
-from tests.layout.strategies import in_layout_order, layout_of, tilings
+from tests.support.strategies import in_layout_order, layout_of, tilings
 
 
 def source(rank: int, pieces: list[Piece]) -> Source:

@@ -21,7 +21,7 @@ from megatron_flashckpt.layout.copies import (
 )
 from megatron_flashckpt.layout.copy_sums import weighed
 from megatron_flashckpt.layout.piece import Piece, equal_shares
-from tests.layout.worlds import sources_of
+from tests.support.worlds import sources_of
 
 SHAPE = (5, 7)
 

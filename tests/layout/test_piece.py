@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron_flashckpt.errors import LayoutError
 from megatron_flashckpt.layout.dtypes import ITEMSIZE
 from megatron_flashckpt.layout.piece import Piece, equal_shares, spread_over_nodes
-from tests.layout.strategies import dtypes, pieces
+from tests.support.strategies import dtypes, pieces
 
 PIECE = Piece("w", "weight", "BF16", (8, 6), (2, 3), (4, 2), 1, 7)
 

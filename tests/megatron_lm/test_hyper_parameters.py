@@ -3,7 +3,7 @@
 The optimizers are torch's own (step per parameter), or a stand-in with the layout of Apex and
 TransformerEngine (step per group, none for an empty group), with plain data in Megatron's param
 groups. Megatron's wrappers around them are real classes, made without their constructors, which
-want a GPU. tests/megatron has whole jobs.
+want a GPU. tests/integration has whole jobs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Groups that share Megatron's marks keep their settings through merges and other layouts.
 
-Plain data in the form of core 0.17's param groups; tests/megatron/test_reshard.py has whole jobs.
+Plain data in the form of core 0.17's param groups; tests/integration/test_reshard.py has whole
+jobs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FP8 and FP4 weights are refused if no load could make them of masters.
 
-`tests/megatron/test_quantized_weights.py` saves and loads those that are not.
+`tests/integration/test_quantized_weights.py` saves and loads those that are not.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron_flashckpt.memory import cuda
-from tests.agent.trainer import PATIENCE_S
 from tests.simulated_gpu import Node, simulated_gpus
+from tests.support.trainer import PATIENCE_S
 
 T = TypeVar("T")
 

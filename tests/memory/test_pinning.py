@@ -14,10 +14,10 @@ import torch
 from megatron_flashckpt.memory import pinning
 from megatron_flashckpt.memory.pinning import PinnedSlab
 from megatron_flashckpt.memory.slab import Slab
-from tests.agent.trainer import PATIENCE_S, eventually
-from tests.memory.mapped import times_mapped
 from tests.simulated_gpu import Node, simulated_gpus
 from tests.simulated_gpu.runtime import NOT_REGISTERED
+from tests.support.mapped import times_mapped
+from tests.support.trainer import PATIENCE_S, eventually
 
 CHUNK = 64 * 1024
 THREAD = "flashckpt-pin"

@@ -24,7 +24,7 @@ from megatron_flashckpt.memory import slab as slab_module
 from megatron_flashckpt.memory.mapping import HUGE_NBYTES, map_shared
 from megatron_flashckpt.memory.slab import Slab
 from megatron_flashckpt.memory.slot import PAGE, SlabGeometry, SlotHeader, SlotState
-from tests.memory.mapped import times_mapped
+from tests.support.mapped import times_mapped
 
 
 def open_fds() -> set[str]:

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from tests.agent.trainer import PATIENCE_S, eventually
 from tests.simulated_gpu import DeviceTensor, Node, simulated_gpus
 from tests.simulated_gpu.node import POOL_SIZE, UNKNOWN
 from tests.simulated_gpu.runtime import (
@@ -25,6 +24,7 @@ from tests.simulated_gpu.runtime import (
     OUT_OF_MEMORY,
     SUCCESS,
 )
+from tests.support.trainer import PATIENCE_S, eventually
 
 T = TypeVar("T")
 

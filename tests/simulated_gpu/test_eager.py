@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.agent.trainer import PATIENCE_S, eventually
 from tests.simulated_gpu import Node, simulated_gpus
 from tests.simulated_gpu.eager import EagerNode, RankNode, on_device
 from tests.simulated_gpu.test_conformance import begin, elsewhere, locked
+from tests.support.trainer import PATIENCE_S, eventually
 
 REPO = Path(__file__).resolve().parents[2]
 

@@ -1,7 +1,7 @@
 """The sbatch script on real Slurm, with real Megatron on CPU ranks: two nodes, a rank on each.
 
 Slurm is not among what `scripts/install` installs. `scripts/test_slurm` installs Debian's and runs
-these tests; without Slurm they are skipped, and `tests/megatron/test_launch_scripts.py` runs the
+these tests; without Slurm they are skipped, and `tests/integration/test_launch_scripts.py` runs the
 script with a double.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.jobs import CPU_MEGATRON, REPO
-from tests.megatron.test_launch_scripts import ON_CPU, SCRIPTS, SIZES
+from tests.integration.test_launch_scripts import ON_CPU, SCRIPTS, SIZES
 from tests.slurm.cluster import Cluster, running, why_no_cgroups, why_not
+from tests.support.megatron_jobs import CPU_MEGATRON, REPO
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no Slurm: {why_not()}")
 

@@ -17,10 +17,10 @@ import pytest
 from megatron_flashckpt.agent.peers.topology import Topology
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.save.agent_link import NodeLink
-from tests.agent.cluster import Cluster, cluster
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
 from tests.agent.test_resources import MIB, at_rest, open_files, rss_nbytes, thread_count
-from tests.agent.trainer import FakeTrainer, eventually, is_alive, suspend
+from tests.support.cluster import Cluster, cluster
+from tests.support.trainer import FakeTrainer, eventually, is_alive, suspend
 
 
 def save_all(made: Cluster, iteration: int) -> str:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.agent.cluster import cluster
 from tests.agent.peers.test_recovery import assert_recovered, recover_lost
-from tests.agent.trainer import eventually
+from tests.support.cluster import cluster
+from tests.support.trainer import eventually
 
 _CLONE_NEWNET = 0x40000000
 HOSTS = ["10.231.77.1", "10.231.77.2"]

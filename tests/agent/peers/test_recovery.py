@@ -13,9 +13,9 @@ import pytest
 
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.memory.slot import SlotState
-from tests.agent.cluster import Cluster, cluster
-from tests.agent.test_persist import read_rank, stored
-from tests.agent.trainer import content, eventually, held_back, new_save_id
+from tests.agent.test_shard_writer import read_rank, stored
+from tests.support.cluster import Cluster, cluster
+from tests.support.trainer import content, eventually, held_back, new_save_id
 
 SCHEMES = [
     ("copy", 2, (2, 2), 1),

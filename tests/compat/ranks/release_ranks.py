@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 
-from tests.forked.job import free_port, run_script
+from tests.support.forked.job import free_port, run_script
 
 #: How long ranks have after SIGTERM.
 TERM_S = 10.0

@@ -18,10 +18,10 @@ from megatron_flashckpt.config import AgentConfig
 from megatron_flashckpt.file_format.commit_record import Coordinates
 from megatron_flashckpt.megatron_lm import parallel
 from megatron_flashckpt.memory.slot import SlotState
-from tests.agent.trainer import eventually
 from tests.gpu_check import machine
 from tests.gpu_check.rank import Node, Rank, request
 from tests.gpu_check.report import Report
+from tests.support.trainer import eventually
 
 LETTER = "-"
 TITLE = "a rank that is ended in the middle of a save"

@@ -1,0 +1,215 @@
+"""What a node holds for others: combined, bounded, and whole or not at all."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+
+from megatron_flashckpt.agent.peers import holder
+from megatron_flashckpt.agent.peers.holder import HoldError, Holdings
+from megatron_flashckpt.agent.peers.messages import Held, Label
+from megatron_flashckpt.agent.peers.topology import Lane, Part
+from megatron_flashckpt.memory.slot import SlabGeometry
+from tests.support.trainer import eventually
+
+
+def label(rank: int, iteration: int, nbytes: int) -> Label:
+    return Label(
+        rank=rank,
+        iteration=iteration,
+        save_id=f"save{iteration}",
+        geometry=SlabGeometry(2, 4096, 4096),
+        meta_nbytes=0,
+        data_nbytes=nbytes,
+        meta_digest="",
+        digests=(),
+        memory_only=False,
+    )
+
+
+def give(
+    held: Holdings, lane: Lane, rank: int, iteration: int, data: bytes, upto: int | None = None
+) -> bool:
+    """Contribute the bytes that a rank's checkpoint consists of, in steps of 1,000."""
+    said = label(rank, iteration, len(data))
+    if not held.begin(Part(lane, 0, 1), said):
+        return False
+    for start in range(0, len(data) if upto is None else upto, 1000):
+        chunk = memoryview(data)[start : start + 1000]
+        held.add(lane, rank, said.save_id, start, chunk)
+    if upto is None:
+        held.end(lane, rank, said.save_id)
+    return True
+
+
+def iterations(held: Holdings, rank: int) -> list[int]:
+    return sorted(each.label.iteration for each in held.held_of(rank))
+
+
+def test_a_copy_is_what_was_given() -> None:
+    held, data = Holdings(), os.urandom(4567)
+    assert give(held, (3,), 3, 10, data)
+    (found,) = held.held_of(3)
+    assert found == Held(Part((3,), 0, 1), label(3, 10, 4567), ())
+    assert held.read((3,), "save10", 100, 2000) == data[100:2100]
+    assert held.held_of(4) == []
+
+
+def test_parity_gives_back_each_contribution_from_the_others() -> None:
+    held, lane = Holdings(), (0, 1, 2)
+    data = [os.urandom(nbytes) for nbytes in (5000, 1234, 7777)]
+    for rank in (2, 0, 1):
+        assert held.held_of(2) == [], "nothing before all have contributed"
+        give(held, lane, rank, 10, data[rank])
+    assert held.held_of(1)[0].others == ((0, 0, 5000), (2, 0, 7777))
+    for lost in lane:
+        total = bytearray(held.read(lane, "save10", 0, 8000))
+        for rank in lane:
+            if rank != lost:
+                holder.combine(total, 0, data[rank])
+        assert total == data[lost].ljust(8000, b"\0")
+
+
+def test_parity_takes_the_memory_of_the_largest_contribution() -> None:
+    held, lane = Holdings(), (0, 1, 2)
+    for iteration in range(5):
+        for rank in lane:
+            give(held, lane, rank, iteration, os.urandom(1000 * (rank + 1)))
+    (records,) = held._lanes.values()
+    assert [len(record.memory or b"") for record in records] == [3000, 3000]
+
+
+def test_a_complete_save_goes_only_for_one_that_all_slots_are_full_of() -> None:
+    """Two slots at the sender, two places here; the memory of the oldest is used again."""
+    held = Holdings()
+    data = {iteration: os.urandom(3000) for iteration in (10, 20, 30)}
+    give(held, (0,), 0, 10, data[10])
+    give(held, (0,), 0, 20, data[20], upto=2000)
+    assert iterations(held, 0) == [10]
+    give(held, (0,), 0, 30, data[30])
+    assert iterations(held, 0) == [10, 30], "what was begun and left made room, not the whole one"
+    give(held, (0,), 0, 40, data[20])
+    assert iterations(held, 0) == [30, 40]
+    assert held.read((0,), "save40", 0, 3000) == data[20]
+
+
+def test_memory_that_held_parity_before_starts_from_zero() -> None:
+    held, lane = Holdings(), (0, 1)
+    for iteration in (10, 20, 30):
+        data = [os.urandom(2000), os.urandom(2000)]
+        for rank in lane:
+            give(held, lane, rank, iteration, data[rank])
+        total = bytearray(held.read(lane, f"save{iteration}", 0, 2000))
+        holder.combine(total, 0, data[0])
+        assert total == data[1]
+
+
+def test_a_save_older_than_all_that_is_here_is_declined() -> None:
+    held = Holdings()
+    for iteration in (20, 30):
+        give(held, (0,), 0, iteration, b"new")
+    with pytest.raises(HoldError, match="newer saves than that of iteration 10"):
+        give(held, (0,), 0, 10, b"old")
+    assert iterations(held, 0) == [20, 30]
+
+
+def test_what_is_here_is_not_taken_twice() -> None:
+    held = Holdings()
+    assert give(held, (0,), 0, 10, b"data")
+    assert not give(held, (0,), 0, 10, b"data")
+    assert held.read((0,), "save10", 0, 4) == b"data"
+
+
+def test_a_contribution_that_was_cut_off_makes_the_parity_worthless_not_wrong() -> None:
+    given_up: list[tuple[int, set[int]]] = []
+    held, lane = Holdings(lambda *what: given_up.append(what)), (0, 1)
+    give(held, lane, 1, 10, b"b" * 3000)
+    give(held, lane, 0, 10, b"a" * 3000, upto=1000)
+    assert given_up == []
+    give(held, lane, 0, 10, b"a" * 3000)
+    assert given_up == [(10, {1})], "whoever gave its part must give it again"
+    assert iterations(held, 0) == []
+    give(held, lane, 1, 10, b"b" * 3000)
+    assert iterations(held, 0) == [10]
+    assert held.read(lane, "save10", 0, 1) == bytes([ord("a") ^ ord("b")])
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (lambda h: h.add((0,), 0, "save10", 500, memoryview(b"x")), "do not follow"),
+        (lambda h: h.add((0,), 0, "save10", 0, memoryview(b"x" * 1001)), "do not follow"),
+        (lambda h: h.add((0,), 1, "save10", 0, memoryview(b"x")), "took its place"),
+        (lambda h: h.add((1,), 0, "save10", 0, memoryview(b"x")), "took its place"),
+        (lambda h: h.end((0,), 0, "save10"), "not all of it"),
+        (lambda h: h.end((0,), 0, "save99"), "not all of it"),
+        (lambda h: h.read((0,), "save10", 0, 1), "took its place"),
+    ],
+)
+def test_what_does_not_fit_is_declined(act: Callable[[Holdings], object], reason: str) -> None:
+    held = Holdings()
+    held.begin(Part((0,), 0, 1), label(0, 10, 1000))
+    with pytest.raises(HoldError, match=reason):
+        act(held)
+
+
+def test_a_node_without_the_memory_declines_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Holdings()
+    give(held, (0,), 0, 10, b"data")
+    monkeypatch.setattr(holder, "available_nbytes", lambda: 2**20)
+    with pytest.raises(HoldError, match=r"\d\.0 MiB of memory left and needs 3\.0 GiB"):
+        held.begin(Part((0,), 0, 1), label(0, 20, 3 * 2**30))
+    assert iterations(held, 0) == [10]
+
+
+def test_adopting_drops_a_past_that_did_not_happen_and_lanes_of_other_nodes() -> None:
+    held = Holdings()
+    for rank, iteration in ((0, 10), (0, 20), (1, 20), (2, 10)):
+        give(held, (rank,), rank, iteration, b"data")
+    held.adopt("save10", 10, [(0,), (1,)])
+    assert [iterations(held, rank) for rank in range(3)] == [[10], [], []]
+    held.adopt(None, 0, [(0,), (1,)])
+    assert iterations(held, 0) == []
+
+
+class NotedMemory(mmap.mmap):
+    """Notes which threads free memory: the kernel needs 0.1 s for a GB."""
+
+    freed_by: ClassVar[list[threading.Thread]] = []
+
+    def close(self) -> None:
+        self.freed_by.append(threading.current_thread())
+        super().close()
+
+    def __del__(self) -> None:
+        if not self.closed:
+            self.freed_by.append(threading.current_thread())
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda held: held.adopt(None, 0, [(0,)]),
+        lambda held: held.adopt("save10", 10, []),
+        lambda held: [held.begin(Part((0,), 0, 1), label(0, n, 4)) for n in (20, 30)],
+        lambda held: [give(held, (0,), 0, n, b"x" * n) for n in (20, 30)],
+    ],
+    ids=["of another past", "of another lane", "left unfinished", "too small"],
+)
+def test_dropped_memory_is_freed_by_a_thread_of_its_own(
+    drop: Callable[[Holdings], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainers wait for whoever adopts, and other nodes for whoever begins."""
+    monkeypatch.setattr(holder.mmap, "mmap", NotedMemory)
+    NotedMemory.freed_by.clear()
+    held = Holdings()
+    give(held, (0,), 0, 10, b"data")
+    drop(held)
+    eventually("the memory is freed", lambda: NotedMemory.freed_by)
+    assert len(NotedMemory.freed_by) == 1
+    assert NotedMemory.freed_by[0] is not threading.current_thread()

@@ -1,0 +1,235 @@
+"""What a killed agent left is removed by its successor; nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import cleanup
+from megatron_flashckpt.agent.cleanup import Sweeper
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.storage.base import temporary_name
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.agent.test_failures import assert_intact
+from tests.support.trainer import PATIENCE_S, eventually, is_alive, new_save_id, remove_tree
+
+
+def listing(root: Path) -> set[str]:
+    """Return all paths below `root`, from which the agent may be removing others meanwhile."""
+    return {
+        os.path.relpath(os.path.join(where, name), root)
+        for where, directories, files in os.walk(root)
+        for name in (*directories, *files)
+    }
+
+
+def plant(root: Path, iteration: int, *files: str) -> list[Path]:
+    """Put files into the directory of an iteration; return all paths."""
+    directory = root / file_names.iteration_dir(iteration)
+    directory.mkdir(parents=True, exist_ok=True)
+    planted = [directory / name for name in files]
+    for path in planted:
+        path.write_text("half a save")
+    return planted
+
+
+def half_a_save(save_id: str) -> tuple[str, ...]:
+    return (
+        file_names.shard_name(0, save_id),
+        file_names.shard_name(7, save_id),
+        file_names.record_name(0, save_id),
+        file_names.record_name(8, save_id, 8),
+        file_names.failure_name(7, save_id),
+        file_names.common_name(save_id),
+        temporary_name(file_names.common_name(save_id)),
+        temporary_name(file_names.record_name(1, save_id)),
+        temporary_name(file_names.record_name(16, save_id, 8)),
+        temporary_name(file_names.MANIFEST),
+    )
+
+
+def test_a_commit_removes_what_older_saves_left_and_nothing_newer(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(10).error is None
+    checkpoint = listing(root)
+    plant(root, 5, *half_a_save("aaaaaaaaaaaa"))
+    plant(root, 10, *half_a_save("bbbbbbbbbbbb"))
+    newer = plant(root, 99, *half_a_save("cccccccccccc"))
+    (root / temporary_name(file_names.TRACKER)).touch()
+    (root / temporary_name(file_names.HISTORY)).touch()
+    trainer.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not is_alive(trainer.client.agent_pid))
+    again = node.trainer(root)
+    assert again.save(20).error is None
+    assert (root / file_names.iteration_dir(5)).exists(), (
+        "other nodes may want to know why it failed"
+    )
+    assert again.save(30).error is None
+    again.hang_up(leave=True)
+    eventually("the end of the agent", lambda: not is_alive(again.client.agent_pid))
+    left = listing(root) - checkpoint - {str(path.relative_to(root)) for path in newer}
+    assert {name for name in left if not name.startswith(("iter_0000020", "iter_0000030"))} == {
+        file_names.iteration_dir(99)
+    }
+    assert not [name for name in left if name.endswith((".commit", ".tmp"))]
+    assert_intact(root, 30, [again])
+
+
+def test_when_a_job_goes_on_whatever_nobody_has_under_way_is_removed(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(10).error is None
+    plant(root, 99, *half_a_save("cccccccccccc"))
+    trainer.client.adopt(None, 10)
+    eventually("the end of half a save", lambda: not (root / file_names.iteration_dir(99)).exists())
+    assert_intact(root, 10, [trainer])
+
+
+def test_another_rank_than_the_first_removes_nothing(node: Node, root: Path) -> None:
+    ranks = [node.trainer(root, rank, 2) for rank in range(2)]
+    (planted,) = plant(root, 99, file_names.shard_name(0, "cccccccccccc"))
+    ranks[1].client.adopt(None, 0)
+    save_id = new_save_id()
+    for rank in ranks:
+        rank.stage(10, save_id)
+    assert [rank.outcome().error for rank in ranks] == [None, None]
+    assert planted.exists()
+
+
+def test_a_directory_that_holds_nothing_of_ours_stays_even_if_it_is_empty(root: Path) -> None:
+    (root / file_names.iteration_dir(3)).mkdir(parents=True)
+    plant(root, 4, "notes.txt")
+    before = listing(root)
+    sweeper = Sweeper(PosixStorage(root))
+    sweeper.look_soon(lambda iteration: False)
+    sweeper.sweep()
+    assert listing(root) == before
+
+
+def test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    assert [trainer.save(iteration).error for iteration in (10, 20)] == [None, None]
+    manifest = root / file_names.iteration_dir(20) / file_names.MANIFEST
+    eventually("tidiness", lambda: not list(manifest.parent.glob("*.commit")))
+    manifest.rename(manifest.with_suffix(".off"))
+    before = listing(root / file_names.iteration_dir(20))
+    plant(root, 20, *half_a_save("cccccccccccc"))
+    trainer.client.adopt(None, 10)
+    log = node.directory(root) / "agent.log"
+    eventually("the warning", lambda: "iter_0000020: the manifest of save" in log.read_text())
+    for iteration in (30, 40):
+        assert trainer.save(iteration).error is None
+    eventually("the end of half a save", lambda: listing(manifest.parent) == before)
+
+
+def test_what_is_not_ours_stays_and_links_are_not_followed(root: Path, tmp_path: Path) -> None:
+    foreign = plant(root, 3, "mp_rank_00", "notes.txt", "manifest.json.bak", ".x.0123abcd.tmp")
+    elsewhere = tmp_path / "elsewhere"
+    plant(elsewhere, 4, file_names.shard_name(0, "aaaaaaaaaaaa"))
+    (root / file_names.iteration_dir(4)).symlink_to(elsewhere / file_names.iteration_dir(4))
+    (root / "iter_0000005").write_text("a file")
+    (root / "logs").mkdir()
+    before = listing(root)
+    sweeper = Sweeper(PosixStorage(root))
+    (mine,) = plant(root, 3, file_names.shard_name(0, "aaaaaaaaaaaa"))
+    sweeper.look_soon(lambda iteration: False)
+    sweeper.sweep()
+    assert not mine.exists()
+    assert listing(root) == before
+    assert all(path.exists() for path in foreign)
+    assert listing(elsewhere) == {
+        "iter_0000004",
+        "iter_0000004/rank_00000-aaaaaaaaaaaa.safetensors",
+    }
+
+
+def test_a_directory_that_is_made_again_is_looked_into_again(node: Node, root: Path) -> None:
+    """By an agent that hung, while a later run had its ranks and removed that iteration."""
+    assert node.trainer(root).save(10).error is None
+    sweeper = Sweeper(PosixStorage(root))
+    for committed in (10, 20):
+        sweeper.look(lambda _: False, committed)
+    remove_tree(root / file_names.iteration_dir(10))
+    sweeper.look(lambda _: False, 30)
+    plant(root, 10, *half_a_save("aaaaaaaaaaaa"))
+    sweeper.look(lambda _: False, 40)
+    sweeper.sweep()
+    assert not (root / file_names.iteration_dir(10)).exists()
+
+
+def test_what_a_slow_look_has_found_is_removed_after_a_later_commit(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleanup, "_LOOK_S", 0.01)
+    assert node.trainer(root).save(5).error is None
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    (orphan,) = plant(root, 5, file_names.shard_name(7, "aaaaaaaaaaaa"))
+    storage, looked = PosixStorage(root), threading.Event()
+
+    class Slow(PosixStorage):
+        def list(self, directory: str) -> list[str]:
+            looked.wait(PATIENCE_S)
+            return super().list(directory)
+
+    sweeper = Sweeper(Slow(root))
+    sweeper.look_soon(lambda _: False)
+    (late,) = (it for it in threading.enumerate() if it.name == "look")
+    looked.set()
+    late.join(PATIENCE_S)
+    sweeper.sweep()
+    assert orphan.exists(), "it may be of a save that has begun meanwhile"
+    for committed in (10, 20):
+        sweeper.look(lambda _: False, committed)
+        sweeper.sweep()
+    assert not orphan.exists()
+    assert storage.present(file_names.iteration_dir(5), [file_names.MANIFEST])
+
+
+def test_a_save_that_is_under_way_is_not_touched(root: Path) -> None:
+    (planted,) = plant(root, 7, file_names.shard_name(0, "aaaaaaaaaaaa"))
+    sweeper = Sweeper(PosixStorage(root))
+    sweeper.look_soon(lambda iteration: iteration == 7)
+    for committed in (6, 7):  # 7 will be the one before
+        sweeper.look(lambda iteration: False, committed)
+    sweeper.sweep()
+    assert planted.exists()
+    sweeper.look(lambda iteration: False, 8)
+    manifest = planted.with_name(file_names.MANIFEST)
+    manifest.touch()  # committed in the last moment
+    sweeper.sweep()
+    assert planted.exists()
+    manifest.unlink()
+    sweeper.look(lambda iteration: False, 9)
+    sweeper.sweep()
+    assert not planted.parent.exists()
+
+
+@pytest.mark.parametrize("killed", ["persist.chunk:1", "put.written:1", "put.written:3"])
+def test_a_killed_agents_files_are_gone_once_its_successor_has_committed(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, killed: str
+) -> None:
+    once = tmp_path / "reached"
+    monkeypatch.setenv("FLASHCKPT_FAULT", f"agent:{killed}:KILL:{once}")
+    first = node.trainer(root)
+    agent = first.client.agent_pid
+    with contextlib.suppress(AgentError):  # it may not live to answer
+        first.stage(10, new_save_id())
+    eventually("the death of the agent", lambda: not is_alive(agent))
+    first.hang_up()
+    assert len(listing(root)) > 1
+    trainer = node.trainer(root)
+    assert [trainer.save(iteration).error for iteration in (20, 30)] == [None, None]
+    expected = {"iter_0000020", "iter_0000030", file_names.TRACKER, file_names.HISTORY}
+    eventually("tidiness", lambda: {name.split("/")[0] for name in listing(root)} == expected)
+    os.kill(trainer.client.agent_pid, signal.SIGKILL)
+    assert_intact(root, 30, [trainer])

@@ -1,0 +1,190 @@
+"""Staged slots become committed checkpoints that hold the bytes exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES, chunk_digest
+from megatron_flashckpt.layout.read_plan import read_plan
+from megatron_flashckpt.load.chunk_reader import read_all
+from megatron_flashckpt.load.targets import Targets
+from megatron_flashckpt.memory.slot import SlotState
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.conftest import Node
+from tests.support.trainer import FakeTrainer, content, eventually, new_save_id
+
+_TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
+
+
+def stored(root: Path, iteration: int) -> StoredCheckpoint:
+    storage = PosixStorage(root)
+    return StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+
+
+def read_rank(checkpoint: StoredCheckpoint, trainer: FakeTrainer) -> bytes:
+    """Return a rank's bytes in layout order, read and verified."""
+    plan = read_plan(trainer.pieces, checkpoint.sources(), checkpoint.place)
+    tensors = [torch.empty(p.numel, dtype=_TORCH[p.dtype]) for p in trainer.pieces]
+    read_all(checkpoint, plan, trainer.pieces, Targets(trainer.pieces, tensors), threads=2)
+    return b"".join(t.view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_a_committed_checkpoint_is_its_shards_manifest_and_common_and_the_tracker_names_it(
+    node: Node, root: Path, world_size: int
+) -> None:
+    trainers = [node.trainer(root, rank, world_size) for rank in range(world_size)]
+    save_id = new_save_id()
+    for trainer in trainers:
+        trainer.stage(7, save_id)
+    for trainer in trainers:
+        outcome = trainer.outcome()
+        assert (outcome.iteration, outcome.save_id, outcome.error) == (7, save_id, None)
+        assert outcome.seconds > 0
+        assert trainer.client.poll().pending == 0
+    eventually("tidiness", lambda: not list(root.rglob("*.commit")))
+    shards = {file_names.shard_name(rank, save_id) for rank in range(world_size)}
+    assert {p.name for p in (root / "iter_0000007").iterdir()} == shards | {
+        "manifest.json",
+        f"common-{save_id}.msgpack",
+    }
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert {p.name for p in root.iterdir()} == {
+        "iter_0000007",
+        "latest_checkpointed_iteration.txt",
+        file_names.HISTORY,
+    }
+    common = root / f"iter_0000007/common-{save_id}.msgpack"
+    assert common.read_bytes() == f"common of 7 by {save_id}".encode()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_shard_opens_with_safetensors_and_holds_the_bytes(
+    node: Node, root: Path, world_size: int
+) -> None:
+    trainers = [node.trainer(root, rank, world_size) for rank in range(world_size)]
+    save_id = new_save_id()
+    staged = [trainer.stage(3, save_id) for trainer in trainers]
+    assert [trainer.outcome().error for trainer in trainers] == [None] * world_size
+    for trainer, data in zip(trainers, staged, strict=True):
+        path = root / "iter_0000003" / file_names.shard_name(trainer.rank, save_id)
+        with safe_open(path, framework="pt") as shard:
+            found = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+        position = 0
+        assert len(found) == len(trainer.pieces)
+        for piece in trainer.pieces:
+            tensor = found[f"{piece.kind}/{piece.key}#0"]
+            assert tensor.dtype == _TORCH[piece.dtype]
+            raw = tensor.view(torch.uint8).numpy().tobytes()
+            assert raw == data[position : position + piece.nbytes]
+            position += piece.nbytes
+        assert position == len(data)
+
+
+def test_the_reader_verifies_and_returns_what_each_rank_staged(node: Node, root: Path) -> None:
+    trainers = [node.trainer(root, rank, 3) for rank in range(3)]
+    save_id = new_save_id()
+    staged = [trainer.stage(12, save_id) for trainer in trainers]
+    assert [trainer.outcome().error for trainer in trainers] == [None] * 3
+    checkpoint = stored(root, 12)
+    assert checkpoint.common() == b"common of 12 by %s" % save_id.encode()
+    assert [s.coordinates.dp for s in checkpoint.manifest.shards] == [0, 1, 2]
+    assert len(checkpoint.manifest.templates) == 1, "like ranks share one template"
+    for trainer, data in zip(trainers, staged, strict=True):
+        assert checkpoint.shard(trainer.rank).metadata.save_id == save_id
+        assert read_rank(checkpoint, trainer) == data
+
+
+def test_a_slot_of_several_chunks_gets_one_digest_per_chunk(node: Node, root: Path) -> None:
+    trainer = node.trainer(root, numel=2 * CHUNK_NBYTES // 6 + 5)
+    assert 2 * CHUNK_NBYTES < trainer.layout.nbytes < 3 * CHUNK_NBYTES
+    data = trainer.stage(1, new_save_id())
+    assert trainer.outcome().error is None
+    expected = tuple(
+        chunk_digest(data[start : start + CHUNK_NBYTES])
+        for start in range(0, len(data), CHUNK_NBYTES)
+    )
+    assert len(expected) == 3
+    assert stored(root, 1).shard(0).digests == expected
+    assert read_rank(stored(root, 1), trainer) == data
+    (offer,) = trainer.take()
+    assert offer.digests == expected, "the agent offers them for a restart from memory"
+    assert offer.durable
+
+
+def test_a_rank_without_pieces_takes_part(node: Node, root: Path) -> None:
+    trainers = [node.trainer(root, 0, 2), node.trainer(root, 1, 2, numel=0)]
+    save_id = new_save_id()
+    data = [trainer.stage(5, save_id) for trainer in trainers]
+    assert [trainer.outcome().error for trainer in trainers] == [None, None]
+    assert data[1] == b""
+    checkpoint = stored(root, 5)
+    assert checkpoint.shard(1).template.items == ()
+    assert read_rank(checkpoint, trainers[0]) == data[0]
+
+
+def test_successive_saves_each_hold_their_own_bytes(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    for iteration in (1, 2, 3, 4, 5):
+        assert trainer.save(iteration).error is None
+        assert (root / file_names.TRACKER).read_text() == str(iteration)
+    for iteration in (1, 2, 3, 4, 5):
+        expected = content(0, iteration, trainer.layout.nbytes)
+        assert read_rank(stored(root, iteration), trainer) == expected
+
+
+def test_the_slot_header_says_durable_once_committed(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    slot = trainer.begin(9, new_save_id())
+    assert slot is not None
+    trainer.fill(slot, content(0, 9, trainer.layout.nbytes))
+    slot.set_state(SlotState.STAGED)
+    trainer.client.staged(slot.index)
+    assert trainer.outcome().error is None
+    assert slot.header.state == SlotState.DURABLE
+    assert slot.header.iteration == 9
+
+
+def test_ranks_in_processes_of_their_own_share_one_agent_and_one_checkpoint(
+    node: Node, root: Path
+) -> None:
+    save_id = new_save_id()
+    ranks = [
+        node.process(
+            root, rank=rank, world_size=3, iterations=[4], save_id=save_id, stop="committed"
+        )
+        for rank in range(3)
+    ]
+    agents = {rank.stopped() for rank in ranks}
+    assert agents == set(node.agents())
+    assert len(agents) == 1
+    checkpoint = stored(root, 4)
+    for rank in range(3):
+        with safe_open(
+            root / checkpoint.directory / file_names.shard_name(rank, save_id), "np"
+        ) as f:
+            master = f.get_tensor("master/decoder.weight#0")
+        expected = content(rank, 4, checkpoint.shard(rank).template.nbytes)
+        assert master.tobytes() == expected[: master.nbytes]
+        assert master.dtype == np.float32
+
+
+def test_agents_of_two_nodes_commit_one_checkpoint(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    first = [node.trainer(root, rank, 4) for rank in (0, 1)]
+    second = [other_node.trainer(root, rank, 4) for rank in (2, 3)]
+    assert first[0].client.agent_pid != second[0].client.agent_pid
+    save_id = new_save_id()
+    staged = [trainer.stage(20, save_id) for trainer in first + second]
+    assert [trainer.outcome().error for trainer in first + second] == [None] * 4
+    checkpoint = stored(root, 20)
+    for trainer, data in zip(first + second, staged, strict=True):
+        assert read_rank(checkpoint, trainer) == data

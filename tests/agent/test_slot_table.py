@@ -1,0 +1,275 @@
+"""Which slot is handed out, and which checkpoints in memory are offered or given up."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_flashckpt.agent.slot_table import RankSlots
+from megatron_flashckpt.errors import AgentError
+from megatron_flashckpt.file_format import file_names
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import COMPLETE, SlotHeader, SlotState
+from tests.agent.conftest import Node
+from tests.agent.test_resources import open_files
+from tests.support.trainer import PATIENCE_S, content, held_back, new_save_id, pieces_of
+
+
+def test_the_newest_complete_checkpoint_is_never_overwritten_while_the_other_slot_is_free(
+    node: Node, root: Path
+) -> None:
+    trainer = node.trainer(root)
+    for iteration in range(1, 8):
+        before = trainer.take()
+        slot = trainer.begin(iteration, new_save_id())
+        assert slot is not None
+        if before:
+            assert slot.index != before[0].slot
+        trainer.fill(slot, content(0, iteration, trainer.layout.nbytes))
+        slot.set_state(SlotState.STAGED)
+        trainer.client.staged(slot.index)
+        assert trainer.outcome().error is None
+        expected = [i for i in (iteration, iteration - 1) if i]
+        assert [offer.iteration for offer in trainer.take()] == expected
+
+
+def test_a_slot_whose_copy_was_given_up_is_taken_before_the_only_complete_one(
+    node: Node, root: Path
+) -> None:
+    """A copy that failed leaves a slot STAGING, though its trainer lives and saves again."""
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    torn = trainer.begin(2, new_save_id())
+    assert torn is not None
+    slot = trainer.begin(3, new_save_id())
+    assert slot is not None
+    assert slot.index == torn.index
+    assert [offer.iteration for offer in trainer.take()] == [1]
+
+
+def test_acquire_says_busy_until_a_slot_is_persisted(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    first, second = new_save_id(), new_save_id()
+    directory = root / file_names.iteration_dir(1)
+    with (
+        held_back(directory / file_names.shard_name(0, first)) as let_go_first,
+        held_back(directory / file_names.shard_name(0, second)) as let_go_second,
+    ):
+        trainer.stage(1, first)
+        trainer.stage(1, second)
+        assert trainer.client.acquire(2, new_save_id(), 0.0) == -1
+        started = time.monotonic()
+        assert trainer.client.acquire(2, new_save_id(), 0.3) == -1
+        assert time.monotonic() - started >= 0.3
+        let_go_first()
+        assert trainer.client.acquire(2, new_save_id(), 20.0) == 0
+        let_go_second()
+        assert trainer.outcome().error is None
+
+
+def test_a_waiting_acquire_returns_as_soon_as_a_slot_is_persisted(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    ids = [new_save_id(), new_save_id()]
+    directory = root / file_names.iteration_dir(1)
+    with (
+        held_back(directory / file_names.shard_name(0, ids[0])) as let_go,
+        held_back(directory / file_names.shard_name(0, ids[1])),
+    ):
+        for save_id in ids:
+            trainer.stage(1, save_id)
+        granted: list[int] = []
+        waiter = threading.Thread(
+            target=lambda: granted.append(trainer.client.acquire(2, new_save_id(), 60.0))
+        )
+        started = time.monotonic()
+        waiter.start()
+        let_go()
+        waiter.join(20.0)
+        assert granted == [0]
+        assert time.monotonic() - started < 20.0, "far less than it was willing to wait"
+
+
+def test_other_ranks_go_on_while_one_waits_for_a_slot(node: Node, root: Path) -> None:
+    first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
+    ids = [new_save_id(), new_save_id()]
+    directory = root / file_names.iteration_dir(1)
+    with (
+        held_back(directory / file_names.shard_name(0, ids[0])) as let_go,
+        held_back(directory / file_names.shard_name(0, ids[1])),
+    ):
+        for save_id in ids:
+            first.stage(1, save_id)
+        waiter = threading.Thread(target=lambda: first.client.acquire(2, new_save_id(), 60.0))
+        waiter.start()
+        second.client.publish_template("a", b"b")
+        assert second.client.fetch_template("a") == b"b"
+        assert second.begin(1, ids[1]) is not None
+        let_go()
+        waiter.join(20.0)
+        assert not waiter.is_alive()
+
+
+def test_acquire_before_a_slab_is_attached_is_refused(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    with pytest.raises(ConnectionError, match="before a slab was attached"):
+        trainer.client.acquire(1, new_save_id(), 0.0)
+    assert trainer.save(1).error is None, "the connection goes on"
+
+
+def test_adopt_empties_newer_slots_of_other_saves_and_no_others(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    ids = {iteration: new_save_id() for iteration in (10, 20)}
+    for iteration, save_id in ids.items():
+        assert trainer.save(iteration, save_id).error is None
+
+    def offered() -> list[int]:
+        return [offer.iteration for offer in trainer.take()]
+
+    trainer.client.adopt(ids[20], 20)
+    assert offered() == [20, 10]
+    trainer.client.adopt(ids[10], 10)
+    assert offered() == [10], "training goes on from 10: 20 did not happen"
+    trainer.client.adopt(None, 11)
+    assert offered() == [10], "older than what training goes on from"
+    trainer.client.adopt(None, 10)
+    assert offered() == [], "iteration 10 from storage is another save than the slot's"
+
+
+def test_a_larger_slab_replaces_the_former_one(node: Node, root: Path) -> None:
+    small = node.trainer(root)
+    assert small.save(1).error is None
+    assert small.slab is not None
+    small.slab.close()
+    small.slab = None
+    small.pieces = pieces_of(0, 1, "decoder.weight", 5000)
+    data = small.stage(2, new_save_id())
+    assert small.outcome().error is None
+    (offer,) = small.take()
+    assert offer.iteration == 2
+    assert small.bytes_in(offer.slot) == data
+
+
+STEPS = st.lists(
+    st.sampled_from(["stage", "abandon", "persisted", "failed", "reconnect"]), max_size=30
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(slots=st.integers(2, 4), steps=STEPS)
+def test_whatever_happens_a_slot_being_read_is_never_handed_out_and_the_newest_only_as_the_last(
+    slots: int, steps: list[str]
+) -> None:
+    slab = Slab.create(slots, 0, 4096, "0")
+    book = RankSlots(slab)
+    reading: list[int] = []
+    iteration = 0
+    try:
+        for step in steps:
+            if step in ("stage", "abandon"):
+                offers = book.offers()
+                index = book.acquire()
+                if index < 0:
+                    assert len(reading) == slots
+                    continue
+                assert index not in reading
+                free = set(range(slots)) - set(reading)
+                if offers and index == offers[0].slot:
+                    assert free == {index}, "the newest complete one, though another was free"
+                iteration += 1
+                state = SlotState.STAGED if step == "stage" else SlotState.STAGING
+                slab.slots[index].set_header(SlotHeader(state, iteration, f"{iteration:x}", 0, 0))
+                if step == "stage":
+                    book.infos[index].persisting = True
+                    reading.append(index)
+            elif step == "reconnect":
+                book.discard_torn()
+            elif reading:
+                index = reading.pop(0)
+                book.infos[index].persisting = False
+                state = SlotState.DURABLE if step == "persisted" else SlotState.FAILED
+                book.mark(slab.slots[index].header.save_id, state)
+            assert book.busy == bool(reading)
+            offered = [offer.iteration for offer in book.offers()]
+            assert offered == sorted(offered, reverse=True)
+            complete = [s.header.iteration for s in slab.slots if s.header.state in COMPLETE]
+            assert sorted(offered) == sorted(complete)
+    finally:
+        slab.close()
+
+
+def test_a_slot_that_is_being_digested_is_not_handed_out() -> None:
+    slab = Slab.create(2, 100, 100, "0")
+    try:
+        book = RankSlots(slab)
+        book.infos[book.acquire()].digesting = True
+        assert book.busy
+        assert not book.is_persisting, "an agent that leaves does not wait for it"
+        other = book.acquire()
+        assert other >= 0
+        assert not book.infos[other].digesting
+        book.infos[other].persisting = True
+        assert book.acquire() == -1
+    finally:
+        slab.close()
+
+
+@pytest.mark.parametrize("newest", [0, 1])
+def test_a_slab_that_outlived_its_agent_keeps_its_newest_checkpoint_longest(newest: int) -> None:
+    slab = Slab.create(2, 100, 100, "0")
+    try:
+        for slot in slab.slots:
+            iteration = 20 if slot.index == newest else 10
+            slot.set_header(SlotHeader(SlotState.STAGED, iteration, f"{iteration:x}", 0, 0))
+        slots = RankSlots(slab)
+        assert [offer.iteration for offer in slots.offers()] == [20, 10]
+        assert slots.acquire() == 1 - newest
+    finally:
+        slab.close()
+
+
+def test_saves_that_wait_for_their_commit_do_not_pile_up(
+    node: Node, other_node: Node, root: Path
+) -> None:
+    """Their slots are free when they are persisted: without a limit there is no end to them."""
+    here, there = node.trainer(root, 0, 2), other_node.trainer(root, 1, 2)
+    save_ids = [new_save_id() for _ in range(8)]
+    for iteration, save_id in enumerate(save_ids, 1):
+        here.stage(iteration, save_id)
+    assert here.begin(9, new_save_id(), 0.2) is None
+    there.stage(1, save_ids[0])
+    assert here.outcome().save_id == save_ids[0]
+    assert here.begin(9, new_save_id(), PATIENCE_S) is not None
+
+
+def memfds(pid: int) -> list[str]:
+    return [path for path in open_files(pid) if "memfd:flashckpt-" in path]
+
+
+def test_the_agent_lets_go_of_a_slab_without_a_checkpoint(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    trainer.begin(1, new_save_id())
+    agent = trainer.client.agent_pid
+    assert len(memfds(agent)) == 1
+    trainer.client.detach()
+    assert memfds(agent) == []
+    assert "memfd:flashckpt-" not in Path(f"/proc/{agent}/maps").read_text()
+    trainer.client.detach()  # nothing more to let go of
+    with pytest.raises(AgentError, match="a slot was asked for before a slab was attached"):
+        trainer.client.acquire(1, new_save_id(), 0.0)
+    assert trainer.slab is not None
+    trainer.slab.close()
+    trainer.slab = None
+    assert trainer.save(2).error is None
+
+
+def test_the_agent_keeps_a_slab_with_a_checkpoint(node: Node, root: Path) -> None:
+    trainer = node.trainer(root)
+    assert trainer.save(1).error is None
+    with pytest.raises(AgentError, match="of rank 0 holds iteration 1, so the agent keeps it"):
+        trainer.client.detach()
+    assert [offer.iteration for offer in trainer.take()] == [1]

@@ -1,0 +1,99 @@
+"""Of the ranks that need a template at the same moment one computes it, whatever becomes of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.agent import request_handler, template_store
+from megatron_flashckpt.agent.template_store import TemplateStore
+from megatron_flashckpt.memory.slot import SlotMeta, decoded_meta
+from tests.agent.conftest import Node
+from tests.agent.test_faulty_storage import agent_here
+from tests.support.trainer import PATIENCE_S, new_save_id
+
+COMPUTE = (None, False)
+WAIT = (None, True)
+
+
+@pytest.fixture
+def store() -> TemplateStore:
+    return TemplateStore(threading.Condition())
+
+
+def get(store: TemplateStore, rank: int, wait_s: float = 0.0) -> tuple[bytes | None, bool]:
+    with store._changed:
+        return store.get(rank, "a", wait_s)
+
+
+def test_the_first_rank_computes_and_the_others_wait(store: TemplateStore) -> None:
+    assert [get(store, rank) for rank in (0, 1, 2)] == [COMPUTE, WAIT, WAIT]
+    assert get(store, 0) == COMPUTE, "a rank does not wait for itself"
+    with store._changed:
+        store.put("a", b"template")
+    assert get(store, 1) == (b"template", False)
+
+
+def test_a_rank_that_waits_gets_the_template_when_it_is_there(store: TemplateStore) -> None:
+    assert get(store, 0) == COMPUTE
+    got: list[object] = []
+    waiting = threading.Thread(target=lambda: got.append(get(store, 1, 60.0)), daemon=True)
+    waiting.start()
+    with store._changed:
+        store.put("a", b"template")
+    waiting.join(60.0)
+    assert got == [(b"template", False)]
+
+
+def test_one_other_rank_computes_if_the_first_takes_too_long(
+    store: TemplateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_store, "_COMPUTING_S", 0.0)
+    assert get(store, 0) == COMPUTE
+    monkeypatch.setattr(template_store, "_COMPUTING_S", 60.0)
+    assert [get(store, rank) for rank in (1, 2)] == [COMPUTE, WAIT]
+
+
+def test_a_rank_that_hangs_up_leaves_its_template_to_another(node: Node, root: Path) -> None:
+    first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
+    assert first.client.fetch_template("a") is None
+    asked: list[bytes | None] = []
+    asking = threading.Thread(
+        target=lambda: asked.append(second.client.fetch_template("a")), daemon=True
+    )
+    asking.start()
+    first.hang_up()
+    asking.join(template_store._COMPUTING_S * 0.8)
+    assert asked == [None]
+
+
+def test_no_rank_waits_while_the_agent_decodes_what_another_has_staged(
+    node: Node, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoding, may_end = threading.Event(), threading.Event()
+
+    def slow(encoded: bytes, index: int) -> SlotMeta:
+        decoding.set()
+        assert may_end.wait(PATIENCE_S)
+        return decoded_meta(encoded, index)
+
+    # By both ways to the decoder.
+    monkeypatch.setattr(request_handler, "decoded_meta", slow)
+    monkeypatch.setattr("megatron_flashckpt.memory.slot.decoded_meta", slow)
+    with agent_here(node, root):
+        first, second = node.trainer(root, 0, 2), node.trainer(root, 1, 2)
+        staging = threading.Thread(target=first.stage, args=(1, new_save_id()), daemon=True)
+        staging.start()
+        assert decoding.wait(PATIENCE_S)
+        answers: list[object] = []
+        polling = threading.Thread(target=lambda: answers.append(second.client.poll(0.0)))
+        polling.start()
+        polling.join(PATIENCE_S / 2)
+        answered = len(answers)
+        assert staging.is_alive(), "the description is still being decoded"
+        may_end.set()
+        staging.join(PATIENCE_S)
+        polling.join(PATIENCE_S)
+        assert answered == 1

@@ -1,0 +1,291 @@
+"""Reading a committed checkpoint: exactly the bytes that were staged, or an error."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError, NotCommittedError
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.read_plan import Read, read_plan
+from megatron_flashckpt.load.chunk_reader import Part
+from megatron_flashckpt.load.chunk_reader import read_all as read_stored
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.support.checkpoints import (
+    TP,
+    WORLD,
+    Made,
+    expected,
+    make,
+    read,
+    read_all,
+    snapshot,
+    whole_boxes,
+)
+
+A = 3 * CHUNK_NBYTES // 8 - 5
+B = CHUNK_NBYTES // 12 + 1000
+#: Two chunks and a bit, of two tensors: the first ends in the middle of the second chunk.
+LARGE = [
+    Piece("large.a", "master", "F32", (A,), (0,), (A,), 0, A),
+    Piece("large.b", "weight", "BF16", (3, B), (0, 0), (3, B), 0, 3 * B),
+]
+#: The first element of the second tensor in the third chunk.
+BORDER = (2 * CHUNK_NBYTES - LARGE[0].nbytes) // 2
+
+
+def equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
+    return len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("small") / "save")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("large") / "save", ranks=[LARGE])
+
+
+@pytest.fixture(scope="module")
+def large_bytes() -> list[torch.Tensor]:
+    return expected(LARGE)
+
+
+# ---------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_every_piece_is_read_back_bit_for_bit(made: Made, threads: int) -> None:
+    pieces = [piece for held in made.pieces for piece in held]
+    assert len({piece.kind for piece in pieces}) == 5
+    assert equal(read_all(made, threads), expected(pieces))
+
+
+@pytest.mark.parametrize("tp", range(TP))
+def test_a_rank_that_replicas_saved_for_gets_its_boxes_whole(made: Made, tp: int) -> None:
+    boxes = whole_boxes(tp)
+    plan = read_plan(boxes, made.stored().sources(), "it")
+    assert len(plan.reads) > 1, "the replicas shared it out"
+    assert equal(read(made.stored(), boxes), expected(boxes))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_range_of_any_box_is_read_bit_for_bit(made: Made, data: st.DataObject) -> None:
+    box = data.draw(st.sampled_from(whole_boxes(0) + whole_boxes(1)))
+    start = data.draw(st.integers(0, box.numel))
+    end = data.draw(st.integers(start, box.numel))
+    part = Piece(*box.box[:2], box.dtype, box.global_shape, box.offset, box.shape, start, end)
+    assert equal(read(made.stored(), [part]), expected([part]))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_tensors_of_several_chunks_are_read_bit_for_bit(
+    large: Made, large_bytes: list[torch.Tensor], threads: int
+) -> None:
+    stored = large.stored()
+    assert len(stored.shard(0).digests) == 3
+    assert equal(read(stored, LARGE, threads), large_bytes)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "start", "end", "chunks"),
+    [
+        (0, 0, 1, [0]),
+        (0, CHUNK_NBYTES // 4 - 1, CHUNK_NBYTES // 4, [0]),
+        (0, CHUNK_NBYTES // 4 - 1, CHUNK_NBYTES // 4 + 1, [0, 1]),
+        (0, CHUNK_NBYTES // 4, CHUNK_NBYTES // 4 + 1, [1]),
+        (0, 5, A, [0, 1]),
+        (1, 0, 1, [1]),
+        (1, BORDER - 15, BORDER, [1]),
+        (1, BORDER - 15, BORDER + 15, [1, 2]),
+        (1, 7, 3 * B, [1, 2]),
+        (1, 3 * B - 1, 3 * B, [2]),
+    ],
+)
+def test_a_range_reads_just_the_chunks_that_it_touches(
+    large: Made,
+    large_bytes: list[torch.Tensor],
+    tensor: int,
+    start: int,
+    end: int,
+    chunks: list[int],
+) -> None:
+    whole = LARGE[tensor]
+    width = whole.nbytes // whole.numel
+    part = Piece(*whole.box[:2], whole.dtype, whole.global_shape, *whole.box[2:], start, end)
+    stored = large.stored()
+    sink = Collected()
+    nbytes = read_stored(stored, read_plan([part], stored.sources(), "it"), [part], sink, 2)
+    assert sink.joined() == bytes(large_bytes[tensor][start * width : end * width].numpy().data)
+    total = stored.shard(0).template.nbytes
+    assert nbytes == sum(min(CHUNK_NBYTES, total - c * CHUNK_NBYTES) for c in chunks)
+
+
+class Collected:
+    """A sink without torch: what arrived, by offset."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, bytes] = {}
+
+    def place(self, read: Read, offset: int, nbytes: int) -> None:
+        return None
+
+    def put(self, parts: list[Part]) -> None:
+        for part in parts:
+            assert part.read.wanted == 0
+            assert not part.source.readonly
+            self.parts[part.offset] = bytes(part.source)
+
+    def joined(self) -> bytes:
+        position = 0
+        for offset, part in sorted(self.parts.items()):
+            assert offset == position, "every byte exactly once"
+            position += len(part)
+        return b"".join(part for _, part in sorted(self.parts.items()))
+
+
+def test_reading_changes_nothing(made: Made) -> None:
+    before = snapshot(made.root)
+    read_all(made)
+    assert verify(made.stored()) == []
+    assert snapshot(made.root) == before
+
+
+def test_what_is_not_there_is_refused_before_anything_is_read(made: Made) -> None:
+    absent = Piece("layers.other", "weight", "BF16", (3,), (0,), (3,), 0, 3)
+    with pytest.raises(MissingStateError, match=r"weight/layers\.other: not in the checkpoint"):
+        read(made.stored(), [*made.pieces[0], absent])
+
+
+def test_an_iteration_without_manifest_does_not_exist(made: Made) -> None:
+    said = "iteration 11 was not committed, or was removed since; choose another"
+    with pytest.raises(NotCommittedError, match=said):
+        read_manifest(PosixStorage(made.root), 11)
+
+
+def test_the_manifest_of_another_iteration_is_refused(made: Made) -> None:
+    storage = PosixStorage(made.root)
+    with pytest.raises(CorruptCheckpointError, match="is that of iteration 10; load an older"):
+        StoredCheckpoint(storage, 11, read_manifest(storage, 10))
+
+
+def test_reading_headers_and_bytes_does_not_import_torch() -> None:
+    code = (
+        "import sys, megatron_flashckpt.load.chunk_reader, megatron_flashckpt.catalog.verify;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------- flipped bits
+
+
+@pytest.fixture(scope="module")
+def flippable(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("flips") / "save")
+
+
+def regions(file: Path) -> dict[str, tuple[int, int]]:
+    """Return the byte ranges of a shard file's parts."""
+    content = file.read_bytes()
+    data = 8 + int.from_bytes(content[:8], "little")
+    body = len(content[:data].rstrip(b" "))
+    return {
+        "length": (0, 8),
+        "header": (8, body),
+        "padding": (body, data),
+        "data": (data, len(content)),
+    }
+
+
+@pytest.mark.parametrize("region", ["length", "header", "padding", "data"])
+def test_one_flipped_bit_anywhere_is_found_by_verify_and_by_a_full_read(
+    flippable: Made, region: str
+) -> None:
+    chosen = random.Random(region)
+    for _ in range(60):
+        rank = chosen.randrange(WORLD)
+        file = flippable.shard(rank)
+        intact = file.read_bytes()
+        low, high = regions(file)[region]
+        position, bit = chosen.randrange(low, high), 1 << chosen.randrange(8)
+        flipped = bytearray(intact)
+        flipped[position] ^= bit
+        file.write_bytes(flipped)
+        before = snapshot(flippable.root)
+        (damage,) = verify(flippable.stored())
+        assert isinstance(damage, CorruptCheckpointError)
+        assert f"{file}" in str(damage)
+        assert str(damage).endswith("; load an older iteration with --ckpt-step")
+        if region == "data":
+            assert re.search(
+                r", chunk 0 \(bytes 0-\d+ of the data\): digest \w{16}, expected \w{16};",
+                str(damage),
+            )
+        with pytest.raises(CorruptCheckpointError) as caught:
+            read_all(flippable)
+        assert str(caught.value) == str(damage)
+        assert snapshot(flippable.root) == before
+        file.write_bytes(intact)
+    assert verify(flippable.stored()) == []
+
+
+@pytest.fixture
+def damaged_large(large: Made, tmp_path: Path) -> Iterator[Made]:
+    """A copy with one bit flipped in the last chunk."""
+    root = tmp_path / "save"
+    shutil.copytree(large.root, root)
+    made = Made(root, large.iteration, large.save_id, large.pieces, large.seed)
+    with open(made.shard(0), "r+b") as file:
+        file.seek(-1000, 2)
+        (byte,) = file.read(1)
+        file.seek(-1000, 2)
+        file.write(bytes([byte ^ 4]))
+    yield made
+    shutil.rmtree(root)
+
+
+def test_a_damaged_chunk_is_named_and_the_others_stay_readable(
+    damaged_large: Made, large_bytes: list[torch.Tensor]
+) -> None:
+    stored = damaged_large.stored()
+    last = 2 * CHUNK_NBYTES, stored.shard(0).template.nbytes - 1
+    (damage,) = verify(stored)
+    assert f"chunk 2 (bytes {last[0]}-{last[1]} of the data): digest " in str(damage)
+    assert stored.shard(0).digests[2] in str(damage)
+    assert equal(read(stored, LARGE[:1]), large_bytes[:1])
+
+
+def test_bytes_of_a_damaged_chunk_never_arrive(damaged_large: Made) -> None:
+    stored = damaged_large.stored()
+    sink = Collected()
+    plan = read_plan(LARGE[1:], stored.sources(), "it")
+    with pytest.raises(CorruptCheckpointError, match="chunk 2 "):
+        read_stored(stored, plan, LARGE[1:], sink, 1)
+    in_chunk_1 = 2 * CHUNK_NBYTES - LARGE[0].nbytes
+    assert [(offset, len(part)) for offset, part in sink.parts.items()] == [(0, in_chunk_1)]
+
+
+def test_a_shard_that_vanishes_while_it_is_read_is_reported_as_missing(tmp_path: Path) -> None:
+    made = make(tmp_path / "save")
+    stored = made.stored()
+    shard = stored.shard(1)
+    made.shard(1).unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"rank_00001-\w+\.safetensors: is missing; "):
+        stored.chunk(shard, 0)

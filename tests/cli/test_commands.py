@@ -1,0 +1,784 @@
+"""The command line: what it shows, its exit status, and one line for every mistake."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from megatron_flashckpt import FORMAT_VERSION, __version__
+from megatron_flashckpt.agent import claim as claims
+from megatron_flashckpt.cli import commands
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.cli.console import printable
+from megatron_flashckpt.config import Config, load_config
+from megatron_flashckpt.file_format.file_names import (
+    TRACKER,
+    failure_name,
+    record_name,
+    removal_name,
+)
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.agent.test_fence import OLD, claim_of
+from tests.support.checkpoints import Made, make, persist, pieces_of_rank, snapshot
+
+Run = Callable[..., "Ran"]
+
+
+class Ran:
+    """What a command printed and returned."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status = status
+        self.out = out
+        self.err = err
+        self.lines = [line.rstrip() for line in out.splitlines()]
+
+    def row(self, *start: str) -> list[str]:
+        """Return the cells of the one table row that starts with these cells."""
+        rows = [re.split(r"\s{2,}", line.strip()) for line in self.lines]
+        (found,) = (row for row in rows if tuple(row[: len(start)]) == start)
+        return found
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    for name in [name for name in os.environ if name.startswith("FLASHCKPT_")]:
+        monkeypatch.delenv(name)
+
+    def run(*arguments: object) -> Ran:
+        capsys.readouterr()
+        status = main([str(argument) for argument in arguments])
+        return Ran(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    return tmp_path / "save"
+
+
+def only_line(ran: Ran, pattern: str, status: int = 1) -> None:
+    """Assert that a command failed with exactly one line, and said it on stderr."""
+    assert ran.status == status
+    assert ran.out == ""
+    assert re.fullmatch(rf"flashckpt: {pattern}\n", ran.err), ran.err
+
+
+# ---------------------------------------------------------------------- ls
+
+
+def test_ls_shows_every_checkpoint_and_marks_the_tracked_one(run: Run, save: Path) -> None:
+    make(save, 10)
+    newest = make(save, 20)
+    nbytes = sum(newest.shard(rank).stat().st_size for rank in range(4))
+    ran = run("ls", save)
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.row("iteration") == ["iteration", "state", "ranks", "size", "layout", "remark"]
+    assert ran.row("10")[:3] == ["10", "committed", "4"]
+    size = f"{nbytes / 1024:.1f} KiB"
+    assert ran.row("*", "20") == ["*", "20", "committed", "4", size, "tp2 pp1 dp2"]
+    assert ran.lines[-1] == f"* named by {TRACKER}"
+
+
+def test_ls_says_which_rule_keeps_what_if_there_are_rules(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 15, 20):
+        make(save, iteration)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "10")
+    ran = run("ls", save)
+    assert ran.row("iteration")[-2:] == ["kept by", "remark"]
+    kept = [ran.row(*start)[-1] for start in (("10",), ("15",), ("*", "20"))]
+    assert kept == ["every 10", "nothing", "tracker, every 10"]
+
+
+def test_ls_says_that_a_removal_was_cut_short(run: Run, save: Path) -> None:
+    made = make(save, 10)
+    make(save, 20)
+    manifest = save / "iter_0000010/manifest.json"
+    manifest.rename(save / removal_name(10, made.save_id))
+    assert run("ls", save).row("10", "not committed")[-1] == (
+        "its removal was cut short; the next commit ends it"
+    )
+
+
+def test_ls_says_how_far_an_uncommitted_save_came(run: Run, save: Path) -> None:
+    make(save, 10)
+    storage = PosixStorage(save)
+    for rank in (0, 2):
+        persist(storage, 20, "0123456789ab", rank, 4, pieces_of_rank(rank))
+    assert run("ls", save).row("20", "not committed")[-1] == (
+        "no manifest.json; 2 of 4 ranks are durable, missing: 1, 3"
+    )
+
+
+def test_ls_reads_the_ranks_of_a_node_from_the_name_of_its_record(run: Run, save: Path) -> None:
+    make(save, 10)
+    storage, save_id = PosixStorage(save), "0123456789ab"
+    persist(storage, 20, save_id, 0, 6, pieces_of_rank(0))
+    directory = save / "iter_0000020"
+    (directory / record_name(0, save_id)).rename(directory / record_name(1, save_id, 3))
+    # A name that claims more ranks than the job has, or than memory has room for, counts nothing.
+    for name in (record_name(0, save_id, 7), f"ranks_00000-99999999999-{save_id}.commit"):
+        (directory / name).touch()
+    assert run("ls", save).row("20", "not committed")[-1] == (
+        "no manifest.json; 3 of 6 ranks are durable, missing: 0, 4, 5"
+    )
+
+
+def test_ls_tells_attempts_of_one_iteration_apart(run: Run, save: Path) -> None:
+    storage = PosixStorage(save)
+    persist(storage, 20, "00000000aaaa", 0, 2, pieces_of_rank(0))
+    persist(storage, 20, "00000000bbbb", 1, 2, pieces_of_rank(1))
+    assert run("ls", save).row("20", "not committed")[-1] == (
+        "no manifest.json; 1 of 2 ranks are durable, missing: 1; "
+        "no manifest.json; 1 of 2 ranks are durable, missing: 0"
+    )
+
+
+def test_ls_shows_why_a_save_failed(run: Run, save: Path) -> None:
+    note = save / "iter_0000020" / failure_name(3, "0123456789ab")
+    note.parent.mkdir(parents=True)
+    note.write_text("/disk: cannot write (No space left on device); free space there")
+    assert run("ls", save).row("20", "not committed")[-1] == (
+        "the save failed: /disk: cannot write (No space left on device); free space there"
+    )
+
+
+def test_ls_shows_a_shard_without_header_as_not_durable(run: Run, save: Path) -> None:
+    torn = save / "iter_0000020/rank_00000-0123456789ab.safetensors"
+    torn.parent.mkdir(parents=True)
+    torn.write_bytes(bytes(5000))
+    assert run("ls", save).row("20", "not committed") == (
+        ["20", "not committed", "4.9 KiB", "no manifest.json; 0 of ? ranks are durable"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "remark"),
+    [
+        ({"mp_rank_00/model_optim_rng.pt": ""}, "torch"),
+        ({"metadata.json": '{"sharded_backend": "torch_dist"}', ".metadata": ""}, "torch_dist"),
+        ({".metadata": ""}, "torch.distributed"),
+        ({"metadata.json": "not json"}, "?"),
+    ],
+)
+def test_ls_lists_megatrons_own_formats_as_such(
+    run: Run, save: Path, files: dict[str, str], remark: str
+) -> None:
+    for directory in ("iter_0000005", "release"):
+        for name, content in files.items():
+            file = save / directory / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+    (save / TRACKER).write_text("release")
+    ran = run("ls", save)
+    assert ran.row("5") == ["5", "Megatron's own", remark]
+    assert ran.row("*", "release") == ["*", "release", "Megatron's own", remark]
+
+
+def test_ls_goes_on_after_a_checkpoint_that_cannot_be_read(run: Run, save: Path) -> None:
+    make(save, 10).manifest.write_text("{")
+    newer = make(save, 20)
+    newer.change_manifest(lambda said: said.update(version=FORMAT_VERSION + 1))
+    make(save, 30)
+    (save / "iter_0000040").write_text("a file")
+    ran = run("ls", save)
+    assert ran.status == 0
+    assert re.search(r"is not a manifest \(.*\)$", ran.row("10", "unreadable")[-1])
+    assert ran.row("20", "unreadable")[-1].endswith(": upgrade megatron_flashckpt")
+    assert ran.row("*", "30", "committed")[3] == "4"
+    assert "a file stands where a directory should be" in ran.row("40", "unreadable")[-1]
+
+
+def test_ls_says_of_a_committed_checkpoint_which_files_are_missing_or_cut(
+    run: Run, save: Path
+) -> None:
+    made = make(save, 10)
+    nbytes = made.shard(2).stat().st_size
+    made.shard(1).unlink()
+    made.common.unlink()
+    os.truncate(made.shard(2), 100)
+    make(save, 20)
+    ran = run("ls", save)
+    assert ran.row("10")[1] == "damaged"
+    assert ran.row("10")[-1] == (
+        f"missing: {made.common.name}, {made.shard(1).name}; "
+        f"of another length: {made.shard(2).name} (100 bytes instead of {nbytes})"
+    )
+    assert ran.row("*", "20")[2] == "committed"
+
+
+def test_ls_ignores_what_no_job_would_load(run: Run, save: Path) -> None:
+    make(save, 10)
+    for name in ("iter_10", "iter_00000011", "iter_000001x", "tensorboard"):
+        (save / name).mkdir()
+    assert len(run("ls", save).lines) == 3
+
+
+@pytest.mark.parametrize("text", ["99", "release", "nonsense", "9" * 5000, "\udcff"])
+def test_ls_says_if_the_tracker_names_what_is_not_here(run: Run, save: Path, text: str) -> None:
+    make(save, 10)
+    (save / TRACKER).write_text(text, errors="surrogateescape")
+    ran = run("ls", save)
+    assert ran.status == 0
+    assert ran.row("10")[1] == "committed"
+    assert re.fullmatch(rf"{TRACKER} names '.+', which is not here", ran.lines[-1])
+
+
+def test_ls_says_that_a_directory_without_tracker_starts_from_scratch(run: Run, save: Path) -> None:
+    make(save, 10)
+    (save / TRACKER).unlink()
+    assert run("ls", save).lines[-1] == f"no {TRACKER}: a job would start from scratch"
+
+
+def test_ls_of_an_empty_directory_is_no_error(run: Run, save: Path) -> None:
+    save.mkdir()
+    ran = run("ls", save)
+    assert (ran.status, ran.lines) == (0, [f"{save}: holds no checkpoints"])
+
+
+# ---------------------------------------------------------------------- prune
+
+
+def test_prune_removes_what_no_rule_keeps_and_a_dry_run_only_says_so(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 15, 20):
+        make(save, iteration)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__EVERY", "10")
+    before = snapshot(save)
+    dry = run("prune", save, "--dry-run")
+    assert (dry.status, dry.out) == (0, "iter_0000015: would be removed\n")
+    assert snapshot(save) == before
+    ran = run("prune", save)
+    assert (ran.status, ran.out) == (0, "iter_0000015: removed\n")
+    assert sorted(path.name for path in save.iterdir()) == ["iter_0000010", "iter_0000020", TRACKER]
+    assert run("prune", save).out == f"{save}: every checkpoint is kept by a rule\n"
+
+
+def test_prune_leaves_the_directory_to_a_job_that_trains(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    storage, done = PosixStorage(save), threading.Event()
+    claims.put(storage, claim_of(OLD))
+    assert run("ls", save).lines[-1].startswith("claimed by run aaaaaaaa (agent ")
+
+    def renew() -> None:
+        former = claim_of(OLD, renewed_at=0.0)
+        claims.put(storage, former)
+        for number in itertools.count(1):
+            renewed = claim_of(OLD, renewed_at=float(number))
+            assert claims.renew(storage, former, renewed)
+            former = renewed
+            if done.wait(0.02):
+                return
+
+    writer = threading.Thread(target=renew)
+    writer.start()
+    try:
+        ran = run("prune", save)
+        assert "iter_0000010: would be removed" in run("prune", save, "--dry-run").out
+    finally:
+        done.set()
+        writer.join()
+    only_line(
+        ran, r".*run aaaaaaaa \(agent \d+ on elsewhere, .*\) saves there, .*nothing was removed.*"
+    )
+    assert run("prune", save).out == "iter_0000010: removed\n", "nobody renews the claim any more"
+
+
+def test_prune_without_a_rule_is_refused(run: Run, save: Path) -> None:
+    make(save, 10)
+    only_line(run("prune", save), r"'retention' has no rule, .*FLASHCKPT_RETENTION__LATEST=3", 2)
+
+
+def test_prune_without_a_tracker_removes_nothing(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    (save / TRACKER).unlink()
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    assert run("prune", save).status == 0
+    assert (save / "iter_0000010/manifest.json").exists()
+
+
+def test_prune_says_once_what_it_leaves_alone(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20, 30):
+        make(save, iteration)
+    (save / "iter_0000010/manifest.json").write_text("{")
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    ran = run("prune", save)
+    assert (ran.status, ran.out) == (0, "iter_0000020: removed\n")
+    assert re.fullmatch(
+        r"flashckpt: retention leaves iteration 10 alone: .* is not a manifest \(.*\)\n", ran.err
+    )
+
+
+# ---------------------------------------------------------------------- inspect
+
+
+def test_inspect_shows_description_tensors_and_files(run: Run, save: Path) -> None:
+    made = make(save)
+    ran = run("inspect", save)
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.row("checkpoint") == ["checkpoint", str(made.directory)]
+    assert ran.row("save")[1] == f"{made.save_id}, format version {FORMAT_VERSION}"
+    assert ran.row("tracker")[1] == "names it"
+    assert ran.row("tensor_model_parallel_size")[1] == "2"
+    # 2 x 6 x 5 elements of 2 bytes, from two tensor-parallel ranks, partly shared out.
+    assert ran.row("weight", "layers.w")[2:5] == ["BF16", "[2, 6, 5]", "120 B"]
+    assert ran.row("buffer", "layers.bias")[2:] == ["F32", "[3]", "12 B", "1"]
+    for rank in range(4):
+        size = f"{made.shard(rank).stat().st_size / 1024:.1f} KiB"
+        place = f"tp{rank % 2} pp0 dp{rank // 2} cp0 ep0 edp0"
+        row = [str(rank), place, made.shard(rank).name, size, str(len(made.pieces[rank]))]
+        assert ran.row(str(rank)) == row
+
+
+def test_inspect_json_holds_the_same_for_programs(run: Run, save: Path) -> None:
+    made = make(save)
+    said = json.loads(run("inspect", save, "--json").out)
+    assert (said["iteration"], said["save_id"], said["tracked"]) == (10, made.save_id, True)
+    assert said["world_size"] == len(said["files"]) == 4
+    assert said["description"]["data_parallel_size"] == 2
+    assert said["nbytes"] == sum(made.shard(rank).stat().st_size for rank in range(4))
+    assert [file["file"] for file in said["files"]] == [made.shard(r).name for r in range(4)]
+    assert said["files"][3]["coordinates"]["dp"] == 1
+    pieces = [piece for held in made.pieces for piece in held]
+    assert sum(tensor["nbytes"] for tensor in said["tensors"]) == sum(p.nbytes for p in pieces)
+    assert sum(tensor["pieces"] for tensor in said["tensors"]) == len(pieces)
+
+
+def test_inspect_takes_the_iteration_asked_for_else_the_tracked_else_the_newest(
+    run: Run, save: Path
+) -> None:
+    for iteration in (10, 20, 30):
+        make(save, iteration)
+    (save / TRACKER).write_text("20")
+
+    def shown(*arguments: str) -> int:
+        return json.loads(run("inspect", save, "--json", *arguments).out)["iteration"]
+
+    assert shown("--iteration", "10") == 10
+    assert shown() == 20
+    (save / TRACKER).unlink()
+    assert shown() == 30
+
+
+# ---------------------------------------------------------------------- verify
+
+
+def test_verify_of_an_intact_checkpoint_is_one_line_and_changes_nothing(
+    run: Run, save: Path
+) -> None:
+    make(save)
+    before = snapshot(save)
+    ran = run("verify", save)
+    assert (ran.status, ran.err) == (0, "")
+    assert re.fullmatch(r"iter_0000010: intact \(4 shard files, 16\.\d KiB\)\n", ran.out)
+    assert snapshot(save) == before
+
+
+def damage_twice(made: Made) -> None:
+    made.shard(1).unlink()
+    content = bytearray(made.shard(2).read_bytes())
+    content[-1] ^= 1
+    made.shard(2).write_bytes(content)
+
+
+def test_verify_prints_each_damage_with_place_digests_and_remedy(run: Run, save: Path) -> None:
+    made = make(save)
+    damage_twice(made)
+    ran = run("verify", save)
+    assert (ran.status, ran.err) == (1, "")
+    older = "choose an older one with --iteration"
+    assert ran.lines[0] == f"damaged: {made.shard(1)}: is missing; {older}"
+    assert re.fullmatch(
+        rf"damaged: {made.shard(2)}, chunk 0 \(bytes 0-\d+ of the data\): digest \w{{16}}, "
+        rf"expected \w{{16}}; {older}",
+        ran.lines[1],
+    )
+    assert re.fullmatch(r"iter_0000010: 2 problems \(4 shard files, .*\)", ran.lines[2])
+    assert len(ran.lines) == 3
+
+
+def test_verify_checks_the_tracked_iteration_unless_told_otherwise(run: Run, save: Path) -> None:
+    damage_twice(make(save, 10))
+    make(save, 20)
+    assert run("verify", save).status == 0
+    assert run("verify", save, "--iteration", 20).status == 0
+    assert run("verify", save, "--iteration", 10).status == 1
+
+
+def test_verify_all_goes_on_after_a_damaged_checkpoint(run: Run, save: Path) -> None:
+    damage_twice(make(save, 10))
+    make(save, 20).manifest.write_text("{")
+    make(save, 30)
+    ran = run("verify", save, "--all")
+    assert ran.status == 1
+    verdicts = [line.split(" (")[0] for line in ran.lines if line.startswith("iter_")]
+    assert verdicts == [
+        "iter_0000010: 2 problems",
+        "iter_0000020: 1 problem",
+        "iter_0000030: intact",
+    ]
+
+
+def test_verify_all_finds_a_tracker_that_names_what_was_never_committed(
+    run: Run, save: Path
+) -> None:
+    make(save, 10)
+    (save / TRACKER).write_text("20")
+    ran = run("verify", save, "--all")
+    assert ran.status == 1
+    assert "iteration 20 was not committed, or was removed since" in ran.lines[1]
+    assert ran.lines[2] == "iter_0000020: 1 problem"
+
+
+def test_verify_all_leaves_out_megatrons_own_and_uncommitted_ones(run: Run, save: Path) -> None:
+    make(save, 10)
+    (save / "iter_0000005/mp_rank_00").mkdir(parents=True)
+    (save / "iter_0000020").mkdir()
+    ran = run("verify", save, "--all")
+    assert ran.status == 0
+    assert len(ran.lines) == 1
+
+
+@pytest.mark.parametrize("lost", ["a piece", "a box"])
+def test_verify_finds_a_tensor_that_was_saved_with_a_hole(run: Run, save: Path, lost: str) -> None:
+    ranks = [pieces_of_rank(rank) for rank in range(4)]
+    boxes = [p.box for p in ranks[1] if p.kind == "weight"]
+    victim = next(p for p in ranks[1] if p.kind == "weight")
+    for rank, pieces in enumerate(ranks):
+        gone = {victim.box} if lost == "a box" else set()
+        ranks[rank] = [p for p in pieces if p.box not in gone and p is not victim]
+    assert victim.box in boxes
+    make(save, ranks=ranks)
+    ran = run("verify", save)
+    assert ran.status == 1
+    assert ran.lines[0].startswith(f"damaged: {save}/iter_0000010/manifest.json: weight/layers.w: ")
+    assert ran.lines[0].endswith("; choose an older one with --iteration")
+
+
+def test_verify_finds_what_two_ranks_saved_both(run: Run, save: Path) -> None:
+    ranks = [pieces_of_rank(rank) for rank in range(4)]
+    doubled = next(p for p in ranks[0] if p.kind == "buffer")
+    ranks[1].insert(0, doubled)
+    make(save, ranks=ranks)
+    ran = run("verify", save)
+    assert ran.status == 1
+    assert "buffer/layers.bias: box at (0,) of shape (3,): elements 0-2 are there twice " in ran.out
+    assert "(ranks 0 and 1)" in ran.out
+
+
+def test_verify_shows_a_progress_bar_on_a_terminal_only(save: Path, run: Run) -> None:
+    make(save)
+    command = [sys.executable, "-m", "megatron_flashckpt.cli", "verify", str(save)]
+    quiet = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert quiet.stderr == ""
+    controller, terminal = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=terminal, env=environment)
+    os.close(terminal)
+    bar = b""
+    with open(controller, "rb", buffering=0) as file, contextlib.suppress(OSError):
+        while part := file.read(4096):  # EIO once the program has hung up
+            bar += part
+    assert b"iter_0000010" in bar
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    assert out.decode() == quiet.stdout == run("verify", save).out
+
+
+def test_an_interrupted_verify_says_so(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(save)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "verify", interrupted)
+    only_line(run("verify", save), "interrupted", 130)
+
+
+# ---------------------------------------------------------------------- config
+
+
+def test_config_check_prints_every_setting_in_effect(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("slots: 3\nagent:\n  grace_s: 5\n")
+    monkeypatch.setenv("FLASHCKPT_AGENT__PERSIST_THREADS", "7")
+    ran = run("config", "check", file)
+    assert (ran.status, ran.err) == (0, "")
+    said = msgspec.yaml.decode(ran.out.encode(), type=Config)
+    assert said == load_config(file, {"FLASHCKPT_AGENT__PERSIST_THREADS": "7"})
+    assert (said.slots, said.agent.grace_s, said.agent.persist_threads) == (3, 5.0, 7)
+    assert ran.out.count(":") >= len(msgspec.structs.fields(Config))
+
+
+def test_what_config_check_prints_is_a_configuration(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "printed.yaml"
+    file.write_text(run("config", "check").out)
+    assert load_config(file, {}) == Config()
+
+
+def test_config_check_takes_the_file_that_the_environment_names(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("slots: 9")
+    monkeypatch.setenv("FLASHCKPT_CONFIG", str(file))
+    assert "slots: 9" in run("config", "check").out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            b"slotts: 3",
+            r".*mine\.yaml: unknown setting slotts; correct or remove it; known ones: .*",
+        ),
+        (b"slots: 0", r".*mine\.yaml: .*slots must be at least 1, got 0.*"),
+        (b"slots: many", r".*mine\.yaml: .*Expected `int`, got `str`.*"),
+        (b"- slots", r".*mine\.yaml: must hold 'field: value' lines, holds list"),
+        (b"slots: [1", r".*mine\.yaml: is not valid YAML .*"),
+        (b"a: b: c", r".*mine\.yaml: is not valid YAML .*"),
+        (b"slots: *unknown", r".*mine\.yaml: is not valid YAML .*"),
+        (b"\xff\xfe\x00", r".*mine\.yaml: is not valid YAML .*"),
+        (b"slots: !!python/name:os.system", r".*mine\.yaml: is not valid YAML .*"),
+        (b"agent: 5", r".*mine\.yaml: .*agent.*"),
+        (b"slots: 2020-99-99", r".*mine\.yaml: is not valid YAML \(month must be .*"),
+        (b"slots: !!int", r".*mine\.yaml: is not valid YAML .*"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_status_2(
+    run: Run, tmp_path: Path, content: bytes, said: str
+) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_bytes(content)
+    only_line(run("config", "check", file), said, 2)
+
+
+def test_a_wrong_variable_is_one_line_and_status_2(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_SLOTTS", "3")
+    only_line(run("config", "check"), r"environment: unknown setting FLASHCKPT_SLOTTS; .*", 2)
+
+
+def test_a_missing_configuration_file_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:
+    ran = run("config", "check", tmp_path / "nowhere.yaml")
+    only_line(ran, r".*nowhere\.yaml: cannot be read \(No such file or directory\); .*", 2)
+
+
+# ---------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_a_directory_that_is_not_there_is_one_line(run: Run, tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").write_text("")
+    for name in ("nowhere", "file", "file/below"):
+        ran = run(command, tmp_path / name)
+        only_line(ran, rf"{tmp_path / name}: is not a directory; give what --save names")
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
+@pytest.mark.parametrize("path", ["", " "])
+def test_an_empty_path_is_not_the_working_directory(
+    run: Run, save: Path, monkeypatch: pytest.MonkeyPatch, command: str, path: str
+) -> None:
+    for iteration in (10, 20):
+        make(save, iteration)
+    before = snapshot(save)
+    monkeypatch.chdir(save)
+    monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
+    only_line(run(command, path), r"' ?': names no directory; give what --save names")
+    assert snapshot(save) == before
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_one_checkpoint_given_for_the_save_directory_is_answered_with_what_to_type(
+    run: Run, save: Path, command: str
+) -> None:
+    directory = make(save).directory
+    only_line(run(command, directory), rf"{directory}: .* {save} --iteration 10")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_an_iteration_that_is_not_there_is_one_line(run: Run, save: Path, command: str) -> None:
+    make(save)
+    ran = run(command, save, "--iteration", 11)
+    only_line(
+        ran,
+        r".*iter_0000011/manifest\.json: does not exist: iteration 11 was not committed, or was "
+        r"removed since; choose another iteration with --iteration",
+    )
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["verify"], ["verify", "--all"]])
+def test_a_directory_without_a_checkpoint_is_one_line(
+    run: Run, save: Path, arguments: list[str]
+) -> None:
+    save.mkdir()
+    only_line(run(*arguments, save), rf"{save}: holds no committed checkpoint; .*")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_megatrons_own_format_is_one_line(run: Run, save: Path, command: str) -> None:
+    (save / "iter_0000005/mp_rank_00").mkdir(parents=True)
+    (save / TRACKER).write_text("5")
+    only_line(run(command, save), r".*iter_0000005: is in Megatron's own format 'torch', .*")
+
+
+def test_a_damaged_manifest_is_one_line_of_inspect(run: Run, save: Path) -> None:
+    make(save).manifest.write_text("{\n\n")
+    only_line(run("inspect", save), r".*manifest\.json: is not a manifest .*--iteration")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_directory_without_permission_is_one_line(run: Run, save: Path) -> None:
+    make(save)
+    save.chmod(0)
+    try:
+        only_line(run("ls", save), r".*cannot list \(Permission denied\).*")
+    finally:
+        save.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["frobnicate"],
+        ["ls"],
+        ["ls", "a", "b"],
+        ["config"],
+        ["config", "frobnicate"],
+        ["verify", "a", "--all", "--iteration", "3"],
+        ["verify", "a", "--iteration", "three"],
+        ["verify", "a", "--iteration", "-3"],
+        ["verify", "a", "--iteration", "9" * 5000],
+        ["inspect", "a", "--yaml"],
+    ],
+)
+def test_wrong_usage_is_explained_with_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("usage: flashckpt")
+    assert re.search(r"^flashckpt.*: error: ", said.err, re.MULTILINE)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+# ---------------------------------------------------------------------- as a program
+
+
+def test_the_command_line_imports_neither_torch_nor_megatron(save: Path) -> None:
+    make(save)
+    code = (
+        "import sys; from megatron_flashckpt.cli.commands import main; status = main(sys.argv[1:]);"
+        "sys.exit(status or any(name in sys.modules for name in ('torch', 'megatron', 'numpy')))"
+    )
+    for arguments in (["ls"], ["inspect"], ["verify"]):
+        command = [sys.executable, "-c", code, *arguments, str(save)]
+        assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def test_a_reader_that_hangs_up_gets_no_traceback(save: Path) -> None:
+    held = [
+        Piece(f"layer.{n}", "weight", "U8", (1,), (0,), (1,), 0, 1) for n in range(5000)
+    ]  # more than a pipe holds
+    make(save, ranks=[held])
+    command = [sys.executable, "-m", "megatron_flashckpt.cli", "inspect", str(save)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline().startswith(b"checkpoint")
+    process.stdout.close()
+    with process.stderr as errors:
+        assert errors.read() == b""
+    assert process.wait() == 1
+
+
+def test_an_output_that_the_shell_has_closed_gets_one_line(save: Path) -> None:
+    make(save)
+    command = f"exec '{sys.executable}' -m megatron_flashckpt.cli ls '{save}' >&-"
+    ran = subprocess.run(["bash", "-c", command], capture_output=True)
+    assert ran.returncode == 1
+    assert ran.stderr == b"flashckpt: standard output is closed; nothing was done\n"
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["inspect"], ["inspect", "--json"], ["verify"]])
+def test_names_from_a_file_cannot_command_the_terminal(
+    run: Run, save: Path, arguments: list[str]
+) -> None:
+    evil = "\x1b]0;owned\x07[bold]\x9b2J\n層\U000e0001"
+    held = [Piece(evil, "weight", "U8", (3,), (0,), (3,), 0, 2)]
+    made = make(save, ranks=[held])
+    made.change_manifest(lambda said: said["description"].update(tensor_model_parallel_size=evil))
+    (save / TRACKER).write_text(evil)
+    ran = run(*arguments, save)
+    for line in ran.out.splitlines():
+        assert line.isprintable(), line
+    assert "\x1b" not in ran.out + ran.err
+    assert "owned" in ran.out
+    assert "[bold]" in ran.out, "square brackets are no markup"
+    if "--json" in arguments:
+        assert json.loads(ran.out)["tensors"][0]["key"] == evil
+
+
+@pytest.mark.parametrize(
+    ("text", "encoding", "shown"),
+    [
+        ("weight/層 [3]", "utf-8", "weight/層 [3]"),
+        ("weight/層", "ascii", "weight/\\u5c64"),
+        ("\x1b[2J\r\x9b\udcff", "utf-8", "\\x1b[2J\\r\\x9b\\udcff"),
+    ],
+)
+def test_printable_keeps_what_can_be_shown_and_escapes_the_rest(
+    text: str, encoding: str, shown: str
+) -> None:
+    assert printable(text, encoding) == shown
+
+
+def test_a_terminal_of_another_encoding_gets_escapes_not_a_traceback(save: Path) -> None:
+    make(save, ranks=[[Piece("層", "weight", "U8", (1,), (0,), (1,), 0, 1)]])
+    command = [sys.executable, "-m", "megatron_flashckpt.cli", "inspect", str(save)]
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    ran = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert b"\\u5c64" in ran.stdout
+    shutil.rmtree(save)

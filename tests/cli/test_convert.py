@@ -1,0 +1,204 @@
+"""`flashckpt convert`: what it prints, its exit status, one line for every mistake."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.cli.convert import FORMATS
+from megatron_flashckpt.convert.common.options import Options
+from megatron_flashckpt.convert.formats import DESTINATIONS, open_source
+from megatron_flashckpt.convert.writers.safetensors import INDEX
+from megatron_flashckpt.convert.writers.torch_dist import write_torch_dist
+from tests.convert.made import ITERATION, contents, differing, save_as_ranks, whole, with_tensor
+from tests.support.checkpoints import snapshot
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    """A save directory in our format, as two ranks would leave it."""
+    save_as_ranks(contents(), tmp_path / "save", replicas=2)
+    return tmp_path / "save"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main(["convert", *map(str, arguments)])
+    return (status, *capsys.readouterr())
+
+
+def test_the_command_offers_what_there_is() -> None:
+    assert set(FORMATS) == set(DESTINATIONS)
+
+
+def test_to_megatrons_format_and_back(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = snapshot(save)
+    dist, back = tmp_path / "dist", tmp_path / "back"
+    status, out, err = run(capsys, save, dist, "--to", "torch_dist", "--max-file-size", "1K")
+    directory = f"iter_{ITERATION:07d}"
+    source, result = out.splitlines()
+    assert source.startswith(f"{save}/{directory} (flashckpt, iteration {ITERATION}): 21 tensors, ")
+    assert result == f"{dist}/{directory} (torch_dist)"
+    assert (status, err) == (0, "")
+    assert len(list((dist / directory).glob("*.distcp"))) > 3
+    status, out, err = run(capsys, dist, back, "--to", "flashckpt", "--iteration", ITERATION)
+    assert (status, err) == (0, "")
+    found = open_source(back, None, Options()).contents
+    assert differing(contents().tensors, found.tensors) == []
+    assert snapshot(save) == before
+    assert main(["verify", str(back)]) == 0
+
+
+def test_safetensors_go_straight_into_the_directory(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, save, tmp_path / "hf", "--to", "safetensors")
+    assert status == 0
+    assert out.splitlines()[1] == f"{tmp_path / 'hf'} (safetensors)"
+    assert (tmp_path / "hf" / INDEX).exists()
+
+
+def mistakes(save: Path) -> dict[str, tuple[int, list[object], str]]:
+    other = save.parent / "other"
+    return {
+        "no source": (1, [save / "no", other, "--to", "torch_dist"], "does not exist"),
+        "one checkpoint": (
+            1,
+            [save / "iter_0000010", other, "--to", "torch_dist"],
+            "--iteration 10",
+        ),
+        "no iteration": (1, [save, other, "--to", "torch_dist", "--iteration", 3], "iter_0000003"),
+        "exists": (2, [save, save.parent / "used", "--to", "safetensors"], "--overwrite"),
+        "empty": (1, [save.parent, other, "--to", "torch_dist", "--iteration", 4], "no checkpoint"),
+    }
+
+
+@pytest.mark.parametrize("mistake", mistakes(Path()))
+def test_a_mistake_is_one_line_and_changes_nothing(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str], mistake: str
+) -> None:
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes").touch()
+    before = snapshot(tmp_path)
+    expected, arguments, said = mistakes(save)[mistake]
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (expected, "")
+    assert len(err.splitlines()) == 1
+    assert err.startswith("flashckpt: ")
+    assert said in err
+    assert "--ckpt-step" not in err
+    assert snapshot(tmp_path) == before
+
+
+def test_arguments_that_lack_the_model_or_are_none_are_one_line(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = run(capsys, save, tmp_path / "other", "--to", "torch")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "which lack num_layers, hidden_size, " in err
+    made, source = contents(), tmp_path / "without"
+    made.common["args"] = None
+    save_as_ranks(made, source, replicas=1)
+    status, out, err = run(capsys, source, tmp_path / "other", "--to", "torch_dist")
+    assert (status, out) == (1, "")
+    assert re.fullmatch(r"flashckpt: .* holds None in the place of training arguments; .*\n", err)
+
+
+def test_a_damaged_source_is_one_line_with_the_commands_own_option(
+    tmp_path: Path, save: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shard = min(save.glob("*/rank_00001-*.safetensors"))
+    shard.unlink()
+    status, out, err = run(capsys, save, tmp_path / "other", "--to", "torch_dist")
+    assert (status, out) == (1, "")
+    assert err == f"flashckpt: {shard}: is missing; choose an older one with --iteration\n"
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_an_empty_path_is_refused(capsys: pytest.CaptureFixture[str], empty: int) -> None:
+    paths = ["save", "other"]
+    paths[empty] = ""
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", *paths, "--to", "torch"])
+    assert caught.value.code == 2
+    assert "'' names no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--to", "onnx"], ["--to", "torch", "--memory", "lots"]], ids=str
+)
+def test_wrong_usage_is_refused_before_anything_is_imported(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", str(tmp_path), str(tmp_path / "other"), *arguments])
+    assert ended.value.code == 2
+
+
+def test_damaged_optimizer_state_ends_with_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = contents()
+    name = "master/decoder.final_layernorm.weight"
+    (tensor,) = (tensor for tensor in made.tensors if tensor.name == name)
+    write_torch_dist(with_tensor(made, name, whole(tensor) + 1), tmp_path / "save", Options())
+    to = [tmp_path / "save", tmp_path / "other", "--to", "flashckpt"]
+    status, out, err = run(capsys, *to)
+    assert (status, out) == (1, "")
+    assert "decoder.final_layernorm.weight (9 of 9 elements)" in err
+    assert run(capsys, *to, "--weights-only")[0] == 0
+    assert run(capsys, *to, "--accept-damage", "--overwrite")[0] == 0
+
+
+def test_without_torch_it_says_what_is_missing(tmp_path: Path, save: Path) -> None:
+    script = (
+        "import sys; sys.modules['torch'] = None; from megatron_flashckpt.cli.commands import main;"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = ["convert", str(save), str(tmp_path / "other"), "--to", "torch_dist"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("flashckpt: there is no torch in this environment")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_pipe_gets_the_result_and_nothing_else(tmp_path: Path, save: Path) -> None:
+    """No bar, and nothing of what Megatron says as it is imported."""
+    command = ["convert", str(save), str(tmp_path / "other"), "--to", "torch_dist"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_flashckpt.cli", *command],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 2
+
+
+@pytest.mark.parametrize("to", ["flashckpt", "torch_dist", "safetensors"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, save: Path, to: str) -> None:
+    """The limit on the size of a file stands for a full disk: a write fails halfway."""
+    script = (
+        "import resource, sys; from megatron_flashckpt.cli.commands import main;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500));"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    other = tmp_path / "other"
+    command = ["convert", str(save), str(other), "--to", to]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "File too large" in done.stderr
+    assert str(other) in done.stderr
+    assert list(other.rglob("*")) == []

@@ -1,0 +1,342 @@
+"""The manifest merges one record per rank, and one that lies or is broken is refused."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron_flashckpt import FORMAT_VERSION
+from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError
+from megatron_flashckpt.file_format.commit_record import CommitRecord, Coordinates, encode_items
+from megatron_flashckpt.file_format.file_names import (
+    failure_name,
+    iteration_dir,
+    parse_iteration_dir,
+    record_name,
+    shard_name,
+)
+from megatron_flashckpt.file_format.manifest import (
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+    merge,
+    seal,
+)
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.template import pieces_of, placement_length
+from tests.support.strategies import layout_of, moved, piece_lists
+
+PLACE = "iter_0000007/manifest.json"
+SAVE_ID = "0123456789abcdef"
+PIECES = [
+    Piece("layer.w", "master", "F32", (9, 4), (0, 0), (4, 4), 2, 14),
+    Piece("layer.w", "weight", "BF16", (9, 4), (0, 0), (4, 4), 0, 15),
+]
+
+
+def record(rank: int, pieces: list[Piece], **changes: object) -> CommitRecord:
+    layout = layout_of(pieces)
+    made = CommitRecord(
+        iteration=7,
+        save_id=SAVE_ID,
+        rank=rank,
+        coordinates=Coordinates(tp=rank),
+        file=shard_name(rank, SAVE_ID),
+        nbytes=4096 + layout.nbytes,
+        header_digest=f"{rank:016x}",
+        template_fingerprint=layout.template_fingerprint,
+        template=encode_items(layout.template.items),
+        template_nbytes=layout.nbytes,
+        placement=layout.placement,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def merged(records: list[CommitRecord], world_size: int | None = None) -> Manifest:
+    return merge(
+        records,
+        world_size=len(records) if world_size is None else world_size,
+        description={"tp": 2, "note": "für Menschen"},
+        common_digest="00ff",
+    )
+
+
+def two_stages() -> Manifest:
+    return merged([record(0, PIECES), record(1, [moved(piece, 4) for piece in PIECES])])
+
+
+class Forged:
+    """A valid manifest as JSON, to be sent back with one lie in it."""
+
+    def __init__(self) -> None:
+        self.tree = json.loads(encode_manifest(two_stages()))
+
+    @property
+    def shard(self) -> dict:
+        return self.tree["shards"][1]
+
+    @property
+    def items(self) -> list:
+        (items,) = self.tree["templates"].values()
+        return items
+
+    def encode(self) -> bytes:
+        """Return the forgery, sealed anew: its digest must not be what gives it away."""
+        return seal(json.dumps({k: v for k, v in self.tree.items() if k != "digest"}).encode())
+
+
+@settings(max_examples=50)
+@given(st.lists(piece_lists, min_size=1, max_size=4), st.randoms())
+def test_a_manifest_gives_back_every_rank_with_its_pieces(ranks, random):
+    records = [record(rank, pieces) for rank, pieces in enumerate(ranks)]
+    random.shuffle(records)
+    manifest = decode_manifest(encode_manifest(merged(records)), PLACE)
+    assert manifest == merged(records)
+    assert [shard.rank for shard in manifest.shards] == list(range(len(ranks)))
+    for shard, pieces in zip(manifest.shards, ranks, strict=True):
+        layout = layout_of(pieces)
+        template = manifest.template(shard.template)
+        assert pieces_of(template, shard.placement) == pieces
+        assert template.items == layout.template.items
+        assert template.nbytes == layout.nbytes
+        assert shard.file == shard_name(shard.rank, SAVE_ID)
+
+
+def test_like_stages_store_their_template_and_each_key_once():
+    manifest = two_stages()
+    assert len(manifest.templates) == 1
+    assert manifest.keys == ("layer.w",)
+    assert manifest.shards[0].placement != manifest.shards[1].placement
+
+
+def test_a_manifest_says_which_save_it_is():
+    manifest = two_stages()
+    assert (manifest.version, manifest.iteration) == (FORMAT_VERSION, 7)
+    assert (manifest.save_id, manifest.world_size) == (SAVE_ID, 2)
+    assert manifest.shards[1].coordinates == Coordinates(tp=1)
+    assert manifest.description["note"] == "für Menschen"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world_size", "missing"),
+    [([0, 2], 3, "[1]"), ([], 2, "[0, 1]"), ([0, 0], 2, "[1]"), ([0, 1], 1, "[]")],
+)
+def test_merge_refuses_a_missing_or_doubled_rank(ranks, world_size, missing):
+    with pytest.raises(CorruptCheckpointError) as caught:
+        merged([record(rank, PIECES) for rank in ranks], world_size)
+    assert f"ranks {ranks} for a world of {world_size}; missing: {missing}" in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{"save_id": "f" * 16}, {"iteration": 8}])
+def test_merge_refuses_records_of_two_saves(changes):
+    with pytest.raises(CorruptCheckpointError, match="commit records of different saves") as caught:
+        merged([record(0, PIECES), record(1, PIECES, **changes)])
+    assert SAVE_ID in str(caught.value)
+    assert str(next(iter(changes.values()))) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"",
+        b"not json",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"version":null}',
+        b'{"version":"1"}',
+        b'{"version":1.5}',
+        b'{"version":1}',
+        b'{"version":1,"\xff":2}',
+        b'{"version":1,"save_id":"\\ud800"}',
+        encode_manifest(two_stages())[:-1],
+        encode_manifest(two_stages()) + b"}",
+    ],
+)
+def test_what_is_not_a_manifest_is_corrupt(encoded):
+    with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: is not a manifest .*--ckpt-step"):
+        decode_manifest(encoded, PLACE)
+
+
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+@pytest.mark.parametrize("field", ["description", "unknown", "templates"])
+def test_deep_nesting_is_corrupt_not_a_crash(field, depth):
+    nested = b'{"a":' * depth + b"1" + b"}" * depth
+    encoded = b'{"version":1,"' + field.encode() + b'":' + nested + b"}"
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        decode_manifest(encoded, PLACE)
+
+
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 10**30])
+def test_a_newer_manifest_is_told_apart_from_a_broken_one(version):
+    body = json.dumps({"version": version, "shards": "of another type"}).encode()
+    with pytest.raises(FormatVersionError, match=f"{PLACE}: format version {version}; .* upgrade"):
+        decode_manifest(seal(body), PLACE)
+    # Whatever wrote it sealed it: a flipped bit must not pass for a release of the future.
+    with pytest.raises(CorruptCheckpointError, match="the file was changed"):
+        decode_manifest(seal(body).replace(b"another", b"Another"), PLACE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "..",
+        "/etc/passwd",
+        "manifest.json",
+        f"../{shard_name(1, SAVE_ID)}",
+        f"/{shard_name(1, SAVE_ID)}",
+        f"../iter_0000006/{shard_name(1, SAVE_ID)}",
+        f"rank_00001-{SAVE_ID}/../../x.safetensors",
+        f"{shard_name(1, SAVE_ID)}/../../x",
+        f"{shard_name(1, SAVE_ID)}\n",
+        f"{shard_name(1, SAVE_ID)}\0",
+        f"\n{shard_name(1, SAVE_ID)}",
+        "rank_00001-..safetensors",
+        "rank_1-0123456789abcdef.safetensors",
+        record_name(1, SAVE_ID),
+    ],
+)
+def test_a_shard_name_cannot_point_anywhere_else(name):
+    forged = Forged()
+    forged.shard["file"] = name
+    with pytest.raises(CorruptCheckpointError, match="is not a shard's name") as caught:
+        decode_manifest(forged.encode(), PLACE)
+    assert repr(name) in str(caught.value)
+
+
+def test_a_template_that_is_not_there_is_corrupt():
+    forged = Forged()
+    forged.shard["template"] = "feed"
+    with pytest.raises(CorruptCheckpointError, match="unknown template 'feed'"):
+        decode_manifest(forged.encode(), PLACE)
+
+
+@pytest.mark.parametrize("length", [0, 5, 7])
+def test_a_placement_that_does_not_fit_its_template_is_corrupt(length):
+    forged = Forged()
+    forged.shard["placement"] = [0] * length
+    said = f"a placement of {length} numbers for a template that takes 6"
+    with pytest.raises(CorruptCheckpointError, match=said):
+        decode_manifest(forged.encode(), PLACE)
+
+
+@pytest.mark.parametrize(("position", "said"), [(-1, "begin before"), (2**40, "a placement of 6")])
+def test_a_place_outside_of_the_placement_is_corrupt(position, said):
+    forged = Forged()
+    forged.items[1][6] = position
+    with pytest.raises(CorruptCheckpointError, match=said):
+        decode_manifest(forged.encode(), PLACE)
+
+
+@pytest.mark.parametrize("index", [-1, 1, 2**40])
+def test_a_key_index_out_of_range_is_corrupt(index):
+    forged = Forged()
+    forged.items[1][0] = index
+    with pytest.raises(CorruptCheckpointError, match="names a key that is not in the table"):
+        decode_manifest(forged.encode(), PLACE)
+
+
+def test_a_template_whose_elements_would_not_be_aligned_is_corrupt():
+    forged = Forged()
+    forged.items.reverse()
+    with pytest.raises(CorruptCheckpointError, match="has tensors that are not aligned to"):
+        decode_manifest(forged.encode(), PLACE)
+
+
+@pytest.mark.parametrize("ranks", [[0], [1, 0], [0, 0], [0, 2], [0, 1, 2]])
+def test_shards_that_are_not_those_of_all_ranks_in_order_are_corrupt(ranks):
+    forged = Forged()
+    forged.tree["shards"] = [{**forged.shard, "rank": rank} for rank in ranks]
+    with pytest.raises(CorruptCheckpointError, match="shards are not those of ranks 0 to 1"):
+        decode_manifest(forged.encode(), PLACE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("iteration", "7"),
+        ("save_id", None),
+        ("world_size", 2.5),
+        ("description", []),
+        ("common_digest", 0),
+        ("keys", [1]),
+        ("templates", []),
+        ("shards", {}),
+        ("shards", [None, None]),
+    ],
+)
+def test_a_field_of_a_wrong_type_is_corrupt(field, value):
+    forged = Forged()
+    forged.tree[field] = value
+    with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: is not a manifest"):
+        decode_manifest(forged.encode(), PLACE)
+
+
+def test_all_lies_are_named_in_one_error():
+    forged = Forged()
+    forged.tree["shards"][0]["file"] = "../a"
+    forged.tree["shards"][1]["file"] = "../b"
+    forged.shard["template"] = "feed"
+    forged.items[0][0] = 5
+    with pytest.raises(CorruptCheckpointError) as caught:
+        decode_manifest(forged.encode(), PLACE)
+    for offender in (PLACE, "'../a'", "'../b'", "'feed'", "names a key"):
+        assert offender in str(caught.value)
+
+
+@given(st.data())
+def test_a_manifest_with_changed_bytes_is_refused(data):
+    original = encode_manifest(two_stages())
+    encoded = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 3))):
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
+    assume(bytes(encoded) != original)
+    with pytest.raises((CorruptCheckpointError, FormatVersionError)):
+        decode_manifest(bytes(encoded), PLACE)
+
+
+@given(st.data())
+def test_a_forged_manifest_names_files_of_ours_only(data):
+    body = bytearray(Forged().encode())
+    start = body.index(b",") + 1
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(start, len(body) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        manifest = decode_manifest(seal(b"{" + bytes(body[start:])), PLACE)
+    except (CorruptCheckpointError, FormatVersionError):
+        return  # anything else that is raised fails the test
+    for shard in manifest.shards:
+        assert "/" not in shard.file
+        assert placement_length(manifest.templates[shard.template]) == len(shard.placement)
+
+
+@given(st.integers(0, 10**12))
+def test_iteration_directories_are_megatrons_and_can_be_parsed(iteration):
+    name = iteration_dir(iteration)
+    assert name == "iter_" + str(iteration).rjust(7, "0")
+    assert parse_iteration_dir(name) == iteration
+
+
+@pytest.mark.parametrize(
+    "name", ["", "iter_", "iter_12", "iter_-000001", "iter_0000007.tmp", "xiter_0000007", "release"]
+)
+def test_other_directories_have_no_iteration(name):
+    assert parse_iteration_dir(name) is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 99_999), st.sampled_from(["0" * 16, "f" * 16])),
+        unique=True,
+        max_size=6,
+    )
+)
+def test_files_of_two_ranks_or_saves_never_share_a_name(writers):
+    names = [name(*who) for who in writers for name in (shard_name, record_name, failure_name)]
+    assert len(set(names)) == 3 * len(writers)

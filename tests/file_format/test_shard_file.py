@@ -1,0 +1,344 @@
+"""A shard file opens in the real safetensors library; a header that lies is found out.
+
+Hostile headers end in `CorruptCheckpointError`, newer ones in `FormatVersionError`, never in
+anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_flashckpt import FORMAT_VERSION
+from megatron_flashckpt.errors import CorruptCheckpointError, FormatVersionError, LayoutError
+from megatron_flashckpt.file_format.shard_file import (
+    ALIGNMENT,
+    CHUNK_NBYTES,
+    MAX_HEADER_NBYTES,
+    chunk_count,
+    chunk_digest,
+    decode_header,
+    encode_header,
+    fill_in,
+    header_nbytes,
+    refuse_newer,
+)
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.template import pieces_of, tensor_names
+from tests.support.strategies import layout_of, piece_lists
+
+PLACE = "iter_0000007/rank_00003.safetensors"
+SAVE = {"iteration": 7, "save_id": "0123456789abcdef", "rank": 3, "world_size": 16}
+PIECES = [
+    Piece("layer.w", "master", "F32", (8, 4), (4, 0), (4, 4), 2, 14),
+    Piece("layer.w", "weight", "BF16", (8, 4), (4, 0), (4, 4), 0, 16),
+    Piece("layer.w", "weight", "BF16", (8, 4), (0, 0), (4, 4), 3, 3),
+]
+
+
+def header_of(pieces: list[Piece], digests: list[str] | None = None) -> bytes:
+    layout = layout_of(pieces)
+    if digests is None:
+        digests = ["0123456789abcdef"] * chunk_count(layout.nbytes)
+    return fill_in(encode_header(layout.template, layout.placement, **SAVE), digests)
+
+
+def data_for(pieces: list[Piece]) -> bytes:
+    return bytes(i * 37 % 251 for i in range(sum(piece.nbytes for piece in pieces)))
+
+
+def framed(body: bytes) -> bytes:
+    return struct.pack("<Q", len(body)) + body
+
+
+class Forged:
+    """A valid header taken apart, to be put together again with one lie in it."""
+
+    def __init__(self) -> None:
+        self.entries = json.loads(header_of(PIECES)[8:])
+        self.metadata = json.loads(self.entries["__metadata__"]["flashckpt"])
+        self.names = [name for name in self.entries if name != "__metadata__"]
+
+    def encode(self) -> bytes:
+        self.entries["__metadata__"] = {"flashckpt": json.dumps(self.metadata)}
+        return framed(json.dumps(self.entries).encode())
+
+    def tensor(self, position: int) -> dict:
+        return self.entries[self.names[position]]
+
+
+def test_the_forger_makes_valid_headers_if_it_does_not_lie():
+    assert decode_header(Forged().encode(), PLACE).template.nbytes == 80
+
+
+@settings(max_examples=50)
+@given(piece_lists)
+def test_the_real_safetensors_library_reads_every_tensor(pieces):
+    data = data_for(pieces)
+    read = dict(safetensors.deserialize(header_of(pieces) + data))
+    names = tensor_names([(piece.kind, piece.key) for piece in pieces])
+    assert set(read) == set(names)
+    position = 0
+    for name, piece in zip(names, pieces, strict=True):
+        assert read[name]["dtype"] == piece.dtype
+        assert read[name]["shape"] == [piece.numel]
+        assert bytes(read[name]["data"]) == data[position : position + piece.nbytes]
+        position += piece.nbytes
+
+
+def test_a_file_loads_with_safetensors_numpy(tmp_path):
+    pieces = [PIECES[0], Piece("b", "buffer", "I16", (5,), (0,), (5,), 1, 4)]
+    path = tmp_path / "shard.safetensors"
+    path.write_bytes(header_of(pieces) + data_for(pieces))
+    loaded = safetensors.numpy.load_file(path)
+    assert set(loaded) == {"buffer/b#0", "master/layer.w#0"}
+    for name, dtype, low, high in (
+        ("master/layer.w#0", np.float32, 0, 48),
+        ("buffer/b#0", np.int16, 48, 54),
+    ):
+        assert loaded[name].dtype == dtype
+        assert loaded[name].tobytes() == data_for(pieces)[low:high]
+
+
+def test_safe_open_shows_who_wrote_what(tmp_path):
+    path = tmp_path / "shard.safetensors"
+    path.write_bytes(header_of(PIECES) + data_for(PIECES))
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = json.loads(file.metadata()["flashckpt"])
+    assert {name: metadata[name] for name in SAVE} == SAVE
+    assert metadata["pieces"][0] == [[8, 4], [4, 0], [4, 4], 2]
+
+
+@settings(max_examples=50)
+@given(piece_lists)
+def test_decoding_gives_back_what_was_encoded(pieces):
+    layout = layout_of(pieces)
+    header = header_of(pieces)
+    shard = decode_header(header, PLACE)
+    assert shard.template.items == layout.template.items
+    assert shard.template.nbytes == layout.nbytes
+    assert shard.placement == layout.placement
+    assert shard.digests == ("0123456789abcdef",) * chunk_count(layout.nbytes)
+    assert {name: getattr(shard.metadata, name) for name in SAVE} == SAVE
+    assert shard.data_offset == len(header)
+
+
+@settings(max_examples=50)
+@given(piece_lists)
+def test_the_data_section_starts_at_a_page(pieces):
+    header = header_of(pieces)
+    assert len(header) % ALIGNMENT == 0
+    assert header_nbytes(header[:8], PLACE) == len(header)
+
+
+@given(st.lists(st.binary(min_size=8, max_size=8), min_size=3, max_size=3))
+def test_the_size_of_a_header_does_not_depend_on_its_digests(raw):
+    numel = 2 * CHUNK_NBYTES + 1
+    pieces = [Piece("w", "weight", "U8", (numel,), (0,), (numel,), 0, numel)]
+    digests = [part.hex() for part in raw]
+    header = header_of(pieces, digests)
+    assert len(header) == len(header_of(pieces, ["0" * 16] * 3))
+    assert decode_header(header, PLACE).digests == tuple(digests)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "count"),
+    [(0, 0), (1, 1), (CHUNK_NBYTES, 1), (CHUNK_NBYTES + 1, 2), (2 * CHUNK_NBYTES, 2)],
+)
+def test_every_started_chunk_has_a_digest(nbytes, count):
+    assert chunk_count(nbytes) == count
+
+
+@given(st.binary(min_size=1, max_size=64), st.data())
+def test_a_flipped_bit_changes_the_digest(chunk, data):
+    digest = chunk_digest(chunk)
+    assert len(digest) == 16
+    assert int(digest, 16) >= 0
+    flipped = bytearray(chunk)
+    flipped[data.draw(st.integers(0, len(chunk) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert chunk_digest(flipped) != digest
+    assert chunk_digest(memoryview(chunk)) == digest
+
+
+@pytest.mark.parametrize("digests", [[], ["0" * 16] * 2])
+def test_encoding_refuses_a_digest_too_many_or_too_few(digests):
+    with pytest.raises(LayoutError, match=f"{len(digests)} digests for a file of another number"):
+        header_of(PIECES, digests)
+
+
+@pytest.mark.parametrize("prefix", [b"", b"1234567"])
+def test_a_file_too_short_for_a_length_is_corrupt(prefix):
+    with pytest.raises(CorruptCheckpointError, match=f"{len(prefix)} bytes long, too short"):
+        header_nbytes(prefix, PLACE)
+
+
+@pytest.mark.parametrize("length", [0, 1, MAX_HEADER_NBYTES + 1, 2**63, 2**64 - 1])
+def test_a_header_of_absurd_length_is_corrupt_before_it_is_read(length):
+    with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: header claims {length} bytes"):
+        header_nbytes(struct.pack("<Q", length), PLACE)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"  ",
+        b"not json",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"__metadata__":null}',
+        b'{"__metadata__":[]}',
+        b'{"__metadata__":{}}',
+        b'{"__metadata__":{"format":"pt"}}',
+        b'{"__metadata__":{"flashckpt":7}}',
+        b'{"__metadata__":{"flashckpt":"not json"}}',
+        b'{"__metadata__":{"flashckpt":"{}"}}',
+        b'{"__metadata__":{"flashckpt":"{\\"version\\":\\"1\\"}"}}',
+        b'{"__metadata__":{"flashckpt":"{\\"version\\":1.5}"}}',
+        b'{"__metadata__":{"flashckpt":"{\\"version\\":1}"}}',
+        b'{"__metadata__":{"flashckpt":"\\ud800"}}',
+        b'{"\xff":{}}',
+        header_of(PIECES)[8:-1].rstrip()[:-1],
+    ],
+)
+def test_a_header_that_is_not_ours_is_corrupt(body):
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        decode_header(framed(body), PLACE)
+
+
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+@pytest.mark.parametrize("name", ["__metadata__", "weight/w#0"])
+def test_deep_nesting_is_corrupt_not_a_crash(name, depth):
+    body = b'{"' + name.encode() + b'":' + b"[" * depth + b"]" * depth + b"}"
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        decode_header(framed(body), PLACE)
+
+
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+def test_deep_nesting_inside_our_metadata_is_corrupt_not_a_crash(depth):
+    inner = '{"version":1,"pieces":' + "[" * depth + "]" * depth + "}"
+    body = json.dumps({"__metadata__": {"flashckpt": inner}}).encode()
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        decode_header(framed(body), PLACE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("iteration", "7"),
+        ("save_id", 7),
+        ("rank", None),
+        ("world_size", 1.5),
+        ("chunk_nbytes", 4096),
+        ("chunk_nbytes", 0),
+        ("digests", ["0123456789abcdef"]),
+        ("digests", ""),
+        ("digests", "0123456789abcdef" * 2),
+        ("pieces", None),
+        ("pieces", []),
+        ("pieces", [[]] * 3),
+        ("pieces", [[[8, 4], [4, 0], [4, 4], "2"]] * 3),
+        ("pieces", [[[8, 4], [4, 0], [4, 4]]] * 3),
+        ("pieces", [[[8, 4], [4, 0], [4, 4], 9]] * 3),
+        ("pieces", [[[8, 4], [5, 0], [4, 4], 0]] * 3),
+        ("pieces", [[[8, 4], [-4, 0], [4, 4], 0]] * 3),
+        ("pieces", [[[8], [4, 0], [4, 4], 0]] * 3),
+    ],
+)
+def test_a_lie_in_the_metadata_is_corrupt(field, value):
+    forged = Forged()
+    forged.metadata[field] = value
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        decode_header(forged.encode(), PLACE)
+
+
+@pytest.mark.parametrize(
+    ("position", "lie"),
+    [
+        (0, {"data_offsets": [0, 47]}),
+        (0, {"data_offsets": [0, 49]}),
+        (0, {"data_offsets": [4, 52]}),
+        (0, {"data_offsets": [0, 2**60]}),
+        (0, {"data_offsets": [-48, 0]}),
+        (0, {"data_offsets": [0]}),
+        (0, {"data_offsets": "0,48"}),
+        (1, {"data_offsets": [0, 32]}),
+        (1, {"data_offsets": [40, 72]}),
+        (1, {"data_offsets": [49, 81]}),
+        (1, {"data_offsets": [48, 16]}),
+        (2, {"data_offsets": [0, 0]}),
+        (0, {"shape": [3, 4]}),
+        (0, {"shape": []}),
+        (0, {"shape": [-12]}),
+        (0, {"shape": [13]}),
+        (0, {"shape": [12.5]}),
+        (0, {"shape": [11], "data_offsets": [0, 44]}),
+        (0, {"dtype": "F12"}),
+        (0, {"dtype": "F64"}),
+        (0, {"dtype": None}),
+        (1, {"shape": [17], "data_offsets": [48, 82]}),
+    ],
+)
+def test_a_tensor_that_does_not_lie_where_it_should_is_corrupt(position, lie):
+    forged = Forged()
+    forged.tensor(position).update(lie)
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        decode_header(forged.encode(), PLACE)
+
+
+def test_overlapping_tensors_that_add_up_to_the_right_size_are_corrupt():
+    forged = Forged()
+    forged.tensor(0)["data_offsets"] = [0, 100]
+    forged.tensor(1)["data_offsets"] = [100, 80]
+    forged.tensor(2)["data_offsets"] = [80, 80]
+    with pytest.raises(CorruptCheckpointError, match="does not lie where it should"):
+        decode_header(forged.encode(), PLACE)
+
+
+@pytest.mark.parametrize("change", ["one more", "one less"])
+def test_another_number_of_tensors_than_of_pieces_is_corrupt(change):
+    forged = Forged()
+    if change == "one more":
+        forged.entries["weight/x#0"] = {"dtype": "U8", "shape": [0], "data_offsets": [80, 80]}
+    else:
+        del forged.entries[forged.names[-1]]
+    with pytest.raises(CorruptCheckpointError, match="tensors but geometry for 3"):
+        decode_header(forged.encode(), PLACE)
+
+
+@given(st.data())
+def test_a_header_with_changed_bytes_is_refused_as_corrupt_or_still_consistent(data):
+    header = bytearray(header_of(PIECES).rstrip(b" "))
+    for _ in range(data.draw(st.integers(1, 3))):
+        header[data.draw(st.integers(8, len(header) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        shard = decode_header(bytes(header), PLACE)
+    except (CorruptCheckpointError, FormatVersionError):
+        return  # anything else that is raised fails the test
+    pieces = pieces_of(shard.template, shard.placement)
+    assert sum(piece.nbytes for piece in pieces) == shard.template.nbytes
+    assert chunk_count(shard.template.nbytes) == len(shard.digests)
+
+
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 10**30])
+def test_a_newer_header_is_told_apart_from_a_broken_one(version):
+    forged = Forged()
+    # A newer release may have changed everything but the place of the version.
+    forged.metadata = {"version": version, "pieces": "of another type"}
+    with pytest.raises(FormatVersionError, match=f"format version {version}; .* upgrade"):
+        decode_header(forged.encode(), PLACE)
+
+
+def test_this_release_reads_its_own_version():
+    assert refuse_newer(FORMAT_VERSION, PLACE) is None
+    with pytest.raises(FormatVersionError, match=f"reads up to {FORMAT_VERSION}"):
+        refuse_newer(FORMAT_VERSION + 1, PLACE)

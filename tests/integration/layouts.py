@@ -1,0 +1,285 @@
+"""Parallel layouts, and the cells of a job that saves under each and loads under every other.
+
+A source cell trains 3 iterations, saves, trains 2 more and saves again: the reference. A
+destination cell starts from other random weights, loads the source's iteration 3, saves it again at
+once, and trains the same 2 iterations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tests.support.megatron_jobs import DECOUPLED, MUP
+
+BEFORE, AFTER = 3, 5
+GLOBAL_BATCH = 12
+DISTRIBUTED = "--use-distributed-optimizer"
+
+TINY = (
+    f"--swiglu --seq-length 16 --global-batch-size {GLOBAL_BATCH} --hidden-dropout 0 "
+    "--attention-dropout 0 --train-iters 5 --distributed-timeout-minutes 1 "
+    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+).split() + DECOUPLED
+UNTIED = ["--num-layers", "4", *TINY, "--untie-embeddings-and-output-weights"]
+MOE = [
+    *("--num-layers", "2", *TINY, "--untie-embeddings-and-output-weights", "--bf16"),
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "alltoall"),
+    *("--disable-bias-linear", "--moe-router-score-function", "sigmoid"),
+    *("--moe-router-enable-expert-bias", *MUP),
+]
+
+TP = "--tensor-model-parallel-size"
+PP = "--pipeline-model-parallel-size"
+VPP = "--num-layers-per-virtual-pipeline-stage"
+EP = "--expert-tensor-parallel-size 1 --expert-model-parallel-size"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One way to run a family's model: a row and a column of its matrix."""
+
+    family: str
+    label: str
+    world: int
+    arguments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}/{self.label}".replace(" ", "-")
+
+    @property
+    def model_parallel(self) -> tuple[str, str]:
+        """The tensor and pipeline parallel sizes."""
+        tensor, pipeline = (
+            self.arguments[self.arguments.index(name) + 1] if name in self.arguments else "1"
+            for name in (TP, PP)
+        )
+        return tensor, pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A cell: what `source` saved is loaded by `destination`."""
+
+    source: Layout
+    destination: Layout
+    how: str = ""
+    """Empty for a cell of the matrix; else what is special about it."""
+
+    @property
+    def name(self) -> str:
+        name = f"{self.source.name}->{self.destination.label}".replace(" ", "-")
+        return f"{name}:{self.how}" if self.how else name
+
+    @property
+    def resizes_vocabulary(self) -> bool:
+        widths = {layout.model_parallel[0] for layout in (self.source, self.destination)}
+        return self.source.family == "vocabulary" and len(widths) > 1
+
+
+def _layouts(family: str, base: list[str], **described: str) -> list[Layout]:
+    """Return layouts from `label="ranks, micro-batch size, further arguments"`."""
+    found = []
+    for label, text in described.items():
+        world, micro_batch, *arguments = text.split()
+        if not label.endswith("_plain"):
+            arguments.append(DISTRIBUTED)
+        arguments = [*base, "--micro-batch-size", micro_batch, *arguments]
+        found.append(Layout(family, label.replace("_", " "), int(world), tuple(arguments)))
+    return found
+
+
+#: Every ordered pair of a family's layouts is a cell. "plain" is without distributed optimizer.
+FAMILIES: dict[str, list[Layout]] = {
+    "dense": _layouts(
+        "dense",
+        [*UNTIED, "--bf16"],
+        TP2_DP2=f"4 6 {TP} 2",
+        DP4="4 3",
+        TP4=f"4 12 {TP} 4",
+        PP2_DP2=f"4 3 {PP} 2",
+        TP2_PP2=f"4 6 {TP} 2 {PP} 2",
+        PP2_VPP2_DP2=f"4 3 {PP} 2 {VPP} 1",
+        PP4=f"4 3 {PP} 4",
+        TP2_DP2_plain=f"4 6 {TP} 2",
+        DP4_plain="4 3",
+    ),
+    "moe": _layouts(
+        "moe",
+        MOE,
+        TP2_EP2=f"4 6 {TP} 2 --sequence-parallel {EP} 2",
+        DP4_EP2=f"4 3 {EP} 2",
+        DP4_EP4=f"4 3 {EP} 4",
+        DP4_EP1=f"4 3 {EP} 1",
+        DP4_EP2_plain=f"4 3 {EP} 2",
+    ),
+    "tied": _layouts(
+        "tied",
+        ["--num-layers", "4", *TINY, "--bf16"],
+        TP2_DP2=f"4 6 {TP} 2",
+        PP2_DP2=f"4 3 {PP} 2",
+        TP2_PP2_plain=f"4 6 {TP} 2 {PP} 2",
+    ),
+    # 301 words are padded to 384 rows, but to 512 with TP2.
+    "vocabulary": _layouts(
+        "vocabulary",
+        [*UNTIED, "--bf16", "--vocab-size", "300"],
+        TP2_DP2=f"4 6 {TP} 2",
+        DP4="4 3",
+    ),
+    # The optimizer steps the weights themselves: no masters.
+    "fp32": _layouts(
+        "fp32",
+        [*UNTIED, *MUP],
+        TP2_DP2=f"4 6 {TP} 2",
+        PP2_DP2=f"4 3 {PP} 2",
+        TP2_PP2_plain=f"4 6 {TP} 2 {PP} 2",
+    ),
+    "worlds": _layouts(
+        "worlds",
+        [*UNTIED, "--bf16"],
+        TP2_DP2=f"4 6 {TP} 2",
+        one_rank="1 12",
+        DP2="2 6",
+        DP3="3 4",
+        TP2_PP2_DP2=f"8 3 {TP} 2 {PP} 2",
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is launched at once."""
+
+    ranks: int
+    families: tuple[str, ...]
+    fused_adam: bool = True
+    """Apex's Adam counts steps per param group; torch's, used without it, per parameter."""
+
+
+JOBS = {
+    "dense": Job(4, ("dense",)),
+    "others": Job(4, ("moe", "fp32")),
+    "torch_adam": Job(4, ("tied", "vocabulary"), fused_adam=False),
+    "worlds": Job(8, ("worlds",)),
+}
+#: Where stock's own noise is measured: from some layouts, under others. Routing is discrete, so it
+#: is measured between all of MoE's that stock can load from one another (it cannot put into one
+#: optimizer what two have saved: EP2 under EP1).
+STOCK = {
+    "dense": (("TP2 DP2",), ("DP4", "TP4", "PP2 DP2", "TP2 PP2", "PP2 VPP2 DP2", "PP4")),
+    "moe": (("TP2 EP2", "DP4 EP2", "DP4 EP4"),) * 2,
+    "fp32": (("TP2 DP2",), ("PP2 DP2",)),
+}
+SPOILED = ("steps forgotten", "moments swapped", "moments zeroed")
+
+
+def pairs(family: str) -> list[Pair]:
+    """Return the matrix: every ordered pair, grouped by destination."""
+    layouts = FAMILIES[family]
+    return [Pair(source, there) for there, source in itertools.product(layouts, layouts)]
+
+
+def stock_pairs(family: str) -> list[Pair]:
+    """Return what is saved and loaded by Megatron itself."""
+    sources, destinations = STOCK.get(family, ((), ()))
+    return [
+        Pair(pair.source, pair.destination, "stock")
+        for pair in pairs(family)
+        if pair.source.label in sources
+        and pair.destination.label in destinations
+        and pair.source != pair.destination
+    ]
+
+
+def spoiled_pairs(family: str) -> list[Pair]:
+    """Return what is loaded by us and then made wrong."""
+    first, second, *_ = FAMILIES[family]
+    return [Pair(first, second, how) for how in SPOILED if family in STOCK]
+
+
+def interrupted_pairs(family: str) -> list[Pair]:
+    """Return what is saved by a job that wants a step to be run again: same layout, other DP."""
+    if family != "dense":
+        return []
+    first, plain = (layout for layout in FAMILIES[family] if layout.model_parallel == ("2", "1"))
+    return [Pair(first, there, "interrupted") for there in (first, plain, FAMILIES[family][1])]
+
+
+def rescheduled_pairs(family: str) -> list[Pair]:
+    """Return what is loaded by jobs whose groups have other rates: in the same place, elsewhere.
+
+    Rates alone tell three groups of this family apart, so only their parameters can.
+    """
+    if family != "fp32":
+        return []
+    first, _, plain = FAMILIES[family]
+    rates = ("--decoupled-lr", "4e-3", "--lr", "2e-3", "--override-opt-param-scheduler")
+    there = dataclasses.replace(first, arguments=(*first.arguments, *rates))
+    return [Pair(source, there, "other rates") for source in (first, plain)]
+
+
+def plan(families: Iterable[str], root: Path) -> list[dict[str, Any]]:
+    """Return the cells of one job; those with the same layout follow one another."""
+    cells = []
+    for family in families:
+        layouts = FAMILIES[family]
+        cells += [_source_cell(layout, root) for layout in layouts]
+        loads = [
+            *pairs(family),
+            *stock_pairs(family),
+            *spoiled_pairs(family),
+            *interrupted_pairs(family),
+        ]
+        for layout in layouts:
+            cells += [_destination_cell(pair, root) for pair in loads if pair.destination == layout]
+        cells += [_destination_cell(pair, root) for pair in rescheduled_pairs(family)]
+    return cells
+
+
+def _source_cell(layout: Layout, root: Path) -> dict[str, Any]:
+    steps: list[list[Any]] = [["train", 1, BEFORE], ["save", str(root / layout.name), BEFORE]]
+    if any(pair.source == layout for pair in stock_pairs(layout.family)):
+        steps.append(["save_stock", f"{root / layout.name}:stock", BEFORE])
+    steps += _go_on(root / layout.name)
+    if any(pair.source == layout for pair in interrupted_pairs(layout.family)):
+        steps += [["interrupt"], ["save", f"{root / layout.name}:interrupted", AFTER]]
+    return _cell(layout, layout.name, 11, steps)
+
+
+def _destination_cell(pair: Pair, root: Path) -> dict[str, Any]:
+    own, source = str(root / pair.name), str(root / pair.source.name)
+    if pair.how == "stock":
+        steps = [
+            ["load_stock", f"{source}:stock", BEFORE, own],
+            ["hold"],
+            *_go_on(root / pair.name),
+        ]
+    elif pair.how == "interrupted":
+        steps = [["load", f"{source}:interrupted", AFTER, own]]
+    elif pair.how == "other rates":
+        steps = [["load", source, BEFORE, own]]
+    elif pair.how:
+        steps = [["load", source, BEFORE, own], ["spoil", pair.how], *_go_on(root / pair.name)]
+    else:
+        steps = [["load", source, BEFORE, own], ["hold"], ["save", own, BEFORE]]
+        steps += _go_on(root / pair.name)
+    return _cell(pair.destination, pair.name, 99, steps)
+
+
+def _go_on(directory: Path) -> list[list[Any]]:
+    return [["train", BEFORE + 1, AFTER], ["save", str(directory), AFTER]]
+
+
+def _cell(layout: Layout, name: str, seed: int, steps: list[list[Any]]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "world": layout.world,
+        "arguments": list(layout.arguments),
+        "seed": seed,
+        "steps": steps,
+    }

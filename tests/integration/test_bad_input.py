@@ -1,0 +1,414 @@
+"""What a user can get wrong, through Megatron's real `load_checkpoint` and `save_checkpoint`.
+
+Each case gives one clear error on every rank that names file, fact and remedy; nothing on disk is
+changed. One job makes a good checkpoint, a second one takes all cases.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.file_format.manifest import seal
+from tests.support.megatron_jobs import REPO, Result, run_job, succeeded
+
+MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+RANKS = 2
+ITERATION = "iter_0000002"
+
+
+def shard(directory: Path, rank: int) -> Path:
+    (found,) = (directory / ITERATION).glob(f"rank_{rank:05d}-*.safetensors")
+    return found
+
+
+def cut_short(directory: Path) -> None:
+    file = shard(directory, 1)
+    with open(file, "r+b") as opened:
+        opened.truncate(file.stat().st_size - 1)
+
+
+def flip_bit(directory: Path) -> None:
+    file = shard(directory, 0)
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 0x10
+    file.write_bytes(content)
+
+
+def not_json(directory: Path) -> None:
+    (directory / ITERATION / "manifest.json").write_text("{ not json")
+
+
+def newer_version(directory: Path) -> None:
+    newer_version_in(directory / ITERATION / "manifest.json")
+
+
+def newer_version_in(manifest: Path) -> None:
+    content = json.loads(manifest.read_text())
+    del content["digest"]
+    content["version"] = 99
+    manifest.write_bytes(seal(json.dumps(content).encode()))
+
+
+def missing_iteration(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION)
+
+
+def missing_shard(directory: Path) -> None:
+    shard(directory, 1).unlink()
+
+
+def foreign_files(directory: Path) -> None:
+    (directory / "notes.txt").write_text("mine")
+    (directory / ITERATION / "rank_00007.bak").write_text("mine too")
+    (directory / "iter_9").mkdir()
+
+
+def dlrovers(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION)
+    for name in ("mp_rank_00/model_optim_rng.pt", "rank_00000/distrib_optim.pt"):
+        file = directory / ITERATION / name
+        file.parent.mkdir(parents=True)
+        file.write_text("DLRover's")
+
+
+def dlrovers_without_files(directory: Path) -> None:
+    shutil.rmtree(directory / ITERATION)
+    (directory / "dlrover_latest.txt").write_text("2")
+
+
+#: name -> (damage, extra arguments, error class or None, what its message must say)
+CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str]]] = {
+    "intact": (None, {}, None, []),
+    "foreign_files": (foreign_files, {}, None, []),
+    "cut_short": (
+        cut_short,
+        {},
+        "CorruptCheckpointError",
+        [r"rank_00001-\w+\.safetensors", r"bytes long, the manifest says", "--ckpt-step"],
+    ),
+    "flipped_bit": (
+        flip_bit,
+        {},
+        "CorruptCheckpointError",
+        [r"rank_00000-\w+\.safetensors, chunk 0", r"digest \w{16}, expected \w{16}", "--ckpt-step"],
+    ),
+    "not_json": (
+        not_json,
+        {},
+        "CorruptCheckpointError",
+        [r"manifest\.json: is not a manifest", "--ckpt-step"],
+    ),
+    "newer_version": (
+        newer_version,
+        {},
+        "FormatVersionError",
+        [r"manifest\.json: format version 99", "up to 1", "upgrade"],
+    ),
+    "missing_iteration": (
+        missing_iteration,
+        {},
+        "NotCommittedError",
+        [r"iter_0000002/manifest\.json: does not exist", "--ckpt-step"],
+    ),
+    "missing_shard": (
+        missing_shard,
+        {},
+        "CorruptCheckpointError",
+        [r"rank_00001-\w+\.safetensors: is missing", "--ckpt-step"],
+    ),
+    "dlrovers": (
+        dlrovers,
+        {},
+        "UnsupportedError",
+        [r"iter_0000002: is in DLRover's format", r"flashckpt convert \S+ DST --to flashckpt"],
+    ),
+    "dlrovers_without_files": (
+        dlrovers_without_files,
+        {},
+        "UnsupportedError",
+        [r"iter_0000002: DLRover committed it with no files in it", r"none there"],
+    ),
+}
+
+
+def snapshot(directory: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(file.relative_to(directory)): (file.stat().st_mtime_ns, file.read_bytes())
+        for file in sorted(directory.rglob("*"))
+        if file.is_file()
+    }
+
+
+class Ran:
+    """The job over all cases, and the directories before and after."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        good = tmp_path / "good"
+        succeeded(
+            run_job(
+                tmp_path,
+                "save",
+                [*MODEL, "--train-iters", "2", "--save", str(good), "--save-interval", "2"],
+                ranks=RANKS,
+            )
+        )
+        cases = []
+        self.directories = {}
+        for name, (damage, args, _, _) in CASES.items():
+            directory = tmp_path / name
+            shutil.copytree(good, directory)
+            if damage is not None:
+                damage(directory)
+            self.directories[name] = directory
+            cases.append({"name": name, "call": "load", "args": {"load": str(directory), **args}})
+        blocked = tmp_path / "file"
+        blocked.write_text("a file where the save directory should be")
+        cases += [
+            {
+                "name": "no_such_directory",
+                "call": "load",
+                "args": {"load": str(tmp_path / "nowhere")},
+            },
+            {
+                "name": "save_into_a_file",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(blocked)},
+            },
+            {
+                "name": "no_memory_on_one_rank",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(tmp_path / "nomem")},
+                "no_memory_on": 1,
+            },
+            {
+                "name": "no_doorbell_on_one_rank",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(tmp_path / "nobell")},
+                "no_doorbell_on": 1,
+            },
+            {
+                "name": "load_right_after_a_save",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(tmp_path / "overlapped")},
+                "then_load": str(good),
+            },
+            {
+                "name": "what_was_saved_then",
+                "call": "load",
+                "args": {"load": str(tmp_path / "overlapped"), "finetune": True},
+            },
+            {
+                "name": "save_makes_the_directory",
+                "call": "save",
+                "iteration": 5,
+                "args": {"save": str(tmp_path / "new/deep")},
+            },
+        ]
+        self.tmp_path = tmp_path
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        self.before = {name: snapshot(path) for name, path in self.directories.items()}
+        self.result = self.run("cases", MODEL, tmp_path / "cases.json")
+        self.after = {name: snapshot(path) for name, path in self.directories.items()}
+        self.good = good
+
+    def run(self, name: str, model: list[str], cases: Path) -> Result:
+        return succeeded(
+            run_job(
+                self.tmp_path,
+                name,
+                [*model, "--train-iters", "2"],
+                ranks=RANKS,
+                door="stock",
+                env={"CASES": str(cases)},
+                script=REPO / "tests/support/jobs/many_loads.py",
+            )
+        )
+
+    def of(self, name: str) -> list[dict]:
+        events = self.result.named(name)
+        assert [event["rank"] for event in events] == list(range(RANKS))
+        return events
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(tmp_path_factory.mktemp("bad_input"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_load_gives_one_clear_error_and_changes_nothing_on_disk(ran: Ran, name: str) -> None:
+    _, _, error, says = CASES[name]
+    for event in ran.of(name):
+        if error is None:
+            assert event["error"] is None
+            assert event["result"] == 2
+        else:
+            assert event["error"] is not None, "loaded without a word"
+            # A rank that is not affected itself repeats the error of the one that is.
+            assert event["error"][0] in (error, "FlashCkptError")
+            assert error in (event["error"][0], *event["error"][1].split(": "))
+            for pattern in says:
+                assert re.search(pattern, event["error"][1]), event["error"][1]
+    assert ran.after[name] == ran.before[name]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if case[2] and name != "flipped_bit"]
+)
+def test_nothing_is_overwritten_when_a_load_is_refused(ran: Ran, name: str) -> None:
+    assert [event["weights_changed"] for event in ran.of(name)] == [False] * RANKS
+
+
+def test_a_missing_directory_starts_from_random_as_stock_does(ran: Ran) -> None:
+    for event in ran.of("no_such_directory"):
+        assert (event["result"], event["error"]) == (0, None)
+    assert "will not load any checkpoints and will start from random" in ran.result.log
+
+
+def test_saving_into_a_file_fails_on_every_rank_with_the_path_and_a_remedy(ran: Ran) -> None:
+    for event in ran.of("save_into_a_file"):
+        (message,) = event["result"]
+        assert str(ran.tmp_path / "file") in message
+        assert "move it away" in message
+    assert (ran.tmp_path / "file").read_text().startswith("a file where")
+
+
+def test_a_rank_without_memory_fails_the_save_on_all_ranks_at_once(ran: Ran) -> None:
+    for event in ran.of("no_memory_on_one_rank"):
+        (message,) = event["result"]
+        assert "cannot reserve 9 GiB of host memory" in message
+    assert not (ran.tmp_path / "nomem/iter_0000005/manifest.json").exists()
+    assert list((ran.tmp_path / "nomem/iter_0000005").glob("*.safetensors")) == []
+
+
+def test_a_load_does_not_overwrite_what_a_save_is_still_copying(ran: Ran) -> None:
+    saves, loads = ran.of("load_right_after_a_save"), ran.of("what_was_saved_then")
+    for save, load in zip(saves, loads, strict=True):
+        assert (save["result"], save["error"], load["error"]) == ([None], None, None)
+        before, after = save["weights"]
+        assert before != after, "the load has changed them"
+        assert load["weights"] == [after, before]
+
+
+def test_an_unforeseen_error_in_the_copy_thread_fails_the_save_on_all_ranks(ran: Ran) -> None:
+    for event in ran.of("no_doorbell_on_one_rank"):
+        (message,) = event["result"]
+        assert "ValueError: an error that nobody foresaw" in message
+    assert not (ran.tmp_path / "nobell/iter_0000005/manifest.json").exists()
+
+
+def test_saving_makes_a_missing_directory(ran: Ran) -> None:
+    for event in ran.of("save_makes_the_directory"):
+        assert event["result"] == [None]
+    assert (ran.tmp_path / "new/deep/iter_0000005/manifest.json").exists()
+
+
+def test_a_checkpoint_of_another_model_names_every_differing_key_and_both_shapes(
+    ran: Ran,
+) -> None:
+    cases = ran.tmp_path / "other.json"
+    load = {"name": "other", "call": "load", "args": {"load": str(ran.good)}}
+    cases.write_text(json.dumps([load]))
+    before = snapshot(ran.good)
+    wider = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+    wider += ["--ffn-hidden-size", "192"]
+    result = ran.run("other", wider, cases)
+    assert len(result.named("other")) == RANKS
+    for event in result.named("other"):
+        kind, message = event["error"]
+        assert kind == "MissingStateError"
+        key = "decoder.layers.mlp.linear_fc1.weight"
+        found = re.search(
+            rf"weight/{key}: (\(.*?\)) BF16 in the checkpoint, (\(.*?\)) BF16", message
+        )
+        assert found, message
+        assert found[1] != found[2]
+        for kind in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            assert f"{kind}/{key}: " in message
+        assert not event["weights_changed"]
+    assert snapshot(ran.good) == before
+
+
+def test_strict_lists_what_is_missing_and_superfluous_and_otherwise_loads_what_fits(
+    ran: Ran,
+) -> None:
+    load = {"call": "load", "args": {"load": str(ran.good)}}
+    cases = [
+        {**load, "name": "strict"},
+        {**load, "name": "not strict", "strict": False},
+        {
+            **load,
+            "name": "as Megatron's own flag says",
+            "args": {**load["args"], "dist_ckpt_strictness": "log_all"},
+        },
+    ]
+    (ran.tmp_path / "strict.json").write_text(json.dumps(cases))
+    before = snapshot(ran.good)
+    model = [*MODEL, "--untie-embeddings-and-output-weights", "--disable-bias-linear"]
+    result = ran.run("strict", model, ran.tmp_path / "strict.json")
+    for event in result.named("strict"):
+        kind, message = event["error"]
+        assert kind == "MissingStateError"
+        assert not event["weights_changed"]
+        for each in ("weight", "master", "exp_avg", "exp_avg_sq"):
+            assert f"{each}/output_layer.weight: not in the checkpoint; " in message
+            fc2 = f"{each}/decoder.layers.mlp.linear_fc2.bias"
+            assert f"{fc2}: in the checkpoint, not in the model" in message
+    for name in ("not strict", "as Megatron's own flag says"):
+        events = result.named(name)
+        assert [(event["result"], event["error"]) for event in events] == [(2, None)] * RANKS
+    assert all(event["weights_changed"] for event in result.named("not strict"))
+    said = re.findall(r"not strict: left as they are: (.*); not read: (.*)", result.log)
+    assert len(said) == 2, "once per load, on rank 0"
+    for absent, superfluous in said:
+        assert "weight/output_layer.weight" in absent
+        assert "weight/decoder.layers.mlp.linear_fc2.bias" in superfluous
+    assert snapshot(ran.good) == before
+
+
+def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> None:
+    result = run_job(
+        tmp_path,
+        "unknown",
+        [
+            *MODEL,
+            "--train-iters",
+            "1",
+            "--save",
+            str(tmp_path / "s"),
+            "--load",
+            str(tmp_path / "s"),
+        ],
+        ranks=1,
+        env={"FLASHCKPT_SLOTTS": "3"},
+    )
+    assert result.returncode != 0
+    assert (
+        "unknown setting FLASHCKPT_SLOTTS; correct or remove it; known ones: runtime_dir"
+        in result.log
+    )
+
+
+@pytest.mark.parametrize("load", [True, False])
+def test_a_place_that_no_agent_can_have_stops_the_job_before_training(
+    tmp_path: Path, load: bool
+) -> None:
+    save = tmp_path / "s"
+    job = ["--train-iters", "1", "--save", str(save), "--save-interval", "1"]
+    job += ["--load", str(save)] if load else []
+    too_long = {"FLASHCKPT_RUNTIME_DIR": str(tmp_path / ("x" * 120))}
+    result = run_job(tmp_path, "nowhere", [*MODEL, *job], ranks=1, env=too_long)
+    assert result.returncode != 0
+    assert "too long for a socket; set 'runtime_dir' to a shorter path" in result.log
+    assert result.losses() == {}
+    assert not list(tmp_path.glob("s/iter_*"))

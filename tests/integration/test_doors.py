@@ -1,0 +1,201 @@
+"""The ways in: swapped imports (our patch) and the launcher; both train exactly as stock Megatron.
+
+One stock job, one per door, all with the same seed; then what our checkpoint holds is compared with
+what stock's own `save_checkpoint` wrote.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.megatron_jobs import (
+    CPU_MEGATRON,
+    REPO,
+    TINY,
+    Result,
+    assemble,
+    patched_megatron,
+    run_job,
+    succeeded,
+    tensors,
+)
+
+MODEL = [
+    *("--num-layers", "2", "--bf16", "--tensor-model-parallel-size", "2"),
+    *("--use-distributed-optimizer", "--untie-embeddings-and-output-weights"),
+]
+
+
+#: Megatron's local layers save their layer norms under the names of TransformerEngine's fused ones.
+FUSED_NAMES = {
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+def arguments(save: Path, *more: str) -> list[str]:
+    return [*MODEL, "--train-iters", "4", "--save", str(save), "--save-interval", "2", *more]
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("doors")
+
+
+@pytest.fixture(scope="module")
+def stock(where: Path) -> Result:
+    legacy = ("--ckpt-format", "torch")
+    return succeeded(run_job(where, "stock", arguments(where / "stock", *legacy), door="stock"))
+
+
+@pytest.fixture(scope="module")
+def swapped(where: Path) -> Result:
+    control = {"CONTROL": "1"}
+    return succeeded(run_job(where, "swap", arguments(where / "swap"), door="swap", env=control))
+
+
+@pytest.fixture(scope="module")
+def launched(where: Path) -> Result:
+    return succeeded(run_job(where, "launch", arguments(where / "launch"), torchrun=True))
+
+
+def test_both_doors_train_exactly_as_stock(
+    stock: Result, swapped: Result, launched: Result
+) -> None:
+    assert sorted(stock.losses()) == [1, 2, 3, 4]
+    assert swapped.losses() == stock.losses()
+    assert launched.losses() == stock.losses()
+
+
+def test_the_log_says_before_the_first_step_which_door_was_taken(
+    where: Path, swapped: Result, launched: Result
+) -> None:
+    for result, door in (
+        (launched, "through the launcher"),
+        (swapped, f"by the imports of {patched_megatron(where)}/megatron/training/training.py"),
+    ):
+        start, _, rest = result.log.partition("flashckpt: self-check of ")
+        assert f"{door}; megatron-core 0." in start
+        assert " iteration        1/" in rest
+        assert " iteration        1/" not in start
+
+
+def test_both_doors_save_the_same(where: Path, swapped: Result, launched: Result) -> None:
+    one, other = tensors(where / "swap", 4), tensors(where / "launch", 4)
+    assert one.keys() == other.keys()
+    state = [name for name in one if not name[1].startswith("rank_state/")]
+    assert [name for name in state if not torch.equal(one[name], other[name])] == []
+
+
+def test_the_patch_changes_three_imports_and_nothing_else(where: Path) -> None:
+    import megatron.training.training as stock_training
+
+    stock_lines = Path(stock_training.__file__).read_text().splitlines()
+    ours = patched_megatron(where) / "megatron/training/training.py"
+    changed = [
+        line
+        for line, stock_line in zip(ours.read_text().splitlines(), stock_lines, strict=True)
+        if line != stock_line
+    ]
+    assert changed == [
+        "from megatron_flashckpt.checkpointing import load_checkpoint",
+        "from megatron_flashckpt.checkpointing import save_checkpoint, save_grads",
+        "from megatron_flashckpt.async_utils import maybe_finalize_async_save",
+    ]
+
+
+def test_a_save_communicates_nothing_and_the_counter_would_have_seen_it(swapped: Result) -> None:
+    saves, controls = swapped.named("save"), swapped.named("control")
+    assert len(saves) == len(controls) == 4 * 2
+    assert [save["calls"] for save in saves] == [[]] * 8
+    for control in controls:
+        assert {"all_reduce", "barrier"} <= set(control["calls"])
+        assert any("allreduce" in call for call in control["calls"]), "the dispatcher's view"
+
+
+def test_weights_equal_those_that_stock_saved(where: Path, stock: Result, launched: Result) -> None:
+    ours = assemble(where / "launch", 4)
+    seen = set()
+    for rank in range(2):
+        file = where / f"stock/iter_0000004/mp_rank_{rank:02d}/model_optim_rng.pt"
+        for name, theirs in torch.load(file, weights_only=False)["model"].items():
+            if not isinstance(theirs, torch.Tensor):
+                continue
+            key, layer = re.subn(r"\.layers\.\d+\.", ".layers.", name)
+            for local, fused in FUSED_NAMES.items():
+                key = key.replace(local, fused)
+            whole = ours["weight", key]
+            if layer:
+                whole = whole[int(re.search(r"\.layers\.(\d+)\.", name)[1])]
+            seen.add(("weight", key))
+            (axis,) = [a for a in range(theirs.dim()) if whole.shape[a] != theirs.shape[a]] or [
+                None
+            ]
+            expected = whole if axis is None else whole.chunk(2, axis)[rank]
+            assert torch.equal(expected, theirs), name
+    assert seen == {name for name in ours if name[0] == "weight"}
+
+
+def test_python_dash_m_runs_a_script_without_torchrun(tmp_path: Path) -> None:
+    environment = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("FLASHCKPT")},
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{CPU_MEGATRON}{os.pathsep}{REPO}",
+        "FLASHCKPT_RUNTIME_DIR": str(tmp_path / "run"),
+    }
+    save = tmp_path / "save"
+    job = [*TINY, "--num-layers", "1", "--train-iters", "2", "--save", str(save)]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "megatron_flashckpt.launch"),
+            *(str(REPO / "scripts/pretrain_gpt_tiny.py"), *job, "--save-interval", "2"),
+        ],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+@pytest.mark.parametrize(
+    "door",
+    [
+        [sys.executable, "-m", "megatron_flashckpt.launch"],
+        [str(Path(sys.executable).parent / "flashckpt-launch")],
+    ],
+    ids=["module", "console script"],
+)
+def test_the_launcher_refuses_a_script_that_is_not_there(door: list[str]) -> None:
+    done = subprocess.run(
+        [*door, "no_such_script.py"], capture_output=True, text=True, cwd=REPO, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == "flashckpt-launch: no_such_script.py: no such script\n"
+
+
+def test_an_existing_run_moves_over_without_conversion(where: Path, stock: Result) -> None:
+    """Stock's own checkpoint goes to stock's own loader, and the next save is ours."""
+    moved = where / "moved"
+    job = [*MODEL, "--train-iters", "6", "--save", str(moved), "--save-interval", "2"]
+    job += ["--load", str(where / "stock"), "--ckpt-format", "torch"]
+    result = succeeded(run_job(where, "moved", [*job, "--override-opt_param-scheduler"]))
+    assert "successfully loaded checkpoint" in result.log
+    assert sorted(result.losses()) == [5, 6]
+    assert (moved / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert ("weight", "embedding.word_embeddings.weight") in assemble(moved, 6)

@@ -1,0 +1,110 @@
+"""The end of a job tells the truth: its exit status, and the last lines of its log.
+
+Saves fail because files stand where the directories of their iterations should be.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.megatron_jobs import REPO, Result, run_job
+
+SCRIPT = REPO / "tests/support/jobs/ends.py"
+MODEL = ["--num-layers", "1", "--bf16"]
+
+
+def job(
+    where: Path,
+    *more: str,
+    train_iters: int = 2,
+    save_interval: int = 1,
+    ranks: int = 1,
+    in_the_way: tuple[int, ...] = (),
+    **env: str,
+) -> Result:
+    """Train a small model and save it; with `SWAP` without the launcher."""
+    save = where / "save"
+    save.mkdir()
+    for iteration in in_the_way:
+        (save / f"iter_{iteration:07d}").write_text("in the way")
+    arguments = [*MODEL, "--train-iters", str(train_iters)]
+    arguments += ["--save", str(save), "--save-interval", str(save_interval), *more]
+    door = "stock" if "SWAP" in env else "launch"
+    options: dict[str, Any] = {"ranks": ranks, "door": door, "script": SCRIPT, "env": env}
+    return run_job(where, "ends", arguments, **options)
+
+
+def verdict(result: Result) -> str:
+    """Return the line that says how the job has ended."""
+    (said,) = re.findall(r"the last save, iteration .*", result.log)
+    return said
+
+
+def test_a_job_without_any_durable_save_exits_with_1_and_says_that_there_is_none(
+    tmp_path: Path,
+) -> None:
+    result = job(tmp_path, "--exit-interval", "2", in_the_way=(1, 2), ranks=2)
+    assert "exiting program at iteration 2" in result.log, "Megatron itself exits with status 0"
+    assert result.returncode == 1
+    said = verdict(result)
+    assert said.startswith("the last save, iteration 2, is not durable: [Errno ")
+    assert f"; there is no durable checkpoint in {tmp_path}/save; " in said
+    assert "the exit status is 1 ('exit_nonzero_unless_durable: false' turns that off)" in said
+    assert "previous checkpoint is intact" not in result.log
+
+
+@pytest.mark.parametrize(("swap", "end"), [("", "fork raise 3"), ("1", "fork"), ("1", "exit 3")])
+def test_the_status_of_a_script_stays_and_only_success_becomes_a_failure(
+    tmp_path: Path, swap: str, end: str
+) -> None:
+    """Swapped imports, without the launcher, end as the launcher does."""
+    result = job(tmp_path, in_the_way=(2,), END=end, **({"SWAP": swap} if swap else {}))
+    assert result.returncode == (1 if end == "fork" else 3)
+    # A helper that exits by itself says and changes nothing.
+    assert [event["status"] for event in result.named("child")] == [0] * ("fork" in end)
+    said = verdict(result)
+    assert f"; the newest durable checkpoint in {tmp_path}/save is iteration 1; " in said
+    assert ("the exit status is the one that the script has chosen" in said) == (end != "fork")
+
+
+def test_the_setting_keeps_the_status_of_a_script(tmp_path: Path) -> None:
+    """Megatron makes the last save after its loop has ended asynchronous saves for good."""
+    env = {"FLASHCKPT_EXIT_NONZERO_UNLESS_DURABLE": "false", "SWAP": "1", "STORE_GONE": "1"}
+    result = job(tmp_path, train_iters=3, save_interval=2, in_the_way=(3,), **env)
+    assert result.returncode == 0
+    assert verdict(result).startswith("the last save, iteration 3, is not durable: [Errno ")
+    assert "the exit status is not changed ('exit_nonzero_unless_durable' is false)" in (
+        verdict(result)
+    )
+
+
+def test_a_save_returns_when_it_is_staged_or_durable_if_asked_to(tmp_path: Path) -> None:
+    """Late copies are held back until a save has returned, unless it waits for durability."""
+    result = job(
+        tmp_path,
+        train_iters=6,
+        in_the_way=(4,),
+        WAITS="none - durable durable",
+        FLASHCKPT_WAIT="staged",
+        FLASHCKPT_ON_FAILURE="raise",
+    )
+    saves = result.named("save")
+    assert [save["iteration"] for save in saves] == [1, 2, 3]
+    assert [save["copied"] for save in saves] == [False, True, True]
+    assert saves[2]["committed"]
+    assert "in save_checkpoint, which now waits until it is durable" in result.log
+    assert result.returncode == 1
+    assert re.search(r"in save_checkpoint\n(.*\n)*.*SaveFailedError: \[Errno", result.log)
+
+
+def test_releases_that_never_ask_hear_of_a_save_before_the_next_one(tmp_path: Path) -> None:
+    """Their loop has no `maybe_finalize_async_save`; 0.17.1's own stands in for that."""
+    result = job(tmp_path, train_iters=19, save_interval=10, SWAP="1", OLD_LOOP="1")
+    assert result.returncode == 0
+    told = {event["iteration"]: event["told"] for event in result.named("forward")}
+    assert told[10] == []
+    assert told[18] == [10]

@@ -1,0 +1,176 @@
+"""Saves that fail in the background: the log says so once, and training continues unless asked."""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faulty_storage.preload import FaultyStorage, fail
+from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
+
+MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+RANKS = 2
+
+
+def failing_save(
+    tmp_path: Path, *, iterations: tuple[int, ...] = (2,), train_iters: int = 6, **kwargs: Any
+) -> Result:
+    """Train while files stand where the directories of these iterations should be."""
+    save = tmp_path / "save"
+    save.mkdir()
+    for iteration in iterations:
+        (save / f"iter_{iteration:07d}").write_text("in the way")
+    return run_job(
+        tmp_path,
+        "failing",
+        [*MODEL, "--train-iters", str(train_iters), "--save", str(save), "--save-interval", "2"],
+        ranks=RANKS,
+        **kwargs,
+    )
+
+
+def test_rank_0_speaks_for_the_job_and_training_continues_after_an_io_error(
+    tmp_path: Path,
+) -> None:
+    """Both ranks' shards fail. Rank 1 speaks, too, if it has failed before rank 0."""
+    result = succeeded(failing_save(tmp_path))
+    assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
+    errors = re.findall(r"rank \d: iteration 2 was not saved: .*", result.log)
+    (error,) = (it for it in errors if it.startswith("rank 0: iteration 2 was not saved: [Errno "))
+    assert len(errors) <= RANKS
+    assert f"{tmp_path}/save/iter_0000002" in error
+    assert "move it away" in error
+    assert error.endswith(f"; there is no durable checkpoint in {tmp_path}/save")
+    ours = re.findall(r"^INFO:megatron_flashckpt.*", result.log, re.MULTILINE)
+    assert [line.partition("rank ")[2][:19] for line in ours] == [
+        f"0: staged iteration {iteration}"[:19] for iteration in (2, 4, 6)
+    ]
+    assert (tmp_path / "save/iter_0000002").read_text() == "in the way"
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+@pytest.mark.parametrize("slots", ["1", "2"])
+def test_a_save_that_finds_no_free_slot_is_skipped_by_all_ranks_alike_and_said(
+    tmp_path: Path, slots: str
+) -> None:
+    """Storage takes far longer for a save than an iteration does; the last save is made up for."""
+    save = tmp_path / "save"
+    every = ["--train-iters", "8", "--save", str(save), "--save-interval", "1"]
+    # 1.4 MiB in all, and chunks are let through one by one.
+    env = {"FLASHCKPT_BUSY": "skip", "FLASHCKPT_AGENT__WRITE_MIB_PER_S": "1"}
+    env["FLASHCKPT_SLOTS"] = slots
+    result = succeeded(run_job(tmp_path, "skip", [*MODEL, *every], ranks=RANKS, env=env))
+    assert sorted(result.losses()) == [*range(1, 9)]
+    said = re.findall(r"iteration (\d) is not saved: previous saves are still", result.log)
+    skipped = {int(iteration) for iteration in said}
+    assert skipped
+    assert len(said) == len(skipped), "rank 0 speaks for all"
+    assert ("the last save, iteration 8, is written to storage" in result.log) == (8 in skipped)
+    skipped.discard(8)
+    committed = {int(path.parent.name[5:]) for path in save.glob("*/manifest.json")}
+    assert committed == set(range(1, 9)) - skipped
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+def test_a_failed_save_stops_training_if_configured_so(tmp_path: Path) -> None:
+    result = failing_save(tmp_path, env={"FLASHCKPT_ON_FAILURE": "raise"})
+    assert result.returncode != 0
+    assert "SaveFailedError" in result.log
+    assert max(result.losses()) < 6
+
+
+def full_disk(tmp_path: Path, part: str, **env: str) -> Result:
+    """Train 12 iterations and save every second; agents find no space for some of the files."""
+    save = tmp_path / "save"
+    save.mkdir()
+    faulty = FaultyStorage(save, tmp_path)
+    faulty.rule(fail("fallocate", errno.ENOSPC, part))
+    arguments = [*MODEL, "--train-iters", "12", "--save", str(save), "--save-interval", "2"]
+    named = ", ".join(faulty.environment)
+    env = {**faulty.environment, "FLASHCKPT_AGENT__ENVIRONMENT": f"[{named}]", **env}
+    result = run_job(tmp_path, "full", arguments, ranks=RANKS, env=env)
+    assert faulty.hits(), "no agent has met the full disk: does it get LD_PRELOAD?"
+    return result
+
+
+def test_a_job_that_cannot_save_at_all_stops_before_it_trains_on(tmp_path: Path) -> None:
+    result = full_disk(tmp_path, "safetensors")
+    assert result.returncode != 0
+    (said, *others) = set(re.findall(r"SaveFailedError: (training stops.*)", result.log))
+    assert others == [], "the same on all ranks"
+    assert "iteration 2 has failed for a reason that stays until somebody acts" in said
+    assert f"{tmp_path}/save/iter_0000002/rank_0000" in said
+    assert "No space left on device" in said
+    assert "free space there or save elsewhere" in said
+    assert "stop_on_failed_first_save: false" in said
+    assert 2 <= max(result.losses()) < 12
+
+
+@pytest.mark.parametrize(
+    ("part", "stops"), [("iter_0000004", "true"), ("iter_0000002", "false")], ids=["later", "off"]
+)
+def test_a_full_disk_stops_no_job_that_has_saved_or_is_told_to_continue(
+    tmp_path: Path, part: str, stops: str
+) -> None:
+    result = full_disk(tmp_path, part, FLASHCKPT_STOP_ON_FAILED_FIRST_SAVE=stops)
+    assert succeeded(result).losses().keys() == set(range(1, 13))
+    assert f"iteration {int(part[5:])} was not saved" in result.log
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "12"
+
+
+def test_training_stops_after_so_many_failures_in_a_row(tmp_path: Path) -> None:
+    """Saves at 2, 6 and 8 fail and that at 4 does not: only at 8 there are two in a row.
+
+    Those to memory in between, which never fail, do not count.
+    """
+    env = {"FLASHCKPT_FAILURES_IN_A_ROW": "2", "FLASHCKPT_MEMORY_INTERVAL": "1"}
+    result = failing_save(tmp_path, iterations=(2, 6, 8), train_iters=12, env=env)
+    assert result.returncode != 0
+    assert (
+        "SaveFailedError: 2 saves in a row have failed, and 'failures_in_a_row' is 2; the last"
+        in (result.log)
+    )
+    assert 8 <= max(result.losses()) < 12
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+@pytest.fixture(scope="module")
+def lost_agents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Saves at 2, 4 and 6; the agent is killed right after the first, its successor stopped."""
+    tmp_path = tmp_path_factory.mktemp("agent")
+    save = str(tmp_path / "save")
+    arguments = [*MODEL, "--train-iters", "6", "--save", save, "--save-interval", "2"]
+    signals = "KILL:agent:3 STOP:agent:5"
+    env = {"SIGNALS": signals, "FLASHCKPT_AGENT__ANSWER_TIMEOUT_S": "1"}
+    return tmp_path, succeeded(run_job(tmp_path, "agent", arguments, ranks=RANKS, env=env))
+
+
+def test_an_agent_that_is_gone_or_hangs_is_reported_on_every_rank(
+    lost_agents: tuple[Path, Result],
+) -> None:
+    _, result = lost_agents
+    for rank in range(RANKS):
+        said = re.findall(
+            rf"rank {rank}: (the agent of this node is gone.*); another one takes over", result.log
+        )
+        assert len(said) == 2
+        assert all("agent.log" in each for each in said)
+    assert re.search(r"agent \d+ did not answer within 1 s: killed", result.log)
+    assert sorted(result.losses()) == [1, 2, 3, 4, 5, 6]
+
+
+def test_what_was_staged_at_an_agent_that_is_gone_is_made_durable_by_the_next(
+    lost_agents: tuple[Path, Result],
+) -> None:
+    tmp_path, result = lost_agents
+    assert (tmp_path / "save/latest_checkpointed_iteration.txt").read_text() == "6"
+    for iteration in (2, 4, 6):
+        assert (tmp_path / f"save/iter_{iteration:07d}/manifest.json").exists()
+        said = f"successfully saved checkpoint from iteration       {iteration}"
+        assert result.log.count(said) == 1
+    assert "was not saved" not in result.log
+    await_no_agent(tmp_path)

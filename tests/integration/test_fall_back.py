@@ -1,0 +1,336 @@
+"""A damaged checkpoint: all ranks load the next older one instead, whole, and the log says so.
+
+One job saves iterations 2 and 4. Another takes all kinds of damage through Megatron's real
+`load_checkpoint`; a third trains on from a damaged directory, as a fourth does from iteration 2.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.file_format.file_names import TRACKER
+from megatron_flashckpt.memory.slab import Slab
+from tests.integration.test_bad_input import newer_version_in, snapshot
+from tests.support.megatron_jobs import (
+    REPO,
+    Result,
+    differing,
+    run_job,
+    succeeded,
+    tensors,
+    truncated_copy,
+)
+from tests.support.trainer import agents_under
+
+MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+MODEL += ["--train-iters", "6", "--save-interval", "2"]
+RANKS = 2
+NEWEST, OLDER = "iter_0000004", "iter_0000002"
+
+
+def shard(directory: Path, rank: int, iteration: str = NEWEST) -> Path:
+    (found,) = (directory / iteration).glob(f"rank_{rank:05d}-*.safetensors")
+    return found
+
+
+def flip(file: Path, position: int = -1000) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0x10
+    file.write_bytes(content)
+
+
+def swap_shards(directory: Path) -> None:
+    one, other = shard(directory, 0), shard(directory, 1)
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+def put(file: Path, make: Callable[[Path], object]) -> None:
+    if file.exists():
+        file.rename(file.with_suffix(".kept"))
+    make(file)
+
+
+def common(directory: Path) -> Path:
+    (found,) = (directory / NEWEST).glob("common-*.msgpack")
+    return found
+
+
+def manifest(directory: Path) -> Path:
+    return directory / NEWEST / "manifest.json"
+
+
+#: name -> (damage, what the log must name). Iteration 2 is loaded in every case.
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "data of one rank flipped": (
+        lambda d: flip(shard(d, 1)),
+        r"rank_00001-\w+\.safetensors, chunk",
+    ),
+    "data of two ranks flipped": (
+        lambda d: (flip(shard(d, 0)), flip(shard(d, 1))),
+        r"rank_0000[01]-\w+\.safetensors, chunk 0",
+    ),
+    "header flipped": (lambda d: flip(shard(d, 1), 100), r"rank_00001-.*header digest"),
+    "shard cut short": (lambda d: os.truncate(shard(d, 1), 5000), r"rank_00001-.*bytes long"),
+    "shard missing": (lambda d: shard(d, 1).unlink(), r"rank_00001-.*is missing"),
+    "shards swapped": (swap_shards, r"rank_0000[01]-.*(header digest|bytes long)"),
+    "shard a directory": (lambda d: put(shard(d, 0), Path.mkdir), r"a directory stands where"),
+    "shard a pipe": (lambda d: put(shard(d, 0), os.mkfifo), r"a pipe or device stands where"),
+    "shard a link": (
+        lambda d: put(shard(d, 0), lambda p: p.symlink_to(p.with_suffix(".kept"))),
+        r"a symbolic link stands where",
+    ),
+    "manifest flipped": (lambda d: flip(manifest(d)), r"manifest\.json: "),
+    "manifest empty": (
+        lambda d: manifest(d).write_bytes(b""),
+        r"manifest\.json: is not a manifest",
+    ),
+    "manifest missing": (lambda d: manifest(d).unlink(), r"manifest\.json: does not exist"),
+    "common flipped": (lambda d: flip(common(d)), r"common-\w+\.msgpack: digest"),
+    "directory gone": (lambda d: shutil.rmtree(d / NEWEST), r"manifest\.json: does not exist"),
+    "directory a file": (
+        lambda d: (shutil.rmtree(d / NEWEST), (d / NEWEST).write_text("x")),
+        r"a file stands where a directory should be",
+    ),
+    "tracker to nowhere": (lambda d: (d / TRACKER).write_text("77"), r"iter_0000077.*not exist"),
+    "tracker garbage": (lambda d: (d / TRACKER).write_bytes(b"\0\xff4"), r"is no iteration"),
+    "tracker a link": (
+        lambda d: put(d / TRACKER, lambda p: p.symlink_to(p.with_suffix(".kept"))),
+        r"a symbolic link stands where",
+    ),
+}
+#: In these the newest checkpoint is intact, and found.
+ONLY_TRACKER = [name for name in DAMAGE if name.startswith("tracker")]
+#: name -> (damage, arguments and settings of the case, error class, pattern of its message)
+REFUSED: dict[str, tuple[Callable[[Path], object], dict, str, str]] = {
+    "configured to stop": (
+        lambda d: flip(shard(d, 1)),
+        {"config": {"damaged": "stop"}},
+        "CorruptCheckpointError",
+        r"rank_00001-\w+\.safetensors, chunk 0",
+    ),
+    "configured to stop, tracker": (
+        lambda d: (d / TRACKER).write_text("?"),
+        {"config": {"damaged": "stop"}},
+        "CorruptCheckpointError",
+        r"'\?' is no iteration; write 4 ",
+    ),
+    "asked for by number": (
+        lambda d: flip(shard(d, 1)),
+        {"args": {"ckpt_step": 4}},
+        "CorruptCheckpointError",
+        r"rank_00001-\w+\.safetensors, chunk 0",
+    ),
+    "to be tuned": (
+        lambda d: flip(shard(d, 1)),
+        {"args": {"finetune": True}},
+        "CorruptCheckpointError",
+        r"rank_00001-\w+\.safetensors, chunk 0",
+    ),
+    "of another release": (
+        lambda d: newer_version_in(manifest(d)),
+        {},
+        "FormatVersionError",
+        "format version 99",
+    ),
+    "all damaged": (
+        lambda d: (flip(shard(d, 1)), flip(shard(d, 0, OLDER))),
+        {},
+        "CorruptCheckpointError",
+        r"(?s)every checkpoint is damaged:\n  4 in storage: .*rank_00001.*\n  2 in .*rank_00000",
+    ),
+}
+#: name -> (what rank 1 meets in reading its newest shard, the iteration that is loaded)
+TROUBLE: dict[str, tuple[dict, int]] = {
+    "an error that passes": ({"errno": errno.EIO, "times": 3}, 4),
+    "a stale handle": ({"errno": errno.ESTALE, "times": 1}, 4),
+    "an error that lasts": ({"errno": errno.EIO, "times": 1000}, 2),
+    "a file that is gone": ({"errno": errno.ESTALE, "times": 1000}, 2),
+}
+AWAY = "storage that is away"
+
+
+class Ran:
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.good = tmp_path / "good"
+        self.saved = self.train("save", self.good, "--exit-interval", "4")
+        self.before: dict[str, dict] = {}
+        cases = [self._case("older", None, {"args": {"ckpt_step": 2}})]
+        cases += [self._case("newest", None, {})]
+        cases += [self._case(name, damage, {}) for name, (damage, _) in DAMAGE.items()]
+        for name, (trouble, _) in {
+            **TROUBLE,
+            AWAY: ({"errno": errno.ETIMEDOUT, "times": 1000}, 0),
+        }.items():
+            where = {"on": 1, "name": f"{NEWEST}/rank_", **trouble}
+            cases.append(self._case(name, None, {}) | {"trouble": where})
+        cases += [self._case(name, tell, more) for name, (tell, more, *_) in REFUSED.items()]
+        (tmp_path / "cases.json").write_text(json.dumps(cases))
+        self.result = succeeded(
+            run_job(
+                tmp_path,
+                "cases",
+                MODEL,
+                ranks=RANKS,
+                door="stock",
+                env={"CASES": str(tmp_path / "cases.json")},
+                script=REPO / "tests/support/jobs/many_loads.py",
+            )
+        )
+
+    def train(self, name: str, save: Path, *more: str) -> Result:
+        arguments = [*MODEL, "--save", str(save), "--load", str(save), *more]
+        env = {"FLASHCKPT_SHARE_READS": "always"}
+        return succeeded(run_job(self.tmp_path, name, arguments, ranks=RANKS, env=env))
+
+    def _case(self, name: str, damage: Callable[[Path], object] | None, more: dict) -> dict:
+        directory = self.tmp_path / name.replace(" ", "_")
+        shutil.copytree(self.good, directory)
+        if damage is not None:
+            damage(directory)
+        self.before[name] = snapshot(directory)
+        config = {"share_reads": "always", **more.get("config", {})}
+        args = {"load": str(directory), **more.get("args", {})}
+        return {"name": name, "call": "load", "args": args, "config": config}
+
+    def after(self, name: str) -> dict:
+        return snapshot(self.tmp_path / name.replace(" ", "_"))
+
+    def of(self, name: str) -> list[dict]:
+        events = self.result.named(name)
+        assert [event["rank"] for event in events] == list(range(RANKS))
+        return events
+
+    def states(self, name: str) -> list[str]:
+        return [event["state"] for event in self.of(name)]
+
+    def blocks(self, name: str) -> list[str]:
+        """Return what was said loudly of the directory of a case."""
+        place = re.escape(str(self.tmp_path / name.replace(" ", "_")))
+        return re.findall(
+            rf"^={{60,}}\nDAMAGED CHECKPOINT in {place}\n(.*?)\n={{60,}}$",
+            self.result.log,
+            re.MULTILINE | re.DOTALL,
+        )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(tmp_path_factory.mktemp("fall_back"))
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_all_ranks_fall_back_to_what_is_intact_and_nothing_of_the_damaged_stays(
+    ran: Ran, name: str
+) -> None:
+    expected = "newest" if name in ONLY_TRACKER else "older"
+    for event in ran.of(name):
+        assert (event["error"], event["result"]) == (None, 4 if expected == "newest" else 2)
+    assert ran.states(name) == ran.states(expected)
+    assert ran.after(name) == ran.before[name]
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_it_is_said_once_what_was_damaged_and_what_was_lost(ran: Ran, name: str) -> None:
+    (said,) = ran.blocks(name)
+    assert re.search(DAMAGE[name][1], said), said
+    found = re.search(r"TRAINING GOES ON FROM ITERATION (\d) in storage: (.*)$", said, re.MULTILINE)
+    assert found is not None, said
+    lost = {
+        "tracker to nowhere": "at most 73 iterations are lost",
+        "manifest missing": "at most 2 iterations are lost",
+        "directory gone": "at most 2 iterations are lost",
+    }.get(name, "nothing is lost" if name in ONLY_TRACKER else "2 iterations are lost")
+    assert found.groups() == ("4" if name in ONLY_TRACKER else "2", lost)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_damage_or_was_asked_for_stops_on_all_ranks_alike(ran: Ran, name: str) -> None:
+    _, _, error, says = REFUSED[name]
+    for event in ran.of(name):
+        assert event["error"] is not None, "loaded without a word"
+        assert event["error"][0] == error
+        assert re.search(says, event["error"][1]), event["error"][1]
+    assert ran.blocks(name) == []
+    assert ran.after(name) == ran.before[name]
+
+
+@pytest.mark.parametrize("name", TROUBLE)
+def test_no_iteration_is_lost_to_an_error_that_passes(ran: Ran, name: str) -> None:
+    trouble, loaded = TROUBLE[name]
+    for event in ran.of(name):
+        assert (event["error"], event["result"]) == (None, loaded)
+    assert ran.states(name) == ran.states("newest" if loaded == 4 else "older")
+    assert len(ran.blocks(name)) == (loaded == 2)
+    place = re.escape(str(ran.tmp_path / name.replace(" ", "_")))
+    retries = re.findall(rf"{place}/.*; retry (\d) of 3 in", ran.result.log)
+    # Several threads read; each says so once per retry.
+    assert sorted(set(retries)) == [str(n + 1) for n in range(min(trouble["times"], 3))]
+
+
+def test_storage_that_is_away_stops_all_ranks_and_loses_no_iteration(ran: Ran) -> None:
+    for event in ran.of(AWAY):
+        assert event["error"] is not None
+        assert event["error"][0] == "StorageError"
+        assert "rank_0000" in event["error"][1]
+        assert "storage is away: look at" in event["error"][1]
+    assert ran.blocks(AWAY) == []
+
+
+def test_training_on_from_a_damaged_directory_is_training_on_from_the_older_one(ran: Ran) -> None:
+    damaged, older = ran.tmp_path / "D", ran.tmp_path / "C"
+    shutil.copytree(ran.good, damaged)
+    truncated_copy(ran.good, older, 2)
+    flip(shard(damaged, 1))
+    found, expected = ran.train("d", damaged), ran.train("c", older)
+    assert "TRAINING GOES ON FROM ITERATION 2 in storage: 2 iterations are lost" in found.log
+    assert sorted(found.losses()) == [3, 4, 5, 6]
+    assert found.losses() == expected.losses()
+    for iteration in (4, 6):
+        assert differing(tensors(damaged, iteration), tensors(older, iteration)) == []
+    # The new iteration 4 has replaced the damaged one, and nothing of that is left.
+    assert (damaged / TRACKER).read_text() == "6"
+    assert main(["verify", "--all", str(damaged)]) == 0
+    assert len(list((damaged / NEWEST).iterdir())) == RANKS + 2
+
+
+def change_in_memory(runtime_dir: Path, iteration: int) -> None:
+    """Flip a bit of the slot that the agent holds of `iteration`."""
+    (agent,) = agents_under(runtime_dir)
+    # An agent has several descriptors of one slab.
+    links = [fd for fd in Path(f"/proc/{agent}/fd").iterdir() if "memfd:" in os.readlink(fd)]
+    slab = Slab.attach(os.open(links[0], os.O_RDWR))
+    (slot,) = (slot for slot in slab.slots if slot.header.iteration == iteration)
+    with slot.data() as data:
+        data[len(data) // 2] ^= 4
+    slab.close()
+
+
+def test_a_slot_that_has_changed_in_memory_is_not_trusted(tmp_path: Path) -> None:
+    def train(name: str, save: Path, **env: str) -> Result:
+        arguments = [*MODEL, "--save", str(save), "--load", str(save)]
+        patient = {"FLASHCKPT_AGENT__GRACE_S": "240"}
+        return run_job(tmp_path, name, arguments, ranks=1, env={**patient, **env})
+
+    assert train("crash", tmp_path / "A", KILL="0:6").returncode != 0
+    truncated_copy(tmp_path / "A", tmp_path / "C", 4)
+    change_in_memory(tmp_path / "run", 4)
+    found = succeeded(train("again", tmp_path / "A"))
+    expected = succeeded(train("storage", tmp_path / "C"))
+    assert "iteration 4 was not restored from memory: slot" in found.log
+    assert "host memory changed after it was" in found.log
+    assert "TRAINING GOES ON FROM ITERATION 4 in storage: nothing is lost" in found.log
+    assert "iteration 4 was restored from storage" in found.log
+    assert found.losses() == expected.losses()
+    assert differing(tensors(tmp_path / "A", 6), tensors(tmp_path / "C", 6)) == []

@@ -1,0 +1,307 @@
+"""Megatron's flags mean with us what they mean in stock: both run side by side, in one process.
+
+Losses are compared bit for bit, and how the job ended, what it loaded and which checkpoints are
+left. Of jobs that go on from a checkpoint, what they save in the end must equal, element for
+element, what the job that was never ended has saved. `flag_cells.py` calls Megatron's own
+`pretrain` for each; optimizers that need packages for GPUs are stand-ins with the same state.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flashckpt.arguments import common_state
+from megatron_flashckpt.errors import CorruptCheckpointError
+from megatron_flashckpt.layout.piece import UNUSED
+from tests.integration.flag_runs import DIST, DOORS, EVERY_2, TORCH, Job, Runs, resumed, run_jobs
+from tests.support.megatron_jobs import assemble, differing, tensors
+
+#: Multi-token prediction with tied embeddings.
+_MTP = f"{TORCH} --num-layers 2 --mtp-num-layers 1 --position-embedding-type rope"
+#: Jobs with `NAME-2`, which goes on from the middle of NAME.
+_AWARE = f"{DIST} --use-distributed-optimizer --use-precision-aware-optimizer"
+_OFFLOAD = f"{_AWARE} --optimizer-cpu-offload --optimizer-offload-fraction 0.5"
+_NON_PERSISTENT = (
+    f"{DIST} --train-iters 6 --save-interval 3 --non-persistent-save-interval 1 "
+    "--non-persistent-ckpt-type global"
+)
+RESUMED = [
+    *resumed("whole", TORCH),
+    *resumed("fp32", "--train-iters 4 --ckpt-format torch"),
+    # 2^32 overflows: steps are skipped while the scale is found.
+    *resumed("fp16", "--fp16 --train-iters 4 --ckpt-format torch --loss-scale-window 2"),
+    *resumed("sgd", f"{TORCH} --optimizer sgd"),
+    *resumed("sgd-fp32", "--train-iters 4 --ckpt-format torch --optimizer sgd"),
+    *resumed("async", f"{DIST} --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
+    *resumed("no-save-rng", f"{DIST} --no-save-rng"),
+    *resumed("muon", f"{DIST} --optimizer muon", stand_in="emerging"),
+    # On two ranks it gathers tensors of unequal sizes, which gloo cannot.
+    *resumed("dist-muon", f"{DIST} --optimizer dist_muon", stand_in="emerging"),
+    *resumed("lion", f"{DIST} --optimizer muon --muon-scalar-optimizer lion", stand_in="emerging"),
+    *resumed("aware", _AWARE, stand_in="fused_adam"),
+    *resumed("aware-bf16", f"{_AWARE} --exp-avg-dtype bf16", stand_in="fused_adam"),
+    *resumed("offload", _OFFLOAD, stand_in="devices"),
+    *resumed("offload-overlap", f"{_OFFLOAD} --overlap-cpu-optimizer-d2h-h2d", stand_in="devices"),
+]
+RESUMED_BY_2 = [
+    *resumed("distributed", f"{DIST} --use-distributed-optimizer"),
+    *resumed(
+        "overlap",
+        f"{DIST} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    *resumed("data-parallel-random-init", f"{DIST} --data-parallel-random-init"),
+    # Megatron's own sharded state dict cannot list this model.
+    *resumed("mtp", f"{_MTP} --pipeline-model-parallel-size 2"),
+]
+#: Loads under other stages what `mtp` has saved, and saves it as it is.
+_AS_IT_IS = "--save {save} --save-interval 3"
+OTHER_STAGES = [
+    Job("mtp-one-stage", f"{_MTP} --load {{mtp}} {_AS_IT_IS}", doors=("ours",)),
+    Job(
+        "mtp-two-stages",
+        f"{_MTP} --pipeline-model-parallel-size 2 --load {{mtp-one-stage}} {_AS_IT_IS}",
+        doors=("ours",),
+    ),
+]
+#: Stock itself goes on otherwise than the job that was never ended; ours must not.
+STOCK_LOSES = ("offload", "offload-overlap")
+#: Alike at both doors in all that is compared.
+ALIKE = [
+    Job("ckpt-step", f"{TORCH} --load {{whole}} --ckpt-step 2"),
+    Job("finetune", f"{TORCH} --load {{whole}} --finetune"),
+    Job("finetune-in-place", f"{TORCH} --load {{save}} {EVERY_2} --finetune", ("whole", 4)),
+    Job("no-load-optim", f"{TORCH} --load {{whole}} --ckpt-step 2 --no-load-optim"),
+    Job("no-load-rng", f"{TORCH} --load {{whole}} --ckpt-step 2 --no-load-rng"),
+    Job("no-save-optim", f"{TORCH} {EVERY_2} --no-save-optim"),
+    Job(
+        "no-save-optim-2",
+        f"{TORCH} {EVERY_2} --load {{save}} --no-save-optim --no-load-optim",
+        ("no-save-optim", 2),
+    ),
+    Job("swiglu", f"{TORCH} {EVERY_2} --swiglu --disable-bias-linear"),
+    Job("use-checkpoint-args", f"{TORCH} --load {{swiglu}} --ckpt-step 2 --use-checkpoint-args"),
+    Job("use-checkpoint-args-none", f"{TORCH} --load {{save}} --use-checkpoint-args"),
+    Job("exit-on-missing", f"{TORCH} --load {{save}} --exit-on-missing-checkpoint"),
+    Job("start-on-missing", f"{TORCH} --load {{save}}"),
+    Job("pretrained", f"{TORCH} --load {{save}} {EVERY_2} --pretrained-checkpoint {{whole}}"),
+    Job("pretrained-none", f"{TORCH} --load {{save}} --pretrained-checkpoint {{save}}/no"),
+    Job("exit-interval", f"{TORCH} --save {{save}} --save-interval 9 --exit-interval 3"),
+    Job(
+        "exit-duration",
+        f"{TORCH} --save {{save}} --save-interval 9 --exit-duration-in-mins 1",
+        options={"started_ago": 120},
+    ),
+    Job(
+        "exit-signal",
+        f"{TORCH} --save {{save}} --save-interval 9 --exit-signal-handler",
+        options={"signal": ["TERM", 3]},
+    ),
+    Job("at-the-end", f"{TORCH} --train-iters 3 {EVERY_2}"),
+    Job(
+        "retain",
+        f"{TORCH} --train-iters 8 --save {{save}} --save-interval 1 --save-retain-interval 3",
+    ),
+    Job("rerun", f"{DIST} --save {{save}} --save-interval 9", options={"spoil": 3}),
+    Job("rerun-2", f"{DIST} --load {{rerun}}", options={"spoil": 3}),
+    Job("dense", f"{DIST} --use-cpu-initialization {EVERY_2} --disable-bias-linear"),
+    Job(
+        "upcycle",
+        f"{DIST} --train-iters 8 --use-cpu-initialization {EVERY_2} --disable-bias-linear "
+        "--load {dense} --moe-use-upcycling --num-experts 2 --ffn-hidden-size 128",
+    ),
+]
+#: Megatron makes its RNG tracker for CUDA graphs, and then a model that captures none.
+_GRAPHS: dict[str, Any] = {
+    "doors": ("ours",),
+    "options": {"stand_in": "gpu_random", "attributes": {"cuda_graph_impl": "none"}},
+}
+OTHER = [
+    Job("graphs", f"{TORCH} {EVERY_2} --cuda-graph-impl local", **_GRAPHS),
+    Job("graphs-2", f"{TORCH} --load {{graphs}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
+    Job("from-graphs", f"{TORCH} --load {{graphs}} --ckpt-step 2", doors=("ours",)),
+    Job("to-graphs", f"{TORCH} --load {{whole}} --ckpt-step 2 --cuda-graph-impl local", **_GRAPHS),
+    Job("no-save-optim-asked", f"{TORCH} --load {{no-save-optim}}"),
+    Job("non-persistent", f"{_NON_PERSISTENT} --save {{save}} --exit-interval 4"),
+    Job("non-persistent-2", f"{_NON_PERSISTENT} --save {{save}} --load {{non-persistent}}"),
+    Job("from-torch", f"{TORCH} --load {{stock:whole}} --ckpt-step 2", doors=("ours",)),
+    Job("from-torch-dist", f"{DIST} --load {{stock:async}} --ckpt-step 2", doors=("ours",)),
+    Job(
+        "aware-fp16",
+        f"{_AWARE} --exp-avg-dtype fp16 {EVERY_2}",
+        doors=("ours",),
+        options={"stand_in": "fused_adam"},
+    ),
+    # What Megatron itself does with this name is done by the time that it is set.
+    Job(
+        "fsdp",
+        f"{TORCH} {EVERY_2}",
+        doors=("ours",),
+        options={"attributes": {"use_custom_fsdp": True}},
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run_jobs(tmp_path_factory.mktemp("one"), [*RESUMED, *ALIKE, *OTHER], ranks=1)
+
+
+@pytest.fixture(scope="module")
+def runs_by_2(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return run_jobs(tmp_path_factory.mktemp("two"), [*RESUMED_BY_2, *OTHER_STAGES], ranks=2)
+
+
+def assert_alike(runs: Runs, name: str) -> None:
+    stock, ours = (runs[name][door] for door in DOORS)
+    assert ours.ended == stock.ended, ours.output[-3000:]
+    assert ours.losses == stock.losses
+    assert ours.iteration == stock.iteration
+    assert ours.left == stock.left
+
+
+def assert_nothing_lost(runs: Runs, name: str) -> None:
+    assert [runs[job]["ours"].ended for job in (name, f"{name}-2")] == ["end", "end"]
+    whole, later = (runs[job]["ours"] for job in (name, f"{name}-2"))
+    for ran in (whole, later):
+        assert "was not saved" not in ran.logged, ran.logged
+    assert later.iteration == 2
+    assert later.losses == whole.losses[len(whole.losses) // 2 :]
+    assert differing(tensors(whole.save, 4), tensors(later.save, 4)) == []
+
+
+@pytest.mark.parametrize("job", RESUMED[::2], ids=lambda job: job.name)
+def test_a_job_goes_on_bit_for_bit(runs: Runs, job: Job) -> None:
+    if job.name != "no-save-rng":
+        assert_nothing_lost(runs, job.name)
+    assert_alike(runs, job.name)
+    later = f"{job.name}-2"
+    if job.name in STOCK_LOSES:
+        assert runs[later]["stock"].losses != runs[later]["ours"].losses, "mended? compare then"
+    else:
+        assert_alike(runs, later)
+
+
+@pytest.mark.parametrize("job", RESUMED_BY_2[::2], ids=lambda job: job.name)
+def test_two_ranks_go_on_bit_for_bit(runs_by_2: Runs, job: Job) -> None:
+    assert_nothing_lost(runs_by_2, job.name)
+    assert_alike(runs_by_2, job.name)
+    assert_alike(runs_by_2, f"{job.name}-2")
+
+
+def test_what_no_forward_uses_is_saved_and_other_stages_do_without(runs_by_2: Runs) -> None:
+    """The last of several stages has an output layer of its own, though embeddings are tied."""
+    saved, one, two = (
+        assemble(runs_by_2[name]["ours"].save, 4)
+        for name in ("mtp", "mtp-one-stage", "mtp-two-stages")
+    )
+    unused = {name for name in saved if name[1].endswith(UNUSED)}
+    assert unused == {
+        (kind, "output_layer.weight (unused)")
+        for kind in ("weight", "master", "exp_avg", "exp_avg_sq")
+    }
+    assert one.keys() == saved.keys() - unused
+    assert one.keys() < two.keys()
+    for name in one:
+        assert torch.equal(saved[name], one[name]), name
+        assert torch.equal(saved[name], two[name]), name
+
+
+@pytest.mark.parametrize("job", ALIKE, ids=lambda job: job.name)
+def test_a_flag_means_what_it_means_in_stock(runs: Runs, job: Job) -> None:
+    assert_alike(runs, job.name)
+
+
+def test_flags_had_something_to_change(runs: Runs) -> None:
+    """Each of these jobs differs from the one without the flag, or nothing was compared."""
+    whole = runs["whole-2"]["ours"]
+    for name in ("no-load-optim", "no-load-rng", "finetune", "no-save-rng-2"):
+        assert runs[name]["ours"].losses != whole.losses, name
+    assert runs["ckpt-step"]["ours"].losses == whole.losses
+    ended = {name: run["ours"].ended for name, run in runs.items()}
+    assert [ended[name] for name in ("exit-interval", "exit-signal", "rerun", "rerun-2")] == [
+        ["exit", 0],
+        ["exit", 0],
+        ["exit", 16],
+        ["exit", 16],
+    ]
+    assert ended["exit-on-missing"] == ["exit", None]
+    assert ended["pretrained-none"][0] == "FileNotFoundError"
+    assert runs["retain"]["ours"].left[0] == ["iter_0000003", "iter_0000006", "iter_0000008"]
+
+
+@pytest.mark.parametrize("name", ["graphs", "graphs-2", "from-graphs", "to-graphs"])
+def test_random_numbers_go_on_with_and_without_cuda_graphs(runs: Runs, name: str) -> None:
+    graphs = runs[name]["ours"]
+    assert graphs.ended == "end", graphs.output[-3000:]
+    whole = runs["whole" if name == "graphs" else "whole-2"]["ours"]
+    assert graphs.losses == whole.losses
+    assert runs["no-load-rng"]["ours"].losses != whole.losses
+
+
+def test_what_was_saved_without_an_optimizer_is_refused_with_the_flag_that_is_missing(
+    runs: Runs,
+) -> None:
+    asked = runs["no-save-optim-asked"]
+    assert asked["stock"].ended == ["KeyError", "'optimizer'"]
+    kind, said = asked["ours"].ended
+    assert kind == "MissingStateError"
+    assert "has no optimizer state (it was saved with --no-save-optim" in said
+    assert "--no-load-optim or --finetune" in said
+
+
+def test_non_persistent_saves_are_gone_on_from_but_need_no_directory(runs: Runs) -> None:
+    for door in DOORS:
+        assert runs["non-persistent"][door].ended == ["exit", 0]
+    assert runs["non-persistent"]["stock"].left[0] == ["iter_0000003"]
+    assert (runs["non-persistent"]["stock"].save / "non_persistent/iter_0000004").is_dir()
+    # The last one was only in memory when the job ended: it went to storage then.
+    assert runs["non-persistent"]["ours"].left == (["iter_0000003", "iter_0000004"], "4")
+    later = runs["non-persistent-2"]
+    assert later["ours"].losses == later["stock"].losses
+    assert {iteration for iteration, _ in later["ours"].losses} == {5, 6}
+
+
+@pytest.mark.parametrize("name", ["torch", "torch-dist"])
+def test_checkpoints_of_megatron_are_read_by_megatron(runs: Runs, name: str) -> None:
+    expected = {"torch": "whole-2", "torch-dist": "async-2"}[name]
+    assert runs[f"from-{name}"]["ours"].losses == runs[expected]["stock"].losses
+
+
+def test_states_that_come_with_scales_are_refused(runs: Runs) -> None:
+    kind, said = runs["aware-fp16"]["ours"].ended
+    assert kind == "UnsupportedError"
+    assert "--exp-avg-dtype torch.float16" in said
+
+
+def test_a_model_that_shards_itself_is_left_to_megatron(runs: Runs) -> None:
+    left = runs["fsdp"]["ours"]
+    assert left.ended == "end"
+    assert left.left == (["iter_0000002", "iter_0000004"], "4")
+    assert (left.save / "iter_0000004/mp_rank_00/model_optim_rng.pt").is_file()
+    assert left.output.count("Megatron's own functions do, as if flashckpt were not there") == 1
+
+
+def test_upcycled_experts_are_the_dense_layer(runs: Runs) -> None:
+    saved = {name[1]: it for name, it in tensors(runs["upcycle"]["ours"].save, 2).items()}
+    assert any("experts" in name for name in saved)
+    assert Path(runs["upcycle"]["ours"].save / "iter_0000001/manifest.json").is_file()
+
+
+def test_arguments_come_from_the_newest_checkpoint_that_is_not_damaged(
+    runs: Runs, tmp_path: Path
+) -> None:
+    save = tmp_path / "save"
+    shutil.copytree(runs["swiglu"]["ours"].save, save)
+    assert common_state(str(save), None)["iteration"] == 4
+    (common,) = (save / "iter_0000004").glob("common-*.msgpack")
+    common.write_bytes(common.read_bytes()[:-1] + b"?")
+    assert common_state(str(save), None)["iteration"] == 2
+    assert common_state(str(save), 2)["args"].swiglu
+    with pytest.raises(CorruptCheckpointError, match="iter_0000004/common-"):
+        common_state(str(save), 4)
+    assert common_state(str(runs["whole"]["stock"].save), None) is None

@@ -1,0 +1,97 @@
+"""Whatever the self-check lets through can be loaded: models of unusual shapes and types.
+
+Real Megatron wraps and steps each of them. They are saved by one rank, two replicas and two stages.
+Processes that start anew load them under each of these layouts, and the saving ones from memory;
+all is compared bit for bit. What is refused must be so before the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.catalog.verify import verify
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.integration.generated import KNOWN, REFUSED, Model, drawn
+from tests.support.megatron_jobs import REPO, run_job, succeeded
+
+#: Layouts: name -> ranks, flags.
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one": (1, []),
+    "replicas": (2, []),
+    "stages": (2, ["--pipeline-model-parallel-size", "2"]),
+}
+MODELS: list[Model] = [*KNOWN, *map(drawn, range(16))]
+ALL = [*MODELS, *(made for made, _ in REFUSED)]
+
+Wrong = dict[tuple[str, str, str], list[str]]
+"""By case, layout and what happened, what was wrong; of a refusal what it said."""
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("generated")
+
+
+@pytest.fixture(scope="module")
+def ran(where: Path) -> Wrong:
+    numbered = [{**made, "number": number} for number, made in enumerate(ALL, 1)]
+    (where / "all.json").write_text(json.dumps(numbered))
+    (where / "accepted.json").write_text(json.dumps(numbered[: len(MODELS)]))
+    wrong: Wrong = {}
+    for mode, cases in (("save", "all.json"), ("load", "accepted.json")):
+        for layout, (ranks, flags) in LAYOUTS.items():
+            done = run_job(
+                *(where, f"{mode}-{layout}", ["--num-layers", "2", "--train-iters", "10", *flags]),
+                ranks=ranks,
+                door="stock",
+                script=REPO / "tests/support/jobs/generated_models.py",
+                env={
+                    "CASES": str(where / cases),
+                    "ROOT": str(where),
+                    "MODE": mode,
+                    "LAYOUT": layout,
+                    "SAVED_BY": " ".join(LAYOUTS),
+                },
+            )
+            for event in succeeded(done).events:
+                found = wrong.setdefault((event["case"], layout, event["event"]), [])
+                found += [event["error"]] if "error" in event else event["wrong"]
+    return wrong
+
+
+@pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])
+def test_what_the_self_check_lets_through_is_loaded_bit_for_bit(ran: Wrong, made: Model) -> None:
+    events = ["saved", "from memory", *(f"from {saved_by}" for saved_by in LAYOUTS)]
+    for layout in LAYOUTS:
+        found = {event: ran.get((made["name"], layout, event)) for event in events}
+        assert (made["name"], layout, "refused") not in ran
+        assert found == {event: [] for event in events}, layout
+
+
+@pytest.mark.parametrize("made", MODELS, ids=lambda made: made["name"])
+def test_what_the_self_check_lets_through_is_verified(ran: Wrong, where: Path, made: Model) -> None:
+    iteration = 1 + MODELS.index(made)
+    for layout in LAYOUTS:
+        storage = PosixStorage(where / layout / "save")
+        manifest = read_manifest(storage, iteration)
+        assert verify(StoredCheckpoint(storage, iteration, manifest)) == []
+
+
+@pytest.mark.parametrize(("made", "said"), REFUSED, ids=[made["name"] for made, _ in REFUSED])
+def test_what_could_not_be_loaded_is_refused_before_the_first_step(
+    ran: Wrong, made: Model, said: str
+) -> None:
+    for layout in LAYOUTS:
+        assert (made["name"], layout, "saved") not in ran
+        assert re.search(said, ran[made["name"], layout, "refused"][0])
+
+
+def test_megatron_does_not_save_layers_of_several_types_as_torch_dist(ran: Wrong) -> None:
+    """So there is nothing that a conversion to that format could be."""
+    (error,) = ran[KNOWN[0]["name"], "one", "torch_dist"]
+    assert error.startswith("AssertionError((torch.")

@@ -1,0 +1,231 @@
+"""The launch scripts that people copy: what they start, and that it survives a killed rank.
+
+The very scripts, with smaller sizes from the environment. For want of a GPU the environment also
+puts the stand-in on PYTHONPATH, and ARGS switch off what needs one. There is no Slurm here: `srun`
+and `scontrol` are doubles (tests/support/slurm_double), which run the multi-node script twice on
+this machine, so that two nodes with an agent each are tested along with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from megatron.training.arguments import parse_args
+
+from tests.support.megatron_jobs import CPU_MEGATRON, REPO, TINY, end, free_port
+from tests.support.trainer import eventually
+
+SCRIPTS = REPO / "scripts"
+#: What Megatron needs to be told where there is no GPU, Transformer Engine or Apex.
+ON_CPU = TINY[TINY.index("--num-workers") : TINY.index("--log-interval")]
+SCRIPT_NAMES = sorted(path.name for path in SCRIPTS.glob("pretrain_gpt_*.s*"))
+ALL_SCRIPTS = [
+    path
+    for path in sorted(
+        [*SCRIPTS.iterdir(), *REPO.glob(".ci/*"), *REPO.glob("tests/support/slurm_double/*")]
+    )
+    if path.is_file() and b"bash" in path.read_bytes().split(b"\n", 1)[0]
+]
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "localhost,localhost",
+    "SLURM_SUBMIT_DIR": str(REPO),
+}
+#: Iteration 4 is saved twice: in its first save rank 1 is killed.
+SIZES = {
+    "NUM_LAYERS": "2",
+    "HIDDEN_SIZE": "64",
+    "NUM_ATTENTION_HEADS": "4",
+    "SEQ_LENGTH": "32",
+    "MICRO_BATCH_SIZE": "2",
+    "VOCAB_SIZE": "4300",
+    "TRAIN_ITERS": "5",
+    "SAVE_INTERVAL": "2",
+    "LOG_INTERVAL": "1",
+    "EVAL_ITERS": "0",
+}
+
+
+def environment(tmp_path: Path, *first_on_path: Path, **variables: str) -> dict[str, str]:
+    """Return an environment as a user's would be: torchrun on PATH, nothing else set."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("FLASHCKPT", "SLURM"))
+    }
+    path = [*map(str, first_on_path), str(Path(sys.executable).parent), os.environ["PATH"]]
+    return {
+        **kept,
+        "PATH": os.pathsep.join(path),
+        "TMPDIR": str(tmp_path),
+        "CHECKPOINT_PATH": str(tmp_path / "checkpoints"),
+        **variables,
+    }
+
+
+def trains(tmp_path: Path, script: str, **variables: str) -> tuple[str, dict[str, list[list[str]]]]:
+    """Run a script to its end, with CPU ranks; return what it printed and each rank's losses."""
+    variables = {
+        **SIZES,
+        "TRAIN_SCRIPT": str(SCRIPTS / "pretrain_gpt_tiny.py"),
+        "PYTHONPATH": f"{CPU_MEGATRON}{os.pathsep}{REPO}",
+        "CPU_CUDA_STUBS": "triton apex",
+        "PYTHONWARNINGS": "ignore",
+        "LOSS_LOG": str(tmp_path / "losses"),
+        "FLASHCKPT_RUNTIME_DIR": str(tmp_path / "run"),
+        "FLASHCKPT_FAULT": f"rank1:save.granted:2:KILL:{tmp_path / 'killed'}",
+        **variables,
+    }
+    log = tmp_path / "log"
+    with open(log, "w") as output:
+        job = subprocess.Popen(
+            ["bash", str(SCRIPTS / script), *ON_CPU],
+            env=environment(tmp_path, REPO / "tests/support/slurm_double", **variables),
+            cwd=tmp_path,
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        returncode = job.wait(240)
+    finally:
+        end(job)
+    printed = log.read_text(errors="replace")
+    assert returncode == 0, printed[-6000:]
+    assert (tmp_path / "killed").exists(), "no rank was killed"
+    losses = {
+        file.suffix: [line.split() for line in file.read_text().splitlines()]
+        for file in sorted(tmp_path.glob("losses.*"))
+    }
+    return printed, losses
+
+
+def assert_restarted_from_memory(
+    tmp_path: Path, printed: str, losses: dict[str, list[list[str]]]
+) -> None:
+    assert "iteration 2 was restored from memory" in printed
+    assert sorted(losses) == [".0", ".1"]
+    for found in losses.values():
+        iterations = [int(iteration) for iteration, _ in found]
+        start = iterations.index(3, iterations.index(4))
+        before = [loss for loss in found[:start] if int(loss[0]) in (3, 4)]
+        again = [loss for loss in found[start:] if int(loss[0]) in (3, 4)]
+        assert before == again != []
+        assert iterations[-1] == 5
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "5"
+    run = tmp_path / "run"
+    eventually(
+        "the end of the agents", lambda: not [it for it in run.rglob("*") if not it.is_dir()]
+    )
+
+
+def test_a_killed_rank_costs_a_restart_from_memory_on_one_node(tmp_path: Path) -> None:
+    job = trains(
+        tmp_path,
+        "pretrain_gpt_single_node.sh",
+        GPUS_PER_NODE="2",
+        TENSOR_PARALLEL="2",
+        PRECISION="bf16",
+    )
+    assert_restarted_from_memory(tmp_path, *job)
+
+
+def test_a_killed_rank_costs_a_restart_from_memory_on_two_nodes_of_slurms_double(
+    tmp_path: Path,
+) -> None:
+    job = trains(
+        tmp_path,
+        "pretrain_gpt_slurm.sbatch",
+        **SLURM,
+        GPUS_PER_NODE="1",
+        TENSOR_PARALLEL="1",
+        MASTER_PORT=str(free_port()),
+    )
+    assert_restarted_from_memory(tmp_path, *job)
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> dict[str, str]:
+    """An environment in which torchrun only says how it was called, an argument per line."""
+    said = tmp_path / "bin/torchrun"
+    said.parent.mkdir()
+    said.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    said.chmod(0o755)
+    return environment(
+        tmp_path,
+        said.parent,
+        REPO / "tests/support/slurm_double",
+        MEGATRON_LM="/megatron",
+        MASTER_ADDR="node-0",
+        **SLURM,
+        FLASHCKPT_RUNTIME_DIR=str(tmp_path),
+    )
+
+
+def ran(script: str, variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(SCRIPTS / script), *arguments], env=variables, capture_output=True, text=True
+    )
+
+
+def test_without_settings_it_is_the_experiment_of_dlrovers_blog(
+    said: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ran("pretrain_gpt_multi_node.sh", said).stdout.splitlines()
+    start = lines.index("-m")
+    torchrun, (_, launcher, script, *arguments) = lines[:start], lines[start:]
+    assert torchrun[:4] == ["--nnodes", "2", "--nproc-per-node", "8"]
+    assert (launcher, script) == ("megatron_flashckpt.launch", "/megatron/pretrain_gpt.py")
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    args = parse_args()
+    assert (args.tensor_model_parallel_size, args.pipeline_model_parallel_size) == (8, 1)
+    assert (args.num_layers, args.hidden_size, args.num_attention_heads) == (48, 1600, 16)
+    assert (args.seq_length, args.micro_batch_size, args.global_batch_size) == (1024, 4, 8)
+    assert (args.save_interval, args.use_distributed_optimizer) == (50, True)
+    assert args.save == args.load == said["CHECKPOINT_PATH"]
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPT_NAMES if "arguments" not in name])
+def test_arguments_of_the_caller_come_last_and_variables_change_sizes(
+    said: dict[str, str], script: str
+) -> None:
+    done = ran(script, {**said, "NUM_LAYERS": "7"}, "--lr", "1e-3", "--seed", "5 6")
+    lines = done.stdout.splitlines()
+    assert lines[-4:] == ["--lr", "1e-3", "--seed", "5 6"], done.stderr
+    assert lines[lines.index("--num-layers") + 1] == "7"
+
+
+@pytest.mark.parametrize("missing", ["MEGATRON_LM", "CHECKPOINT_PATH", "MASTER_ADDR"])
+def test_what_has_to_be_set_is_asked_for(said: dict[str, str], missing: str) -> None:
+    done = ran("pretrain_gpt_multi_node.sh", {**said, missing: ""})
+    assert done.returncode != 0
+    assert re.search(rf"{missing}: set {missing} to ", done.stderr)
+    assert done.stdout == ""
+
+
+def test_real_data_comes_with_the_tokenizer_of_gpt2(said: dict[str, str]) -> None:
+    files = {"DATA_PATH": "/data/text", "VOCAB_FILE": "/v.json", "MERGE_FILE": "/m.txt"}
+    lines = ran("pretrain_gpt_single_node.sh", {**said, **files}).stdout.splitlines()
+    assert "--mock-data" not in lines
+    for flag, value in zip(
+        ("--data-path", "--vocab-file", "--merge-file"), files.values(), strict=True
+    ):
+        assert lines[lines.index(flag) + 1] == value
+
+
+@pytest.mark.parametrize("script", ALL_SCRIPTS, ids=lambda path: path.name)
+def test_bash_and_shellcheck_find_nothing_wrong(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if not (shellcheck := shutil.which("shellcheck", path=beside)):
+        pytest.skip("bash has nothing to say; shellcheck is not installed")
+    done = subprocess.run(
+        [shellcheck, "-x", str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout

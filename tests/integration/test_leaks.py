@@ -1,0 +1,76 @@
+"""200 saves of a real Megatron rank: it and the agent use as much as before them."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tests.support.megatron_jobs import run_job, succeeded
+
+#: By the first what is kept for good is there; after the second the trainer leaks on purpose.
+WARM, SAVES, LEAKY = 150, 350, 400
+#: Bytes per save that count as a leak, and the leak that is made to see one.
+TOLERATED, MADE = 4096, 16384
+Used = dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Used]:
+    """What trainer and agent used, by iteration; from `SAVES` on, the trainer leaks on purpose."""
+    where = tmp_path_factory.mktemp("leaks")
+    arguments = [
+        *("--num-layers", "1", "--bf16", "--use-distributed-optimizer", "--log-interval", "100"),
+        *("--global-batch-size", "2", "--save-interval", "1", "--save-retain-interval", "1000"),
+        *("--train-iters", str(LEAKY), "--save", str(where / "save")),
+    ]
+    env = {"MEASURE": "1", "LEAK": f"{MADE}:{SAVES}", "PYTHONMALLOC": "malloc"}
+    # The agent holds all of the history while it adds a line: it must not grow while we measure.
+    env["FLASHCKPT_HISTORY"] = str(WARM // 2)
+    env["AGENT_METER"] = str(where / "meter")
+    env["FLASHCKPT_AGENT__ENVIRONMENT"] = "[AGENT_METER]"
+    os.mkfifo(where / "meter")
+    job = succeeded(run_job(where, "leaks", arguments, ranks=1, env=env, torchrun=True))
+    events = sorted(job.named("resources"), key=lambda event: event["iteration"])
+    assert [event["iteration"] for event in events] == list(range(1, LEAKY + 1))
+    return {
+        who: {what: np.array([event[who][what] for event in events]) for what in events[0][who]}
+        for who in ("trainer", "agent")
+    }
+
+
+def slope(values: np.ndarray) -> float:
+    """Return the growth per save that goes on: as most pairs have it in most quarters of the run.
+
+    A leak is in each quarter. A table that is replaced by one of twice the size, as Python's of
+    interned strings at some point is (0.6 MB), is in one of them.
+    """
+    return float(np.median([_growth(quarter) for quarter in np.array_split(values, 4)]))
+
+
+def _growth(values: np.ndarray) -> float:
+    """Return the slope by Theil and Sen."""
+    first, second = np.triu_indices(len(values), len(values) // 4)
+    return float(np.median((values[second] - values[first]) / (second - first)))
+
+
+@pytest.mark.parametrize("who", ["trainer", "agent"])
+def test_200_saves_leave_no_memory_descriptor_memfd_or_thread(
+    used: dict[str, Used], who: str
+) -> None:
+    flat = {what: values[WARM:SAVES] for what, values in used[who].items()}
+    growth = slope(flat["nbytes"])
+    print(f"{who}: {growth:.0f} bytes per save, {flat['nbytes'][-1] / 2**20:.0f} MiB of its own")
+    assert growth < TOLERATED
+    # The quarters do not see what comes at once; one such table may.
+    whole = float(np.median(flat["nbytes"][-20:]) - np.median(flat["nbytes"][:20]))
+    print(f"{who}: {whole:.0f} bytes more in all")
+    assert whole < 2**20 + (SAVES - WARM) * TOLERATED
+    for what in ("files", "memfds", "threads"):
+        print(f"{who}: {flat[what][-1]} {what}, {slope(flat[what])} more per save")
+        assert slope(flat[what]) < 0.01, what
+
+
+def test_a_leak_would_be_seen(used: dict[str, Used]) -> None:
+    assert slope(used["trainer"]["nbytes"][SAVES:]) > MADE / 2 > TOLERATED

@@ -1,0 +1,128 @@
+"""Saves to host memory between those to storage, on real Megatron: what a crash is resumed from.
+
+Memory every 2 iterations, storage every 4. A trains 8 iterations without an accident (asked for by
+Megatron's own flag); B loses a rank in iteration 3, when storage holds nothing yet, and again in
+iteration 7; C loses a rank and the agent in iteration 7.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.file_format.file_names import CLAIM, HISTORY
+from tests.support.megatron_jobs import (
+    Result,
+    await_no_agent,
+    differing,
+    run_job,
+    succeeded,
+    tensors,
+)
+
+MODEL = [
+    *("--num-layers", "2", "--bf16", "--use-distributed-optimizer"),
+    *("--train-iters", "8", "--save-interval", "4"),
+]
+RANKS = 2
+
+
+def job(tmp_path: Path, name: str, *more: str, restarts: int = 0, **env: str) -> Result:
+    save = str(tmp_path / name)
+    return succeeded(
+        run_job(
+            tmp_path,
+            name,
+            [*MODEL, "--save", save, "--load", save, *more],
+            ranks=RANKS,
+            max_restarts=restarts,
+            env=env,
+        )
+    )
+
+
+class Jobs:
+    """Each run once."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.a = job(tmp_path, "A", "--non-persistent-save-interval", "2")
+        every = {"FLASHCKPT_MEMORY_INTERVAL": "2"}
+        self.b = job(tmp_path, "B", restarts=2, KILL="1:3 1:7", **every)
+        self.c = job(tmp_path, "C", restarts=1, KILL="1:7", SIGNALS="KILL:agent:7", **every)
+
+    def assert_resumed(self, name: str, resumed: Result, starts: dict[int, int]) -> None:
+        """Args: `starts`: the first iteration of each incarnation after the first."""
+        expected = self.a.losses()
+        for attempt, start in starts.items():
+            found = resumed.losses(attempt)
+            assert min(found) == start
+            last = 7 if attempt + 1 in starts else 9  # it died in iteration 7
+            for each in range(start, last):
+                assert found[each] == expected[each], f"losses of iteration {each} differ"
+        assert differing(tensors(self.tmp_path / "A", 8), tensors(self.tmp_path / name, 8)) == []
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("memory"))
+
+
+def test_a_lost_rank_resumes_from_what_is_in_memory_only_bit_for_bit(jobs: Jobs) -> None:
+    restored = re.findall(r"iteration (\d+) was restored from (\w+)", jobs.b.log)
+    assert restored == [("2", "memory"), ("6", "memory")]
+    jobs.assert_resumed("B", jobs.b, {1: 3, 2: 7})
+
+
+def test_with_the_agent_gone_too_the_job_resumes_from_storage(jobs: Jobs) -> None:
+    assert "iteration 4 was restored from storage" in jobs.c.log
+    jobs.assert_resumed("C", jobs.c, {1: 5})
+
+
+def test_saves_to_memory_are_said_to_be_kept_and_leave_no_trace_in_storage(jobs: Jobs) -> None:
+    await_no_agent(jobs.tmp_path)
+    for name, result in (("A", jobs.a), ("B", jobs.b)):
+        kept = re.findall(r"iteration (\d+) kept in host memory, not in storage", result.log)
+        due = {2, 6}  # a durable save is due at 4 and 8
+        # B dies in the iterations in which it would say so.
+        assert set(map(int, kept)) == due if name == "A" else set(map(int, kept)) <= due
+        saved = re.findall(r"successfully saved checkpoint from iteration +(\d+)", result.log)
+        assert list(map(int, saved)) == [4, 8]
+        began = re.findall(r"saving checkpoint at iteration +(\d+) to (host memory)?", result.log)
+        where = [(int(iteration), bool(memory)) for iteration, memory in began]
+        assert where == [(2, True), (4, False), (6, True), (8, False)]
+        assert sorted(path.name for path in (jobs.tmp_path / name).iterdir()) == [
+            HISTORY,
+            CLAIM,
+            "iter_0000004",
+            "iter_0000008",
+            "latest_checkpointed_iteration.txt",
+        ]
+        lines = (jobs.tmp_path / name / HISTORY).read_text().splitlines()
+        assert [json.loads(line)["iteration"] for line in lines] == [4, 8]
+    assert "memory_interval 2: as with --non-persistent-save-interval 2" in jobs.b.log
+
+
+def test_a_save_to_memory_does_not_communicate(jobs: Jobs) -> None:
+    saves = jobs.a.named("save") + jobs.b.named("save")
+    assert sorted({save["iteration"] for save in saves}) == [2, 4, 6, 8]
+    assert [save for save in saves if save["calls"]] == []
+
+
+def test_a_job_that_megatron_ends_right_after_a_save_to_memory_has_it_in_storage(
+    tmp_path: Path,
+) -> None:
+    """Megatron takes it for a save like any other, and makes none when it exits."""
+    save = tmp_path / "save"
+    arguments = [*MODEL, "--save", str(save), "--exit-interval", "6"]
+    arguments += ["--non-persistent-save-interval", "2"]
+    result = succeeded(run_job(tmp_path, "exit", arguments, ranks=1))
+    assert max(result.losses()) == 6
+    assert "the last save, iteration 6, is written to storage before the job ends" in result.log
+    assert "successfully saved checkpoint from iteration       6" in result.log
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert tensors(save, 6)
+    await_no_agent(tmp_path)

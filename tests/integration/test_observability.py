@@ -1,0 +1,115 @@
+"""What a real job lets people see of its saves: curves, traces, the history."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.catalog import history
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
+
+SCALARS = {
+    f"checkpoint/{name}"
+    for name in ("blocked_ms", "staged_s", "durable_s", "bytes", "gb_per_s", "failures_in_a_row")
+}
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("observability")
+
+
+@pytest.fixture(scope="module")
+def job(where: Path) -> Result:
+    arguments = [
+        *("--num-layers", "2", "--bf16", "--use-distributed-optimizer"),
+        *("--train-iters", "5", "--save-interval", "2", "--save", str(where / "save")),
+        *("--non-persistent-save-interval", "3"),
+    ]
+    env = {"SCALARS": "1", "FLASHCKPT_TRACE__DIRECTORY": "traces"}
+    done = succeeded(run_job(where, "observed", arguments, ranks=2, env=env))
+    await_no_agent(where)  # which completes its trace
+    return done
+
+
+def test_what_saves_took_is_in_tensorboard_at_their_iterations(job: Result, where: Path) -> None:
+    events = [it for it in job.named("tensorboard") if it["name"].startswith("checkpoint/")]
+    assert {event["rank"] for event in events} == {1}, "Megatron's writer is on the last rank"
+    found = {(it["step"], it["name"]): it["value"] for it in events}
+    for iteration in (2, 4, 5):
+        assert {name for step, name in found if step == iteration} == SCALARS
+        storage = PosixStorage(where / "save")
+        stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+        nbytes = sum(shard.nbytes for shard in stored.manifest.shards)
+        assert found[iteration, "checkpoint/bytes"] == nbytes
+        blocked_s = found[iteration, "checkpoint/blocked_ms"] / 1000
+        assert blocked_s > 0
+        assert found[iteration, "checkpoint/staged_s"] < found[iteration, "checkpoint/durable_s"]
+        assert found[iteration, "checkpoint/failures_in_a_row"] == 0
+    assert {name for step, name in found if step == 3} == {"checkpoint/memory/blocked_ms"}
+
+
+def test_weights_and_biases_gets_them_at_steps_that_it_takes(job: Result) -> None:
+    events = [it for it in job.named("wandb") if it["name"].startswith("checkpoint/")]
+    names = {it["name"] for it in events}
+    assert names >= {"checkpoint/blocked_ms", "checkpoint/memory/blocked_ms"}
+    steps = [it["step"] for it in job.named("wandb") if it["step"] is not None]
+    assert steps == sorted(steps)
+
+
+def saves_of(where: Path) -> list[history.PastSave]:
+    return history.read(PosixStorage(where / "save"))
+
+
+def test_a_trace_has_the_phases_of_both_ranks_from_the_call_to_the_outcome(
+    job: Result, where: Path
+) -> None:
+    traces = sorted((where / "save/traces").glob("*.json"))
+    assert [path.name.partition("-")[0][-1] for path in traces] == ["2", "3", "4", "5"]
+    events = json.loads(traces[2].read_text())["traceEvents"]
+    for rank in (0, 1):
+        mine = {it["name"]: it for it in events if it["pid"] == rank and it["ph"] != "M"}
+        order = ["save", "enumerate", "plan", "acquire slot", "early copies", "late copies"]
+        order += ["doorbell", "digest", "write", "fdatasync", "outcome told"]
+        assert set(order) | {"persist"} <= mine.keys()
+        starts = [mine[name]["ts"] for name in order]
+        assert starts == sorted(starts)
+    assert job.returncode == 0
+
+
+def test_blocked_is_all_that_the_training_loop_waits_for_around_a_save(
+    job: Result, where: Path
+) -> None:
+    """Megatron's timers synchronize GPU and ranks before and behind `save_checkpoint`."""
+    blocked_s = {save.iteration: save.cost.blocked_s for save in saves_of(where)}
+    for path in sorted((where / "save/traces").glob("*.json")):
+        iteration = int(path.name.partition("-")[0][-1])
+        if iteration == 5:  # Megatron saves the last one when its loop has ended
+            continue
+        events = [it for it in json.loads(path.read_text())["traceEvents"] if it["ph"] != "M"]
+        for rank in (0, 1):
+            mine = {it["name"]: it for it in events if it["pid"] == rank}
+            loop, save = mine["save as the training loop sees it"], mine["save"]
+            assert loop["ts"] <= save["ts"]
+            assert loop["ts"] + loop["dur"] >= save["ts"] + save["dur"]
+            if iteration in blocked_s:
+                assert blocked_s[iteration] >= loop["dur"] / 1e6 - 1e-6
+    assert job.returncode == 0
+
+
+def test_the_history_tells_of_every_save_to_storage(job: Result, where: Path) -> None:
+    saves = saves_of(where)
+    assert [(it.iteration, it.error, it.world_size) for it in saves] == [
+        (2, None, 2),
+        (4, None, 2),
+        (5, None, 2),
+    ]
+    for save in saves:
+        assert save.cost is not None
+        assert 0 < save.cost.staged_s < save.cost.persisted_s
+        assert save.cost.staged_s < save.cost.durable_s
+    assert job.returncode == 0

@@ -1,0 +1,56 @@
+"""Ranks with equal plans compute one between them, on a node and over nodes; saves say so.
+
+Whichever rank comes first computes. Each job saves after iterations 2 and 4; the dry run comes
+before the first save (`PREPARED`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.cli.commands import main
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.support.megatron_jobs import run_job, succeeded
+
+MODEL = ["--num-layers", "4", "--bf16", "--use-distributed-optimizer"]
+#: By job: its layout, its nodes, and the ranks that have one plan in common.
+JOBS = {
+    "tensor group": (["--tensor-model-parallel-size", "4"], 1, {1, 2, 3}),
+    "pipeline over nodes": (["--pipeline-model-parallel-size", "4"], 2, {1, 2}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_ranks_with_equal_plans_compute_one(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture
+) -> None:
+    layout, nodes, equal = JOBS[name]
+    save = tmp_path / "saves"
+    arguments = [*MODEL, *layout, "--train-iters", "4", "--save", str(save), "--save-interval", "2"]
+    result = succeeded(run_job(tmp_path, "job", arguments, nodes=nodes, env={"PREPARED": "2"}))
+    assert equal in templates(save, 2)
+    came = {event["rank"]: (event["misses"], event["shared"]) for event in result.named("plans")}
+    others = [(0, 1)] * (len(equal) - 1)
+    assert sorted(came[rank] for rank in equal) == [*others, (1, 0)], (
+        "one computes, the others find"
+    )
+    assert all(came[rank] == (1, 0) for rank in came.keys() - equal)
+    capsys.readouterr()
+    assert main(["report", str(save), "--json"]) == 0
+    first, second = (row["cost"]["plans"] for row in json.loads(capsys.readouterr().out))
+    assert first == {"computed": 4 - len(others), "found": len(others), "kept": 0}
+    assert second == {"computed": 0, "found": 0, "kept": 4}
+
+
+def templates(save: Path, iteration: int) -> list[set[int]]:
+    """Return which ranks share each template of a checkpoint."""
+    storage = PosixStorage(save)
+    stored = StoredCheckpoint(storage, iteration, read_manifest(storage, iteration))
+    ranks: dict[int, set[int]] = {}
+    for source in stored.sources():
+        ranks.setdefault(id(source.template), set()).add(source.rank)
+    return sorted(ranks.values(), key=min)

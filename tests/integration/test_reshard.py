@@ -1,0 +1,434 @@
+"""What was saved under one parallel layout loads under another, bit for bit, and trains on alike.
+
+Every ordered pair of a family's layouts is a cell, run by real Megatron on CPU ranks. Of each:
+
+- every global tensor that the destination saves again at once equals the source's;
+- every tensor that a rank of the destination holds, duplicates included and described by Megatron's
+  own accessors, equals its part of the source's;
+- steps, schedule, samples and random state follow Megatron's rules for a changed world;
+- training goes on as the source's did. The loss alone cannot see a wrong optimizer state, so the
+  masters' change over the next two iterations is compared. Layouts round differently: how much is
+  measured in the same run, by Megatron's own save and load.
+
+`pytest tests/integration/test_reshard.py -k matrix -n 0` runs all cells and prints README tables.
+README.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from megatron_flashckpt.catalog.stored_checkpoint import StoredCheckpoint, read_manifest
+from megatron_flashckpt.cli.plan import sizes_of
+from megatron_flashckpt.layout.dtypes import itemsize
+from megatron_flashckpt.sizing import gpt_size
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.integration.layouts import (
+    AFTER,
+    BEFORE,
+    FAMILIES,
+    GLOBAL_BATCH,
+    JOBS,
+    STOCK,
+    Layout,
+    Pair,
+    interrupted_pairs,
+    pairs,
+    plan,
+    rescheduled_pairs,
+    spoiled_pairs,
+    stock_pairs,
+)
+from tests.support.megatron_jobs import REPO, TINY, Result, assemble, run_job, succeeded
+
+Wholes = dict[tuple[str, str], torch.Tensor]
+#: How many times stock's own noise a right load may be away from the source. Wrong ones are farther
+#: (`test_a_spoiled_state_is_seen`).
+MARGIN = 5.0
+MATRIX = [pair for family in FAMILIES for pair in pairs(family)]
+MEASURED = [pair for family in STOCK for pair in stock_pairs(family)]
+
+
+class Ran:
+    """The jobs, each run when a cell of it is first asked for, and what they left."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.tmp_path = tmp_path
+        self.job = functools.cache(self._job)
+        self.source = functools.cache(self._source)
+        self.digest = functools.cache(self._digest)
+        self.figures = functools.cache(self._figures)
+        self.problems = functools.cache(self._problems)
+
+    def _job(self, name: str) -> Result:
+        job = JOBS[name]
+        cases = self.tmp_path / f"{name}.json"
+        cases.write_text(json.dumps(plan(job.families, self.tmp_path)))
+        return run_job(
+            self.tmp_path,
+            name,
+            [],
+            ranks=job.ranks,
+            door="stock",
+            env={
+                "CASES": str(cases),
+                "CPU_CUDA_STUBS": "triton apex" if job.fused_adam else "triton",
+            },
+            script=REPO / "tests/support/jobs/reshard_cells.py",
+            timeout_s=600,
+        )
+
+    def steps(self, cell: Layout | Pair, step: str) -> list[dict]:
+        """Return what every rank traced of one kind of step, in the order of ranks."""
+        layout = cell.destination if isinstance(cell, Pair) else cell
+        (job,) = [name for name, job in JOBS.items() if layout.family in job.families]
+        events = self.job(job).named(cell.name)
+        for event in events:
+            assert event["step"] != "failed", f"rank {event['rank']}: {event['error']}"
+        found = [event for event in events if event["step"] == step]
+        ranks = {event["rank"] for event in found}
+        if ranks != set(range(layout.world)):
+            succeeded(self.job(job))  # says what the job said
+            raise AssertionError(f"{cell.name}: '{step}' of ranks {sorted(ranks)} only")
+        return found
+
+    def saved(self, cell: Layout | Pair, iteration: int) -> Wholes:
+        """Return the global tensors that a cell saved."""
+        for event in self.steps(cell, "save"):
+            assert event["errors"] == [None]
+        return assemble(self.tmp_path / cell.name, iteration)
+
+    def _source(self, layout: Layout, iteration: int) -> Wholes:
+        return self.saved(layout, iteration)
+
+    def _digest(self, source: Layout, kind: str, key: str, *part: Any) -> str:
+        """Return the digest of a part of a global tensor of the source."""
+        shape, offset, box_shape, start, end = part
+        whole = resized(self.source(source, BEFORE)[kind, key], shape)
+        box = tuple(slice(o, o + s) for o, s in zip(offset, box_shape, strict=True))
+        content = whole[box].reshape(-1)[start:end].contiguous()
+        return xxhash.xxh3_64_hexdigest(content.view(torch.uint8).numpy())
+
+    def losses(self, cell: Layout | Pair) -> dict[int, float]:
+        """Return the loss of the global batch by iteration, as every last stage has it."""
+        events = self.steps(cell, "train")
+        found = {e["iteration"]: e["loss"] for e in events if e["loss"] is not None}
+        assert all(e["loss"] in (None, found[e["iteration"]]) for e in events)
+        return found
+
+    def _figures(self, pair: Pair) -> tuple[float, float]:
+        """Return how far the next iterations are from the source's.
+
+        First the relative L2 difference of the masters' change, then the largest difference of
+        losses.
+        """
+        before, after = self.source(pair.source, BEFORE), self.source(pair.source, AFTER)
+        other = self.saved(pair, AFTER)
+        apart = change = 0.0
+        stepped = "weight" if pair.source.family == "fp32" else "master"
+        for name in before:
+            if name[0] == stepped:
+                apart += float((other[name] - after[name]).double().square().sum())
+                change += float((after[name] - before[name]).double().square().sum())
+        ours, theirs = self.losses(pair), self.losses(pair.source)
+        loss = max(abs(ours[i] - theirs[i]) for i in range(BEFORE + 1, AFTER + 1))
+        return math.sqrt(apart / change), loss
+
+    def noise(self, family: str) -> tuple[float, float]:
+        """Return the largest figures of stock's own loads into another layout."""
+        measured = [
+            self.figures(pair) for pair in stock_pairs(family if family in STOCK else "dense")
+        ]
+        # Losses around 6 are told apart by steps of 5e-7.
+        return max(figure for figure, _ in measured), max(1e-6, *(loss for _, loss in measured))
+
+    def _problems(self, pair: Pair) -> list[str]:
+        """Return what is wrong with a cell of the matrix."""
+        try:
+            return [
+                *unequal(self, pair),
+                *wrongly_held(self, pair),
+                *wrong_side_state(self, pair),
+                *astray(self, pair),
+            ]
+        except AssertionError as error:
+            return [str(error)]
+
+
+def resized(whole: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return `whole` with its rows cut, or filled up with zeros, as vocabularies are."""
+    if len(whole) == shape[0]:
+        return whole
+    missing = max(0, shape[0] - len(whole))
+    return torch.cat([whole[: shape[0]], whole.new_zeros(missing, *whole.shape[1:])])
+
+
+def unequal(ran: Ran, pair: Pair) -> list[str]:
+    """Check every global tensor after the round source, destination, save."""
+    expected, found = ran.source(pair.source, BEFORE), ran.saved(pair, BEFORE)
+    if expected.keys() != found.keys():
+        return [f"other tensors: {sorted(expected.keys() ^ found.keys())}"]
+    changed = {name for name in found if found[name].shape != expected[name].shape}
+    if bool(changed) != pair.resizes_vocabulary:
+        return [f"of other shapes: {sorted(changed)}"]
+    return [
+        f"{kind}/{key} is not equal"
+        for (kind, key), whole in found.items()
+        if not torch.equal(whole, resized(expected[kind, key], tuple(whole.shape)))
+    ]
+
+
+def wrongly_held(ran: Ran, pair: Pair) -> list[str]:
+    """Check what every rank held after the load, duplicates included."""
+    wrong = []
+    for event in ran.steps(pair, "hold"):
+        kinds = {"weight", "exp_avg", "exp_avg_sq"}
+        if pair.source.family != "fp32":
+            kinds.add("master")
+        assert {kind for kind, *_ in event["held"]} >= kinds
+        for kind, key, shape, offset, box, start, end, digest in event["held"]:
+            part = (tuple(shape), tuple(offset), tuple(box), start, end)
+            if ran.digest(pair.source, kind, key, *part) != digest:
+                wrong.append(f"rank {event['rank']} holds a wrong {kind}/{key}")
+    return wrong
+
+
+def wrong_side_state(ran: Ran, pair: Pair) -> list[str]:
+    """Check all that is not a tensor against Megatron's rules for a changed world."""
+    saved = [event for event in ran.steps(pair.source, "save") if event["iteration"] == BEFORE]
+    # Ranks at the same place in the model have the same; the first one's is for places not there.
+    random_states = {}
+    for event in saved:
+        for place in (tuple(event["place"]), tuple(event["place"][:2])):
+            random_states.setdefault(place, event["rng"])
+    kept = pair.source.model_parallel == pair.destination.model_parallel
+    wrong = []
+    for event in ran.steps(pair, "load"):
+        place = tuple(event["place"])
+        if place not in random_states:
+            place = place[:2]
+        expected = {
+            "iteration": BEFORE,
+            "consumed": BEFORE * GLOBAL_BATCH,
+            "steps": [BEFORE],
+            "scheduler": saved[0]["scheduler"],
+            # Random state belongs to a place in the model: elsewhere it is left alone.
+            "rng": random_states[place] if kept else event["before"]["rng"],
+        }
+        wrong += [
+            f"rank {event['rank']}: {name} is {event[name]}, not {value}"
+            for name, value in expected.items()
+            if event[name] != value
+        ]
+    # A step that parameters share would be counted by each of them.
+    last = [event for event in ran.steps(pair, "save") if event["iteration"] == AFTER]
+    wrong += [
+        f"{AFTER} steps were counted as {event['steps']}"
+        for event in last
+        if event["steps"] != [AFTER]
+    ]
+    return [
+        *wrong,
+        *wrong_settings(ran, pair, "load", BEFORE),
+        *wrong_settings(ran, pair, "save", AFTER),
+    ]
+
+
+def settings_by_key(ran: Ran, layout: Layout, iteration: int) -> dict[str, Any]:
+    """Return the settings of every parameter of a source, which all of its ranks agree on."""
+    found: dict[str, Any] = {}
+    for event in ran.steps(layout, "save"):
+        if event["iteration"] == iteration:
+            for key, (values,) in event["settings"].items():
+                assert found.setdefault(key, values) == values
+    return found
+
+
+def wrong_settings(ran: Ran, pair: Pair, step: str, iteration: int) -> list[str]:
+    """Check that every parameter has the settings that it had in the source at `iteration`.
+
+    A group without parameters on its rank has settings that some group had.
+    """
+    expected = settings_by_key(ran, pair.source, iteration)
+    wrong, seen = [], set()
+    for event in ran.steps(pair, step):
+        if event["iteration"] != iteration:
+            continue
+        where = f"rank {event['rank']}, {step} at {iteration}"
+        for key, of_key in event["settings"].items():
+            seen.add(key)
+            if of_key != [expected[key]]:
+                wrong.append(f"{where}: {key} has settings {of_key}, not {expected[key]}")
+        wrong += [
+            f"{where}: a group without parameters has settings {values}"
+            for values in event["settings_of_empty"]
+            if values not in expected.values()
+        ]
+    return wrong + [f"{key} is in no group" for key in expected.keys() - seen]
+
+
+def astray(ran: Ran, pair: Pair) -> list[str]:
+    """Check that training goes on as the source's did, within stock's noise."""
+    if pair.resizes_vocabulary:
+        # Padding takes part in the softmax: with other padding the loss is another.
+        return []
+    figures = ran.figures(pair)
+    if pair.source == pair.destination:
+        return [] if figures == (0, 0) else [f"the same layout goes on differently: {figures}"]
+    return [
+        f"{what} differs by {figure:.3g}, stock's by up to {noise:.3g}"
+        for what, figure, noise in zip(
+            ("the masters' change", "the loss"),
+            figures,
+            ran.noise(pair.source.family),
+            strict=True,
+        )
+        if not figure <= MARGIN * noise
+    ]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(tmp_path_factory.mktemp("reshard"))
+
+
+def names(cell: Layout | Pair) -> str:
+    return cell.name
+
+
+@pytest.mark.parametrize("pair", MATRIX, ids=names)
+def test_cell(ran: Ran, pair: Pair) -> None:
+    assert ran.problems(pair) == []
+
+
+@pytest.mark.parametrize("pair", MEASURED, ids=names)
+def test_noise_is_measured_on_a_state_that_stock_restored_exactly(ran: Ran, pair: Pair) -> None:
+    assert wrongly_held(ran, pair) == []
+    assert ran.figures(pair)[0] < 0.2
+
+
+@pytest.mark.parametrize(
+    "pair", [pair for family in STOCK for pair in spoiled_pairs(family)], ids=names
+)
+def test_a_spoiled_state_is_seen(ran: Ran, pair: Pair) -> None:
+    """Negative control: what a silently wrong load would give is beyond the bound."""
+    figure, _ = ran.figures(pair)
+    noise, _ = ran.noise(pair.source.family)
+    assert figure > MARGIN * noise > 0
+
+
+@pytest.mark.parametrize(
+    "layout", [it for family in ("dense", "moe", "fp32") for it in FAMILIES[family]], ids=names
+)
+def test_flashckpt_plan_has_the_bytes_of_every_ranks_shard(ran: Ran, layout: Layout) -> None:
+    """Exactly over a data parallel group, which shares what it has; no rank above the bound."""
+    ran.steps(layout, "save")
+    words = [*TINY, *layout.arguments]
+    sizes = sizes_of(words, layout.world, None)
+    args = gpt_size.parse(words)
+    per_parameter, stages = gpt_size.parameter_nbytes(args), gpt_size.stages(args)
+    storage = PosixStorage(ran.tmp_path / layout.name)
+    manifest = StoredCheckpoint(storage, BEFORE, read_manifest(storage, BEFORE)).manifest
+    groups: dict[tuple[int, int], int] = {}
+    for shard in manifest.shards:
+        items = manifest.template(shard.template).items
+        state = sum(
+            it.numel * itemsize(it.dtype)
+            for it in items
+            if it.kind in ("weight", "master", "exp_avg", "exp_avg_sq")
+        )
+        assert state <= sizes.largest_nbytes
+        # Header, random states, Megatron's buffers.
+        assert 0 < shard.nbytes - state < 2**17
+        place = (shard.coordinates.tp, shard.coordinates.pp)
+        groups[place] = groups.get(place, 0) + state
+    if "--num-experts" not in words:
+        assert groups == {(tp, pp): stages[pp].written(tp) * per_parameter for tp, pp in groups}
+    assert sum(groups.values()) == sizes.total_nbytes
+
+
+@pytest.mark.parametrize("pair", rescheduled_pairs("fp32"), ids=names)
+def test_groups_whose_rates_have_all_changed_are_told_by_their_parameters(
+    ran: Ran, pair: Pair
+) -> None:
+    """As in Megatron, the checkpoint's rates are those that count."""
+    before = [event["before"]["settings"] for event in ran.steps(pair, "load")]
+    saved = settings_by_key(ran, pair.source, BEFORE)
+    assert rates_of(before).isdisjoint(rates_of([{key: [it] for key, it in saved.items()}]))
+    assert wrong_settings(ran, pair, "load", BEFORE) == []
+
+
+def rates_of(settings: list[dict[str, Any]]) -> set[float]:
+    return {values["max_lr"] for it in settings for of_key in it.values() for values in of_key}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_at_least_three_groups_that_differ(ran: Ran, family: str) -> None:
+    """Or a load that gives two groups the settings of one could go unnoticed."""
+    rates = ("max_lr", "min_lr", "eps", "wd_mult")
+    for layout in FAMILIES[family]:
+        settings = settings_by_key(ran, layout, BEFORE).values()
+        assert len({tuple(values[name] for name in rates) for values in settings}) >= 3
+
+
+def test_destinations_start_from_other_random_states(ran: Ran) -> None:
+    """Or the checks of what is restored, and what left alone, could not fail."""
+    for pair in pairs("dense"):
+        saved = [event["rng"] for event in ran.steps(pair.source, "save")]
+        for event in ran.steps(pair, "load"):
+            for generator, state in event["before"]["rng"].items():
+                assert state not in [states[generator] for states in saved]
+
+
+@pytest.mark.parametrize("pair", interrupted_pairs("dense"), ids=names)
+def test_a_step_is_run_again_only_by_the_same_ranks(ran: Ran, pair: Pair) -> None:
+    """Megatron restores its rerun state if world size, TP, PP and DP are what they were."""
+    same = pair.source.model_parallel == pair.destination.model_parallel
+    for event in ran.steps(pair, "load"):
+        assert event["before"]["rerun"] == "NOT_RUNNING_YET"
+        assert event["rerun"] == ("WILL_RERUN_FROM_CHECKPOINT" if same else "NOT_RUNNING_YET")
+
+
+def test_the_matrix(ran: Ran, capsys: pytest.CaptureFixture) -> None:
+    """Print every cell, each from a run, as tables that the README shows."""
+    text = "\n\n".join(table(ran, family) for family in FAMILIES)
+    with capsys.disabled():
+        print(f"\n\n{text}\n")
+    assert "\u2717" not in text
+
+
+def table(ran: Ran, family: str) -> str:
+    """Return a family's matrix in Markdown, and how far training was from the source's."""
+    layouts = FAMILIES[family]
+    cells = {(pair.source, pair.destination): pair for pair in pairs(family)}
+    lines = [
+        "| "
+        + " | ".join([f"{family}: saved under \\ loaded under", *(it.label for it in layouts)]),
+        "|---" * (len(layouts) + 1),
+    ]
+    for source in layouts:
+        ticks = ["\u2717" if ran.problems(cells[source, it]) else "\u2713" for it in layouts]
+        lines.append("| " + " | ".join([source.label, *ticks]))
+    lines = [f"{line} |" if line.startswith("| ") else f"{line}|" for line in lines]
+    good = [
+        ran.figures(pair)[0]
+        for pair in cells.values()
+        if pair.source != pair.destination
+        and not pair.resizes_vocabulary
+        and not ran.problems(pair)
+    ]
+    if good:
+        noise, _ = ran.noise(family)
+        lines.append(
+            f"\nThe change of the masters over {AFTER - BEFORE} more iterations is apart from the "
+            f"source's by at most {max(good):.2g} of it; by {noise:.2g} with Megatron's own load."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""Retention on real Megatron: the best checkpoint by the validation loss that Megatron computes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.catalog.retention import committed
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.support.megatron_jobs import run_job, succeeded
+from tests.support.trainer import eventually
+
+
+def test_the_best_by_megatrons_validation_loss_stays_beside_the_newest(tmp_path: Path) -> None:
+    """The loss is known to the last pipeline stage alone, and rank 0 is not on it."""
+    save = tmp_path / "save"
+    result = succeeded(
+        run_job(
+            tmp_path,
+            "best",
+            [
+                *("--num-layers", "2", "--bf16", "--pipeline-model-parallel-size", "2"),
+                *("--train-iters", "8", "--save", str(save), "--save-interval", "2"),
+                *("--eval-interval", "2", "--eval-iters", "1", "--lr", "1.0"),
+            ],
+            ranks=2,
+            env={"FLASHCKPT_RETENTION__BEST": "{metric: lm loss validation, keep: 2}"},
+        )
+    )
+    said = re.findall(r"validation loss at iteration (\d+) \| lm loss value: (\S+)", result.log)
+    losses = {int(iteration): float(loss) for iteration, loss in said}
+    assert sorted(losses) == [2, 4, 6, 8]
+    best = sorted(losses, key=lambda iteration: losses[iteration])[:2]
+
+    def kept() -> list[int]:
+        found = committed(PosixStorage(save), [path.name for path in save.iterdir()])
+        return sorted(facts.iteration for facts in found)
+
+    eventually("retention", lambda: kept() == sorted({*best, 8}))
+    found = committed(PosixStorage(save), [path.name for path in save.iterdir()])
+    for it in found:
+        assert it.metrics == {"lm loss validation": pytest.approx(losses[it.iteration], rel=1e-5)}

@@ -1,0 +1,142 @@
+"""A job is started again while the ranks of its former start live and train on.
+
+Their torchrun is killed with SIGKILL in iteration 2, which its ranks survive. They are held in
+iteration 3 until the second start, which resumes from their iteration 2, has committed iteration 5;
+then they save iterations 3 to 5, while the second start is held in iteration 6.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_flashckpt.cli.commands import main
+from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
+from tests.support.trainer import eventually
+
+RANKS = 2
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Be the parent of processes whose own parent ends, so that their exit status can be read."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@dataclasses.dataclass
+class Starts:
+    save: Path
+    first: Result
+    statuses: list[int]
+    """Exit statuses of the ranks of the first start, in rank order."""
+    second: Result
+    pids: list[int]
+    """Of the ranks of the first start."""
+
+
+def traced(trace: Path) -> list[dict]:
+    events = []
+    for rank in range(RANKS):
+        lines = (trace / f"rank_{rank}.jsonl").read_text().splitlines()
+        events += [{"rank": rank, **json.loads(line)} for line in lines]
+    return events
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> Starts:
+    where = tmp_path_factory.mktemp("second-start")
+    save = where / "save"
+    tracker = save / "latest_checkpointed_iteration.txt"
+
+    def job(name: str, hold: str, last: int, **more: str) -> Result:
+        arguments = [*("--num-layers", "2", "--bf16", "--use-distributed-optimizer")]
+        arguments += ["--train-iters", "7", "--save-interval", "1", "--exit-interval", str(last)]
+        arguments += ["--save", str(save), "--load", str(save)]
+        env = {"HOLD": hold, "FLASHCKPT_AGENT__GRACE_S": "200", **more}
+        return run_job(where, name, arguments, ranks=RANKS, env=env, torchrun=name == "first")
+
+    with adopting_orphans():
+        killed = job("first", f"3:{tracker}:5", 5, SIGNALS="KILL:torchrun:2")
+        assert killed.returncode == -9
+        ranks = {
+            int(process.environ()["RANK"]): process
+            for process in psutil.Process().children()
+            if process.environ().get("TRACE_DIR") == str(where / "trace-first")
+            and "RANK" in process.environ()
+        }
+        try:
+            eventually("iteration 2", lambda: tracker.exists() and tracker.read_text() == "2", 60)
+            # The first start reports its plans when it has trained to its end.
+            second = succeeded(job("second", f"6:{where}/trace-first/rank_0.jsonl:plans", 7))
+            statuses = []
+            for rank in range(RANKS):
+                ended = eventually(
+                    f"the end of rank {rank}",
+                    lambda rank=rank: os.waitid(
+                        os.P_PID, ranks[rank].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+                    ),
+                    120,
+                )
+                assert ended.si_code == os.CLD_EXITED
+                statuses.append(ended.si_status)
+        finally:
+            for process in ranks.values():
+                process.kill()
+                os.waitpid(process.pid, 0)
+    first = Result(-9, (where / "log-first-0").read_text(), traced(where / "trace-first"))
+    await_no_agent(where)
+    return Starts(save, first, statuses, second, [ranks[rank].pid for rank in range(RANKS)])
+
+
+def test_the_first_start_is_told_why_its_saves_fail_and_ends_with_status_1(starts: Starts) -> None:
+    log = starts.first.log
+    for iteration in (3, 4, 5):
+        (said,) = re.findall(rf"rank 0: iteration {iteration} was not saved: .*", log)
+        assert re.search(r"process \d+ of the same rank on this node has taken .* end it", said)
+    (verdict,) = re.findall(r"the last save, iteration 5, is not durable: .*", log)
+    assert f"the newest durable checkpoint in {starts.save} is iteration 2" in verdict
+    assert "the exit status is 1" in verdict
+    assert starts.statuses == [1, 0], "rank 0 speaks for the job"
+
+
+def test_the_second_start_names_the_processes_of_the_first(starts: Starts) -> None:
+    found = re.findall(r"rank (\d): process (\d+), an earlier one of this rank", starts.second.log)
+    assert {(int(rank), int(pid)) for rank, pid in found} == set(enumerate(starts.pids))
+
+
+def test_the_second_start_resumes_from_memory_bit_for_bit(starts: Starts) -> None:
+    assert "iteration 2 was restored from memory" in starts.second.log
+    first, second = starts.first.losses(), starts.second.losses()
+    assert sorted(second) == [3, 4, 5, 6, 7]
+    assert all(sorted(first[iteration]) == sorted(second[iteration]) for iteration in (3, 4, 5))
+
+
+def test_every_checkpoint_is_whole_and_of_one_start(
+    starts: Starts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(starts.save), "--all"]) == 0, capsys.readouterr().out
+    saves = {
+        int(path.parent.name[5:]): json.loads(path.read_text())["save_id"]
+        for path in sorted(starts.save.glob("iter_*/manifest.json"))
+    }
+    assert sorted(saves) == [1, 2, 3, 4, 5, 6, 7]
+    assert len({saves[iteration][:8] for iteration in (1, 2)}) == 1
+    assert len({saves[iteration][:8] for iteration in (3, 4, 5, 6, 7)}) == 1
+    assert saves[2][:8] != saves[3][:8]
+    left = [path.name for path in starts.save.glob("iter_*/*") if "common" not in path.name]
+    assert len(left) == 7 * (RANKS + 1), "nothing of a save that failed"

@@ -1,0 +1,185 @@
+"""What a newer Megatron may rename, and what we cannot save, is refused before the first step.
+
+The case to guard against: a method that was renamed, was looked up with `hasattr`, and from then on
+chained optimizers' shards were in no checkpoint, without a word.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_flashckpt.layout.completeness import Tally, tally
+from megatron_flashckpt.layout.piece import Piece
+from tests.support.megatron_jobs import REPO, Result, run_job, succeeded
+
+RANKS = 2
+
+#: case of tests/support/jobs/self_checks.py -> what the refusal must name; None: nothing is refused
+CASES: dict[str, list[str] | None] = {
+    "as it is": None,
+    "chained_optimizers": ["ChainedOptimizer has no 'chained_optimizers'"],
+    "shard_fp32_from_float16_groups": [
+        "DistributedOptimizer has no 'shard_fp32_from_float16_groups'"
+    ],
+    "range map": ["DistributedOptimizer has no '_get_model_param_range_map' or 'get_model_"],
+    "get_rerun_state_machine": ["checkpointing has no 'get_rerun_state_machine', though there is"],
+    "maybe_save_dataloader_state": [
+        "checkpointing has no 'maybe_save_dataloader_state', though there is 'ft_integration'"
+    ],
+    "expert ranks": ["parallel_state has no 'get_expert_model_parallel_rank'"],
+    "flops": ["save_checkpoint .* has no parameter 'num_floating_point_operations_so_far'"],
+    "train_data_iterator": ["save_checkpoint .* has no parameter 'train_data_iterator'"],
+    "no_load_rng": ["args have no 'no_load_rng'"],
+    "master left out": [
+        "FusedAdam steps what DistributedOptimizer does not list: a tensor of shape",
+        r"DistributedOptimizer has no master or state for its part of: decoder\.",
+    ],
+    "master doubled": [r"DistributedOptimizer lists several times: decoder\."],
+    "no buffer": [r"in no optimizer .*: decoder\.layers\.0\.mlp\.linear_fc2\.weight\n"],
+    "trainable, unknown": ["in no optimizer of this rank, though it wants gradients: extra\n"],
+    "not in the state dict": ["1 parameters are in no sharded state dict of the model.*: extra;"],
+    "state dict fails": [
+        r"GPTModel\.sharded_state_dict\(\) fails, .*: AssertionError: dict_keys\(.{290} \.\.\.\n"
+    ],
+    "frozen, unknown": None,
+    "frozen": None,
+    "left to another rank": [
+        r"weight/decoder\.layers\.mlp\.linear_fc1\.weight: all ranks .* save \d+ of 32768 elements"
+    ],
+    "odd state": [r"FusedAdam keeps 'row_factor' \(of shape \(2,\)\), 'scale' \(of type float\)"],
+    "flags": ["--use-megatron-fsdp: the optimizer keeps its state in a layout"],
+}
+REMEDY = "Install a release of megatron_flashckpt that knows this Megatron-LM, or start with"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    where = tmp_path_factory.mktemp("self_check")
+    job = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer", "--train-iters", "2"]
+    job += ["--save", str(where / "save"), "--save-interval", "2"]
+    script = REPO / "tests/support/jobs/self_checks.py"
+    return succeeded(run_job(where, "cases", job, ranks=RANKS, door="stock", script=script))
+
+
+def errors(ran: Result, name: str) -> list[list[str] | None]:
+    events = ran.named(name)
+    assert [event["rank"] for event in events] == list(range(RANKS))
+    return [event["error"] for event in events]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_differs_is_named_on_every_rank_and_nothing_else_is_refused(
+    ran: Result, name: str
+) -> None:
+    expected = CASES[name]
+    for error in errors(ran, name):
+        if expected is None:
+            assert error is None
+            continue
+        assert error is not None, "accepted without a word"
+        assert error[0] == "UnsupportedError"
+        assert REMEDY in error[1]
+        for pattern in expected:
+            assert re.search(pattern, error[1]), error[1]
+
+
+def test_arguments_of_a_newer_megatron_may_be_at_their_defaults_and_are_else_refused(
+    ran: Result,
+) -> None:
+    assert errors(ran, "arguments at their defaults") == [None] * RANKS
+    assert errors(ran, "own group") == [None] * RANKS
+    for error in errors(ran, "unknown arguments"):
+        assert error is not None
+        assert error[0] == "UnsupportedError"
+        assert "called with pipeline_rank=3, expert_rank=0, dp_cp_group='grid', which" in error[1]
+
+
+def test_a_save_that_nothing_came_before_checks_its_own_rank(ran: Result) -> None:
+    for error in errors(ran, "save without a start"):
+        assert error is not None
+        assert "ChainedOptimizer has no 'chained_optimizers'" in error[1]
+
+
+def test_state_of_an_unknown_kind_is_refused_right_after_the_step_that_made_it(
+    ran: Result,
+) -> None:
+    """Although the process has trained before, and saves to the same directory again."""
+    assert errors(ran, "earlier job") == [None] * RANKS
+    assert len(ran.named("stepped")) == RANKS
+    for error in errors(ran, "first step"):
+        assert error is not None
+        assert "FusedAdam keeps 'row_factor' (of shape (2,))" in error[1]
+
+
+def test_rank_0_says_at_the_start_what_will_happen(ran: Result) -> None:
+    said = [line for line in ran.log.splitlines() if line.startswith("  flashckpt: ")]
+    accepted = [name for name, expected in CASES.items() if expected is None]
+    # Enough memory, large files, a start after a save, the first steps of two jobs.
+    assert errors(ran, "start after a save") == [None] * RANKS
+    assert sum("self-check of" in line for line in said) == len(accepted) + 5
+    checked = next(n for n, line in enumerate(said) if "self-check of" in line)
+    start = "\n".join(said[: checked + 1])
+    for pattern in (
+        r"called by the training script itself; megatron-core 0\.\d+\.\d+, torch",
+        r"saves to /.*/save every 2 iterations; kept: all; redundancy: none",
+        r"2 slots of [\d.]+ MiB on rank 0, at most [\d.]+ MiB per rank; [\d.]+ MiB on this node "
+        r"\(2 ranks\) of [\d.]+ GiB available",
+        r"self-check of \d+ pieces on rank 0 passed in \d+ ms; agent and memory are made ready",
+    ):
+        assert re.search(pattern, start), start
+
+
+def test_a_node_without_memory_for_all_its_slabs_stops_the_job_before_its_first_step(
+    ran: Result,
+) -> None:
+    """Each of the slabs would fit alone."""
+    for error in errors(ran, "memory for one"):
+        assert error is not None
+        assert error[0] == "StorageError"
+        need = f"{platform.node()}: 2 ranks (0 to 1) need 20.0 MiB; the machine has 15.0 MiB left"
+        assert need in error[1]
+    assert errors(ran, "memory for all") == [None] * RANKS
+    line = "at most 10.0 MiB per rank; 20.0 MiB on this node (2 ranks) of 20.0 MiB available"
+    assert ran.log.count(line) == 1
+
+
+def test_a_file_size_limit_below_one_ranks_slab_stops_all_ranks_before_their_first_step(
+    ran: Result,
+) -> None:
+    for error in errors(ran, "small files"):
+        assert error is not None
+        assert error[0] == "StorageError"
+        need = f"{platform.node()}: rank 1 needs 10.0 MiB in one piece; its file size limit (ulimit"
+        assert f"{need} -f) leaves 9.0 MiB\nraise that limit where the job is started" in error[1]
+    assert errors(ran, "large files") == [None] * RANKS
+
+
+@pytest.mark.parametrize("door", ["launch", "swap"])
+def test_unsupported_flags_stop_the_job_before_its_first_step_also_without_load(
+    tmp_path: Path, door: str
+) -> None:
+    job = ["--num-layers", "1", "--bf16", "--use-distributed-optimizer", "--train-iters", "2"]
+    job += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
+    job += ["--exp-avg-dtype", "fp16"]
+    save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
+    result = run_job(tmp_path, door, [*job, *save], ranks=1, door=door)
+    assert result.returncode != 0
+    assert "--exp-avg-dtype torch.float16: states of this type come with scales" in result.log
+    assert result.events == [], "no loss was computed, and nothing saved"
+
+
+def test_ranks_add_up_to_whole_tensors_or_the_sum_tells() -> None:
+    def piece(kind: str, offset: int, start: int, end: int) -> Piece:
+        return Piece("w", kind, "F32", (4, 6), (offset, 0), (2, 6), start, end)
+
+    first, rest = [piece("weight", 0, 0, 5), piece("weight", 2, 0, 12)], [piece("weight", 0, 5, 12)]
+    one, other = tally(first, [("weight", "w", (4, 6))]), tally(rest, [])
+    assert one["weight/w"].plus(other["weight/w"]) == Tally(24, 24)
+    assert one["weight/w"] == Tally(17, 24)
+    assert tally([], [("weight", "w", (4, 6))]) == {"weight/w": Tally(0, 24)}, "lost as a whole"
+    masters_may_lack = piece("master", 2, 0, 12)
+    assert tally([masters_may_lack], []) == {}

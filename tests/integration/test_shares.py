@@ -1,0 +1,192 @@
+"""Who writes what, and what else a load may ask for: several saves and loads in a few jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.support.megatron_jobs import REPO, Result, assemble, run_job, succeeded
+
+PLAIN = ["--num-layers", "2", "--bf16"]
+RANKS = 4
+
+
+def run_cases(
+    tmp_path: Path,
+    name: str,
+    model: list[str],
+    cases: list[dict],
+    ranks: int = RANKS,
+    nodes: int = 1,
+) -> Result:
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(cases))
+    result = succeeded(
+        run_job(
+            tmp_path,
+            name,
+            [*model, "--train-iters", "2"],
+            ranks=ranks,
+            nodes=nodes,
+            door="stock",
+            env={"CASES": str(file)},
+            script=REPO / "tests/support/jobs/many_loads.py",
+        )
+    )
+    for event in result.events:
+        assert event["error"] is None, event
+    return result
+
+
+POLICIES = {
+    "share": {},
+    "first": {"replicated": {"weight": "first", "optimizer": "first"}},
+    "mixed": {"replicated": {"weight": "first", "optimizer": "share"}},
+    "two": {"replicated": {"weight": 2, "optimizer": 2}},
+    "one and three": {"replicated": {"weight": 1, "optimizer": 3}},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Checkpoints of the same plainly optimised model on 4 replicas, on 2 nodes; all are loaded.
+
+    The first load is where ranks learn of their nodes.
+    """
+    tmp_path = tmp_path_factory.mktemp("shares")
+    save = [
+        {
+            "name": name,
+            "call": "save",
+            "iteration": 2,
+            "args": {"save": str(tmp_path / name)},
+            "config": config,
+        }
+        for name, config in POLICIES.items()
+    ]
+    load = [
+        {
+            "name": f"load {name}",
+            "call": "load",
+            "args": {"load": str(tmp_path / name), "save": str(tmp_path / "none")},
+            "config": POLICIES["two"],
+            "spoiled": True,
+        }
+        for name in POLICIES
+    ]
+    cases = [save[0], load[0], *save[1:], *load[1:]]
+    (tmp_path / "job").mkdir()
+    return tmp_path, run_cases(tmp_path / "job", "policies", PLAIN, cases, nodes=2)
+
+
+@pytest.fixture(scope="module")
+def where(saved: tuple[Path, Result]) -> Path:
+    return saved[0]
+
+
+def written(save: Path) -> list[dict[str, int]]:
+    """Bytes per kind of state, for every rank."""
+    found = []
+    for file in sorted((save / "iter_0000002").glob("*.safetensors")):
+        kinds: dict[str, int] = {}
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 (not a dict)
+                kind = name.split("/")[0]
+                tensor = shard.get_tensor(name)
+                kinds[kind] = kinds.get(kind, 0) + tensor.numel() * tensor.element_size()
+        found.append(kinds)
+    assert len(found) == RANKS
+    return found
+
+
+def state_bytes(kinds: dict[str, int]) -> int:
+    return sum(nbytes for kind, nbytes in kinds.items() if kind != "rank_state")
+
+
+def test_replicas_write_equal_byte_shares(where: Path) -> None:
+    shares = [state_bytes(kinds) for kinds in written(where / "share")]
+    # The cuts fall on elements of at most four bytes, in two streams (optimizer and weights).
+    assert max(shares) - min(shares) <= 8
+    assert min(shares) > 0
+
+
+def test_the_first_replica_writes_all_where_configured(where: Path) -> None:
+    first, *others = written(where / "first")
+    assert state_bytes(first) > 0
+    assert [state_bytes(kinds) for kinds in others] == [0, 0, 0]
+    weights = [kinds.get("weight", 0) for kinds in written(where / "mixed")]
+    masters = [kinds.get("master", 0) for kinds in written(where / "mixed")]
+    assert weights[0] > 0
+    assert weights[1:] == [0, 0, 0]
+    assert sum(masters) == 2 * sum(weights)
+    assert max(masters) < sum(masters)
+
+
+def test_as_many_replicas_write_as_are_asked_for_each_on_another_node(where: Path) -> None:
+    """Ranks 0 and 1 are on one node, 2 and 3 on the other."""
+    shares = [state_bytes(kinds) for kinds in written(where / "two")]
+    assert shares[1] == shares[3] == 0
+    assert abs(shares[0] - shares[2]) <= 8
+    assert shares[0] > 0
+    kinds = written(where / "one and three")
+    assert [rank for rank in range(RANKS) if kinds[rank].get("weight")] == [0]
+    assert [rank for rank in range(RANKS) if kinds[rank].get("master")] == [0, 1, 2]
+
+
+def test_what_is_loaded_is_the_same_whoever_wrote_it(saved: tuple[Path, Result]) -> None:
+    for rank in range(RANKS):
+        loads = [
+            event
+            for event in saved[1].events
+            if event["rank"] == rank and event["event"].startswith("load ")
+        ]
+        assert len(loads) == len(POLICIES)
+        assert all(event["weights_changed"] for event in loads)
+        assert len({event["state"] for event in loads}) == 1
+
+
+def test_the_shares_make_up_the_same_tensors_whoever_writes_them(where: Path) -> None:
+    one, *others = (assemble(where / name, 2) for name in POLICIES)
+    assert {kind for kind, _ in one} == {"weight", "master"}
+    for other in others:
+        assert other.keys() == one.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_the_number_of_replicas_may_change(where: Path) -> None:
+    model = [*PLAIN, "--use-distributed-optimizer"]
+    four, two = where / "four", where / "two"
+    run_cases(
+        where,
+        "dp4",
+        model,
+        [{"name": "save", "call": "save", "iteration": 2, "args": {"save": str(four)}}],
+    )
+    cases = [
+        {"name": "load", "call": "load", "args": {"load": str(four)}},
+        {"name": "save", "call": "save", "iteration": 2, "args": {"save": str(two)}},
+    ]
+    result = run_cases(where, "dp2", [*model, "--seed", "77"], cases, ranks=2)
+    assert [event["result"] for event in result.named("load")] == [2, 2]
+    assert all(event["weights_changed"] for event in result.named("load"))
+    before, after = assemble(four, 2), assemble(two, 2)
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_what_a_load_leaves_out_follows_megatrons_flags(where: Path) -> None:
+    load = {"load": str(where / "share")}
+    cases = [
+        {"name": "finetune", "call": "load", "args": {**load, "finetune": True}},
+        {"name": "no_optim", "call": "load", "args": {**load, "no_load_optim": True}},
+        {"name": "no_rng", "call": "load", "args": {**load, "no_load_rng": True}},
+        {"name": "step", "call": "load", "args": {**load, "ckpt_step": 2}},
+    ]
+    result = run_cases(where, "flags", [*PLAIN, "--seed", "78"], cases, ranks=1)
+    found = {event["event"]: event["result"] for event in result.events}
+    assert found == {"finetune": 0, "no_optim": 2, "no_rng": 2, "step": 2}
+    assert result.named("finetune")[0]["weights_changed"]

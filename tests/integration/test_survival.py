@@ -1,0 +1,128 @@
+"""One run of 8 iterations, ended four times in different ways, equals one that was never ended.
+
+1  SIGTERM to torchrun, with --exit-signal-handler, in iteration 3: saves and leaves
+2  SIGTERM to torchrun, without it, in iteration 5: dies at once, with a checkpoint of 4 staged
+3  SIGKILL of torchrun and all ranks in iteration 6, with a checkpoint of 5 staged
+4  SIGUSR1 to all ranks, with --exit-signal SIGUSR1, in iteration 7: saves and leaves
+5  to the end
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.megatron_jobs import (
+    Result,
+    await_no_agent,
+    differing,
+    run_job,
+    succeeded,
+    tensors,
+)
+from tests.support.trainer import agents_under, eventually
+
+MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+RANKS = 2
+
+
+@dataclasses.dataclass
+class Runs:
+    """What became of the five jobs, and of one that was never ended."""
+
+    where: Path
+    whole: Result
+    parts: list[Result]
+    trackers: list[int]
+    """What the tracker named when each job, and what its agent had to end, had ended."""
+    agents: list[int]
+    """How many agents were there then."""
+
+
+def tracked(save: Path) -> int:
+    path = save / "latest_checkpointed_iteration.txt"
+    return int(path.read_text()) if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    where = tmp_path_factory.mktemp("survival")
+
+    def job(name: str, save: Path, signals: str, *more: str) -> Result:
+        arguments = [*MODEL, "--train-iters", "8", "--save", str(save), "--load", str(save)]
+        # A slow machine takes long to start the next job.
+        env = {"SIGNALS": signals, "FLASHCKPT_AGENT__GRACE_S": "200"}
+        return run_job(where, name, [*arguments, *more], ranks=RANKS, env=env, torchrun=True)
+
+    save = where / "parts"
+    made = Runs(
+        where, succeeded(job("whole", where / "whole", "", "--save-interval", "8")), [], [], []
+    )
+    handler = ("--exit-signal-handler", "--save-interval", "100")
+    each = ("--save-interval", "1")
+    for signals, arguments, expected in [
+        ("TERM:torchrun:3", handler, 3),
+        ("TERM:torchrun:5", each, 4),
+        ("KILL:job:6", each, 5),
+        ("USR1:ranks:7", (*handler, "--exit-signal", "SIGUSR1"), 7),
+        ("", each, 8),
+    ]:
+        made.parts.append(job(f"part{len(made.parts) + 1}", save, signals, *arguments))
+        if signals in ("TERM:torchrun:5", "KILL:job:6"):
+            # The trainers are dead; their agent goes on.
+            eventually(f"the commit of {expected}", lambda at=expected: tracked(save) >= at)
+        else:
+            await_no_agent(where)
+        made.trackers.append(tracked(save))
+        made.agents.append(len(agents_under(where / "run")))
+    return made
+
+
+def test_nothing_that_was_staged_is_lost_however_the_job_is_ended(runs: Runs) -> None:
+    assert runs.trackers == [3, 4, 5, 7, 8]
+
+
+def test_a_job_goes_on_from_memory_when_its_agent_is_there_and_else_from_storage(
+    runs: Runs,
+) -> None:
+    said = [re.findall(r"iteration (\d) was restored from (\w+)", job.log) for job in runs.parts]
+    assert said == [
+        [],
+        [("3", "storage")],
+        [("4", "memory")],
+        [("5", "memory")],
+        [("7", "storage")],
+    ]
+    read = [[event["read_nbytes"] for event in job.named("load")] for job in runs.parts]
+    assert [len(each) for each in read] == [RANKS] * 5
+    assert [any(each) for each in read] == [False, True, False, False, True]
+
+
+def test_the_agent_leaves_with_a_job_that_ends_in_order_and_stays_for_one_that_does_not(
+    runs: Runs,
+) -> None:
+    assert runs.agents == [0, 1, 1, 0, 0]
+
+
+def test_blocked_staged_and_durable_are_told_apart(runs: Runs) -> None:
+    log = runs.whole.log
+    assert re.search(r"iteration 8 staged, [\d.]+ MiB on rank 0, blocked [\d.]+ ms", log)
+    assert re.findall(r"rank (\d): staged iteration 8, \d+ bytes in [\d.]+ s", log) == ["0"]
+    assert re.search(r"iteration 8 durable after [\d.]+ s", log)
+
+
+def test_five_jobs_train_as_one(runs: Runs) -> None:
+    expected = runs.whole.losses()
+    found: dict[int, list[tuple[int, str]]] = {}
+    for job in runs.parts:
+        for iteration, losses in job.losses().items():
+            # The last job to train an iteration to its end is the one that counts.
+            if len(losses) == len(expected[iteration]):
+                assert losses == expected[iteration], f"iteration {iteration}"
+                found[iteration] = losses
+    assert sorted(found) == list(range(1, 9))
+    whole, parts = tensors(runs.where / "whole", 8), tensors(runs.where / "parts", 8)
+    assert differing(whole, parts) == []

@@ -1,0 +1,119 @@
+"""Nodes with an agent each: one commits for all, memory is exchanged, a lost node comes back.
+
+All "nodes" are this machine: their agents have sockets of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.megatron_jobs import Result, differing, run_job, succeeded, tensors
+from tests.support.trainer import agents_under, eventually, is_alive
+
+# A plain optimizer: every replica holds only its share in memory, so half of what a rank needs
+# lies on the other node.
+MODEL = ["--num-layers", "2", "--bf16"]
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two_nodes")
+
+
+def job(where: Path, name: str, run: str = "", *, ranks: int = 2, **kwargs: object) -> Result:
+    """Train with a save directory of that name; tell several runs with it apart by `run`."""
+    save = str(where / name)
+    arguments = ["--train-iters", "6", "--save", save, "--load", save, "--save-interval", "3"]
+    batch = ["--global-batch-size", str(4 * ranks)]
+    return run_job(where, run or name, [*MODEL, *arguments, *batch], ranks=ranks, **kwargs)
+
+
+def last_losses(result: Result, iteration: int, ranks: int = 2) -> list[list[str]]:
+    """The losses of the last time that each rank trained `iteration`, two micro-batches each.
+
+    Not by attempt: torchrun counts a restart only on the node where a rank died.
+    """
+    found = [
+        [e["value"] for e in result.named("loss") if (e["rank"], e["iteration"]) == (r, iteration)]
+        for r in range(ranks)
+    ]
+    assert all(len(losses) >= 2 for losses in found)
+    return [losses[-2:] for losses in found]
+
+
+@pytest.fixture(scope="module")
+def whole(where: Path) -> Result:
+    return succeeded(job(where, "one"))
+
+
+def test_a_restart_restores_from_the_memory_of_both_nodes(where: Path, whole: Result) -> None:
+    killed = succeeded(
+        job(where, "two", nodes=2, max_restarts=1, env={"KILL": "1:5"}, torchrun=True)
+    )
+    assert "iteration 3 was restored from memory" in killed.log
+    for iteration in (4, 5, 6):
+        assert last_losses(killed, iteration) == last_losses(whole, iteration)
+    assert differing(tensors(where / "one", 6), tensors(where / "two", 6)) == []
+    assert "successfully saved checkpoint from iteration       6" in killed.log
+    assert_nothing_is_left(where, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """How memory is made redundant, and what shows that a checkpoint of all ranks is."""
+
+    redundancy: str
+    nodes: int
+    sent: int
+    """How many times an agent has to say that another one holds something."""
+
+
+@pytest.mark.parametrize(
+    "lost", [Lost("copy", 2, sent=2), Lost("xor", 3, sent=6)], ids=lambda lost: lost.redundancy
+)
+def test_a_lost_node_gets_its_ranks_memory_back_from_the_others(
+    tmp_path: Path, whole: Result, where: Path, lost: Lost
+) -> None:
+    """One dies with its agent and all its memory; what lies in storage is made worthless."""
+    nodes = lost.nodes
+    reference = where
+    if nodes != 2:
+        whole, reference = succeeded(job(tmp_path, "one", ranks=nodes)), tmp_path
+    env = {
+        "FLASHCKPT_REDUNDANCY": lost.redundancy,
+        "FLASHCKPT_REDUNDANCY_GROUP": str(nodes),
+        "FLASHCKPT_AGENT__ADDRESS": "127.0.0.1",
+        "FLASHCKPT_AGENT__GRACE_S": "200",  # a slow machine takes long to come back
+    }
+    once = f"{tmp_path}/run/*/*/agent.log:iteration 3 is held by:{lost.sent}"
+    dying = {**env, "KILL": "1:5", "KILL_ONCE": once}
+    killed = job(tmp_path, "lost", ranks=nodes, nodes=nodes, env=dying)
+    assert killed.returncode != 0
+    assert [save["calls"] for save in killed.named("save")] == [[]] * nodes, "a save communicates"
+    (agent,) = agents_under(tmp_path / "run/1")
+    os.kill(agent, signal.SIGKILL)
+    eventually("the end of the agent", lambda: not is_alive(agent))
+    shutil.rmtree(tmp_path / "run/1")
+    shards = list((tmp_path / "lost/iter_0000003").glob("*.safetensors"))
+    assert len(shards) == nodes
+    for shard in shards:
+        shard.write_bytes(b"")
+    replaced = succeeded(job(tmp_path, "lost", "replaced", ranks=nodes, nodes=nodes, env=env))
+    assert "iteration 3 was restored from memory" in replaced.log
+    assert "restored from memory: rank 0 copied " in replaced.log
+    for iteration in (4, 5, 6):
+        found = last_losses(replaced, iteration, nodes)
+        assert found == last_losses(whole, iteration, nodes)
+    assert differing(tensors(reference / "one", 6), tensors(tmp_path / "lost", 6)) == []
+    assert_nothing_is_left(tmp_path, nodes)
+
+
+def assert_nothing_is_left(where: Path, nodes: int) -> None:
+    assert sorted(path.name for path in (where / "run").glob("?")) == [*map(str, range(nodes))]
+    eventually("the end of the agents", lambda: not [*(where / "run").glob("?/*")])

@@ -1,0 +1,68 @@
+"""Without pyzmq, an extra, jobs save and load; with `redundancy` they stop before the first step.
+
+In these jobs `import zmq` fails: a module of this name comes first on the path of all processes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.forked.nursery import CPU_MEGATRON, REPO
+from tests.support.megatron_jobs import Result, await_no_agent, run_job, succeeded
+
+MODEL = ["--num-layers", "2", "--bf16", "--use-distributed-optimizer"]
+#: Ranks have this variable, agents do not get it.
+BLOCKER = """\
+import os
+if os.environ.get("RANK") in {ranks}:
+    raise ModuleNotFoundError("No module named 'zmq'")
+"""
+
+
+def run(where: Path, name: str, ranks: str, arguments: list[str], **env: str) -> Result:
+    """Run a job of two ranks, of which those in `ranks` (a Python expression) cannot import zmq."""
+    blocker = where / f"blocker-{name}"
+    blocker.mkdir()
+    (blocker / "zmq.py").write_text(BLOCKER.format(ranks=ranks))
+    env |= {"PYTHONPATH": os.pathsep.join(map(str, (blocker, CPU_MEGATRON, REPO)))}
+    probe = [sys.executable, "-c", "import zmq"]
+    assert subprocess.run(probe, env={**env, "RANK": "1"}, capture_output=True).returncode
+    arguments = [*MODEL, "--train-iters", "4", "--save", str(where / "save"), *arguments]
+    return run_job(where, name, arguments, ranks=2, env=env, torchrun=True)
+
+
+@pytest.fixture(scope="module")
+def where(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("without_pyzmq")
+
+
+def test_without_it_a_job_saves_and_another_one_loads(where: Path) -> None:
+    everybody, save = "(None, '0', '1')", ["--save-interval", "2"]
+    first = succeeded(run(where, "saves", everybody, [*save, "--exit-interval", "2"]))
+    await_no_agent(where)
+    second = succeeded(run(where, "loads", everybody, [*save, "--load", str(where / "save")]))
+    await_no_agent(where)
+    assert set(first.losses()) == {1, 2}
+    assert set(second.losses()) == {3, 4}
+    assert (where / "save/latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+def test_redundancy_without_it_on_one_rank_stops_all_ranks_before_the_first_step(
+    where: Path,
+) -> None:
+    arguments = ["--save-interval", "2"]
+    result = run(where, "redundant", "('1',)", arguments, FLASHCKPT_REDUNDANCY="copy")
+    assert result.returncode == 1
+    assert not result.losses(), "no iteration began"
+    said = re.findall(r"errors\.ConfigError: .*", result.log)
+    assert len(said) == 2, result.log[-6000:]
+    for line in said:
+        assert "'redundancy' needs pyzmq, which this node cannot import (No module named" in line
+        assert "pip install 'megatron_flashckpt[redundancy]'" in line
+        assert "or set 'redundancy: none'" in line

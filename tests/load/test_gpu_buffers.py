@@ -1,0 +1,362 @@
+"""Loads copy to the GPU of their rank on the training thread's stream, from page-locked memory.
+
+The GPUs are `tests.simulated_gpu`, which follows CUDA's rules for order, threads and memory.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.layout.read_plan import Read, read_plan
+from megatron_flashckpt.load import gpu_buffers
+from megatron_flashckpt.load.chunk_reader import ChunkReader, Part, chunk_reads, read_all
+from megatron_flashckpt.load.gpu_buffers import Gpu
+from megatron_flashckpt.load.replica_sharing import Sharing, read_with_replicas
+from megatron_flashckpt.load.targets import Targets
+from megatron_flashckpt.megatron_lm.torch_dtypes import torch_dtype
+from tests.simulated_gpu import Node, simulated_gpus
+from tests.support.checkpoints import Made, content, make
+from tests.support.trainer import PATIENCE_S, eventually
+from tests.support.worlds import whole
+
+RANK = 5
+TRAINING = "training"
+NUMEL = CHUNK_NBYTES // 2 + 7
+STORED = [
+    whole("a", "master", "F32", (NUMEL,), (0,), (NUMEL,)),
+    whole("b", "master", "F32", (999,), (0,), (999,)),
+    whole("c", "master", "F32", (1001,), (0,), (1001,)),
+    whole("d", "weight", "BF16", (1001, 2003), (0, 0), (1001, 2003)),
+    whole("e", "buffer", "U8", (NUMEL,), (0,), (NUMEL,)),
+]
+#: The tensor of this piece has 16-bit elements, to which the masters are rounded.
+ROUNDED = 2
+#: Of this piece some columns are wanted, so that it is copied run by run.
+CUT = 3
+WANTED = list(STORED)
+WANTED[CUT] = whole("d", "weight", "BF16", (1001, 2003), (0, 11), (1001, 1500))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("gpu") / "save", ranks=[STORED])
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[torch.Tensor]:
+    flat = [values(piece) for piece in STORED]
+    flat[CUT] = flat[CUT].view(1001, 2003)[:, 11:1511].reshape(-1)
+    flat[ROUNDED] = flat[ROUNDED].to(torch.bfloat16)
+    return flat
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with simulated_gpus(8) as node:
+        yield node
+
+
+@pytest.fixture
+def training(node: Node) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """The training thread of local rank 5, whose current stream is not the default one."""
+
+    def enter() -> None:
+        torch.cuda.set_device(RANK)
+        torch.cuda.set_stream(torch.cuda.Stream())
+
+    with concurrent.futures.ThreadPoolExecutor(1, TRAINING, initializer=enter) as pool:
+        pool.submit(node.calls.clear).result(PATIENCE_S)
+        yield pool
+        node.close()  # no thread waits for work that a failed test has left queued
+
+
+@pytest.fixture(autouse=True)
+def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every test see the warning that a process logs once."""
+    monkeypatch.setattr(gpu_buffers, "_reported", set())
+
+
+def values(piece: Piece) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content(piece)), dtype=torch_dtype(piece.dtype))
+
+
+def empty_targets(device: str = "cuda") -> list[torch.Tensor]:
+    dtypes = [torch_dtype(piece.dtype) for piece in WANTED]
+    dtypes[ROUNDED] = torch.bfloat16
+    return [
+        torch.empty(piece.numel, dtype=dtype, device=device)
+        for piece, dtype in zip(WANTED, dtypes, strict=True)
+    ]
+
+
+class Meeting:
+    """A checkpoint whose first chunks are read by `threads` threads at the same time."""
+
+    def __init__(self, made: Made, threads: int) -> None:
+        self._stored = made.stored()
+        self._barrier = threading.Barrier(threads, timeout=PATIENCE_S)
+        self._met = threading.local()
+
+    def sources(self) -> Any:
+        return self._stored.sources()
+
+    def data_nbytes(self, rank: int) -> int:
+        return self._stored.data_nbytes(rank)
+
+    def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+        if not hasattr(self._met, "yes"):
+            self._met.yes = True
+            self._barrier.wait()
+        self._stored.read_chunk(rank, number, parts)
+
+
+def load(made: Made, tensors: list[torch.Tensor], threads: int) -> None:
+    """Fill `tensors`, the targets of `WANTED`. Called by the training thread."""
+    source = Meeting(made, threads)
+    plan = read_plan(WANTED, source.sources(), "the checkpoint")
+    targets = Targets(WANTED, tensors)
+    read_all(source, plan, WANTED, targets, threads, targets.gpu)
+
+
+def names(node: Node) -> list[str]:
+    return [call.name for call in node.calls]
+
+
+def are_equal(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    on_host = [tensor.cpu() for tensor in tensors]
+    # Random bits hold NaNs, so the bytes are compared.
+    pairs = zip(on_host, expected, strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def let_load_begin(node: Node, loading: Future[Any]) -> None:
+    """Return when a copy was asked for and no stream but the training thread's has work left."""
+
+    def is_waiting() -> bool:
+        busy = [stream for stream in node.devices[RANK].streams if stream._pending]
+        return len(busy) <= 1 and "copy to device" in names(node)
+
+    eventually("a copy was asked for", lambda: loading.done() or is_waiting())
+
+
+# ---------------------------------------------------------------------- threads and order
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_every_thread_of_a_load_uses_the_gpu_of_its_rank_alone(
+    node: Node,
+    training: concurrent.futures.ThreadPoolExecutor,
+    made: Made,
+    expected: list[torch.Tensor],
+    threads: int,
+) -> None:
+    def work() -> bool:
+        tensors = empty_targets()
+        load(made, tensors, threads)
+        return are_equal(tensors, expected)
+
+    assert training.submit(work).result(PATIENCE_S)
+    entered = [call for call in node.calls if call.name == "set_device"]
+    assert {call.device for call in node.calls if call not in entered} == {RANK}
+    copying = {call.thread for call in node.calls if call.name == "copy to device"}
+    assert len(copying) == threads
+    assert {call.thread for call in entered} == (copying if threads > 1 else set())
+    # The calling thread's device, stream and capture mode are the training thread's own.
+    assert (f"{TRAINING}_0" in copying) == (threads == 1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_load_runs_after_work_that_the_training_thread_enqueued_before(
+    node: Node,
+    training: concurrent.futures.ThreadPoolExecutor,
+    made: Made,
+    expected: list[torch.Tensor],
+    threads: int,
+) -> None:
+    go = threading.Event()
+
+    def work() -> bool:
+        tensors = empty_targets()
+        stream: Any = torch.cuda.current_stream()
+        stream.enqueue(go.wait)
+        for tensor in tensors:
+            tensor.view(torch.uint8).fill_(0xFF)
+        load(made, tensors, threads)
+        torch.cuda.synchronize()
+        return are_equal(tensors, expected)
+
+    loading = training.submit(work)
+    let_load_begin(node, loading)
+    assert not loading.done()
+    go.set()
+    assert loading.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_another_stream_sees_what_was_loaded_when_the_load_has_returned(
+    node: Node, training: concurrent.futures.ThreadPoolExecutor, made: Made, threads: int
+) -> None:
+    """Padding is zeroed on the training thread's stream before the chunks are read."""
+    go = threading.Event()
+
+    def work() -> torch.Tensor:
+        padding = torch.ones(100, device="cuda")
+        stream: Any = torch.cuda.current_stream()
+        stream.enqueue(go.wait)
+        targets = Targets([STORED[1]], [padding])
+        targets.zero(0)
+        with ChunkReader(made.stored(), threads, targets.gpu) as reader:
+            read_with_replicas(reader, [], targets, Sharing(None, "never", 0))
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return padding.cpu()
+
+    loading = training.submit(work)
+    eventually("the load waits", lambda: loading.done() or "synchronize" in names(node))
+    assert not loading.done()
+    go.set()
+    assert torch.equal(loading.result(PATIENCE_S), torch.zeros(100))
+
+
+def test_the_seconds_of_a_load_include_the_work_of_the_gpu(made: Made) -> None:
+    """Training offloads meanwhile: the copy keeps the engine busy for half a second."""
+    seconds = 0.5
+    piece = STORED[1]
+    with simulated_gpus(8, d2h_bytes_per_s=4096 / seconds) as node:
+        torch.cuda.set_device(RANK)
+        tensor, offloaded = torch.empty(999, device="cuda"), torch.zeros(1024, device="cuda")
+        host = torch.empty(1024, pin_memory=True)
+
+        class Offloading(Meeting):
+            def read_chunk(self, rank: int, number: int, parts: Sequence[memoryview]) -> None:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    host.copy_(offloaded, non_blocking=True)
+                super().read_chunk(rank, number, parts)
+
+        source = Offloading(made, 1)
+        targets = Targets([piece], [tensor])
+        chunks = chunk_reads(read_plan([piece], source.sources(), "it"), [piece])
+        with ChunkReader(source, 1, targets.gpu) as reader:
+            report = read_with_replicas(reader, chunks, targets, Sharing(None, "never", 0))
+        assert len(chunks) == 1
+        assert report.seconds >= seconds
+        assert all(stream.query() for stream in node.devices[RANK].streams)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+#: All floats of a chunk are copied by one call, other elements by a call for each run.
+PIECES = [
+    whole("a", "master", "F32", (6,), (0,), (6,)),
+    whole("b", "buffer", "U8", (8,), (0,), (8,)),
+]
+
+
+def test_a_source_may_be_overwritten_once_its_parts_were_put(
+    node: Node, training: concurrent.futures.ThreadPoolExecutor
+) -> None:
+    contents = [torch.arange(6.0), torch.arange(8, dtype=torch.uint8)]
+
+    def work() -> list[torch.Tensor]:
+        tensors = [torch.zeros(len(flat), dtype=flat.dtype, device="cuda") for flat in contents]
+        targets = Targets(PIECES, tensors)
+        assert targets.gpu is not None
+        parts = []
+        for number, flat in enumerate(contents):
+            source = targets.gpu.host_memory(flat.nbytes)
+            source[:] = flat.view(torch.uint8).numpy().data
+            parts.append(Part(Read.whole(number, PIECES[number], 0), 0, source))
+        targets.put(parts)
+        for part in parts:
+            part.source[:] = b"\xff" * part.source.nbytes
+        return tensors
+
+    with node.devices[RANK].held():
+        putting = training.submit(work)
+        eventually(
+            "the copies are awaited", lambda: putting.done() or "Stream.synchronize" in names(node)
+        )
+        assert not putting.done()
+    tensors = putting.result(PATIENCE_S)
+    torch.cuda.synchronize(RANK)
+    assert are_equal(tensors, contents)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_page_locked_buffers_let_a_thread_wait_once_per_chunk(
+    node: Node, training: concurrent.futures.ThreadPoolExecutor, made: Made, threads: int
+) -> None:
+    """CUDA blocks the thread in every copy from other memory."""
+    alike = STORED[:2]
+
+    def work() -> tuple[int, list[torch.Tensor]]:
+        tensors = [torch.empty(piece.numel, device="cuda") for piece in alike]
+        targets = Targets(alike, tensors)
+        source = Meeting(made, threads)
+        chunks = chunk_reads(read_plan(alike, source.sources(), "it"), alike)
+        node.calls.clear()
+        with ChunkReader(source, threads, targets.gpu) as reader:
+            reader.read(chunks, targets)
+        return len(chunks), tensors
+
+    count, tensors = training.submit(work).result(PATIENCE_S)
+    assert [made.nbytes for made in node.runtime.kept] == [CHUNK_NBYTES] * threads
+    assert names(node).count("Stream.synchronize") == count
+    assert are_equal(tensors, [values(piece) for piece in alike])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_load_whose_buffers_cannot_be_page_locked_warns_once_and_is_right(
+    node: Node,
+    training: concurrent.futures.ThreadPoolExecutor,
+    made: Made,
+    expected: list[torch.Tensor],
+    threads: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    node.runtime.most_nbytes = CHUNK_NBYTES - 1
+
+    def work() -> tuple[bool, torch.Tensor]:
+        tensors = empty_targets()
+        load(made, tensors, threads)
+        # A kernel of the training thread would raise the error of an earlier call here.
+        return are_equal(tensors, expected), torch.zeros(1, device="cuda").add_(1).cpu()
+
+    with caplog.at_level(logging.WARNING):
+        is_right, later = training.submit(work).result(PATIENCE_S)
+    assert is_right
+    assert torch.equal(later, torch.ones(1))
+    assert "cudaHostAlloc" in names(node)
+    assert node.runtime.kept == []
+    assert [record.getMessage() for record in caplog.records] == [
+        "a buffer of 4194304 bytes could not be page-locked (CUDA error: out of memory), so this "
+        "load copies to the GPU more slowly; usually the kernel or the GPU driver limits "
+        "page-locked memory: update them"
+    ]
+
+
+def test_a_load_to_host_memory_makes_no_cuda_call(
+    node: Node, made: Made, expected: list[torch.Tensor]
+) -> None:
+    tensors = empty_targets("cpu")
+    assert Gpu.of(tensors) is None
+    load(made, tensors, 3)
+    assert node.calls == []
+    assert are_equal(tensors, expected)
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_only_a_buffer_for_a_gpu_is_page_locked(node: Node, pinned: bool) -> None:
+    buffer = gpu_buffers.host_buffer(24, pinned=pinned)
+    assert (buffer.shape, buffer.dtype, buffer.device.type) == ((24,), torch.uint8, "cpu")
+    assert node.runtime.is_locked(buffer) is pinned

@@ -1,0 +1,208 @@
+"""What a load's collectives take with 16,384 ranks: calls, bytes on a GPU, objects on the host.
+
+All ranks but this one are simulated: the process group answers as if they had sent what a test
+says. What travels between real ranks is tested by `test_collectives` and `test_rank_exchange`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_flashckpt import collectives
+from megatron_flashckpt.collectives import (
+    PART_NBYTES,
+    gather_named,
+    gather_objects,
+    gathered,
+    together,
+)
+from megatron_flashckpt.errors import CorruptCheckpointError, FlashCkptError
+from megatron_flashckpt.load.all_to_all import ALIGNMENT, Pace, Stream
+
+WORLD = 16_384
+RANK = 77
+#: A rank that has something else to say than the others.
+ODD = 12_345
+#: About what a rank tells of its slot: the fingerprint of its plan, and a placement of 60 numbers.
+SUMMARY = ("0" * 32, 4096, tuple(range(1000, 1060)))
+
+
+class Others:
+    """The process group of a rank whose fellows all send what it sends, but for one of them."""
+
+    def __init__(self, odd: bytes | None) -> None:
+        self._odd = odd
+        self._received = 0
+        self.nbytes: list[int] = []
+        """Bytes that a collective needs in the memory of this rank's device, one by one."""
+
+    def gather(self, received: torch.Tensor, sent: torch.Tensor, group: Any = None) -> None:
+        rows = received.view(WORLD, -1)
+        rows[:] = sent
+        if self._odd is not None:
+            part = self._odd[self._received :][: len(sent)].ljust(len(sent), b"\0")
+            if not self.nbytes:
+                part = collectives._head(self._odd, len(sent))
+            else:
+                self._received += len(sent)
+            rows[ODD] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+        self.nbytes.append(received.nbytes + sent.nbytes)
+
+    def reduce(self, tensor: torch.Tensor, op: Any, group: Any = None) -> None:
+        self.nbytes.append(tensor.nbytes)
+        if tensor.dtype == torch.int64:
+            tensor.fill_(1)  # another rank has failed
+            return
+        whole = torch.zeros(0, dtype=torch.uint8)
+        if self._odd is not None:
+            mine = bytes(tensor.numpy()[RANK * self.each : (RANK + 1) * self.each])
+            content = mine * ODD + self._odd + mine * (WORLD - ODD - 1)
+            whole = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        tensor.copy_(whole)
+
+    each = 0
+    """Bytes of what all others send, where blobs are exchanged."""
+
+
+@contextlib.contextmanager
+def many_ranks(odd: Any = None, same: Any = None) -> Iterator[Others]:
+    """Have this process be a rank among many, of which one sends `odd` and the rest `same`."""
+    others = Others(None if odd is None else pickle.dumps(odd))
+    others.each = len(pickle.dumps(same))
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    replaced: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "get_rank": lambda group=None: RANK,
+        "get_world_size": lambda group=None: WORLD,
+        "get_backend": lambda group=None: "gloo",
+        gather: others.gather,
+        "all_reduce": others.reduce,
+    }
+    with mock.patch.multiple(dist, **replaced):
+        yield others
+
+
+def test_short_values_take_one_call_and_one_mebibyte() -> None:
+    with many_ranks() as others:
+        assert gather_objects((None, None)) == [(None, None)] * WORLD
+    assert len(others.nbytes) == 1
+    assert sum(others.nbytes) < 1.2 * 2**20
+
+
+def test_summaries_of_all_slots_travel_in_parts_that_fit_into_a_gpu() -> None:
+    with many_ranks() as others:
+        everyone = gather_objects(SUMMARY)
+    assert everyone == [SUMMARY] * WORLD
+    assert max(others.nbytes) <= 1.01 * PART_NBYTES
+    assert len(others.nbytes) <= 3
+
+
+def test_values_that_are_equal_are_one_object() -> None:
+    odd = ("1" * 32, 1, ())
+    with many_ranks(odd, SUMMARY):
+        everyone = gather_objects(SUMMARY)
+    assert everyone[ODD] == odd
+    assert len({id(value) for value in everyone}) == 2
+
+
+def test_one_long_value_does_not_make_all_ranks_send_as_much() -> None:
+    odd = "x" * 100_000
+    with many_ranks(odd, ()) as others:
+        everyone = gather_objects(())
+    assert everyone[ODD] == odd
+    assert everyone[:ODD] == [()] * ODD
+    assert sum(others.nbytes) < 2 * 2**20
+
+
+def test_an_error_of_one_rank_is_cut_before_all_are_told() -> None:
+    with many_ranks() as others, pytest.raises(CorruptCheckpointError) as raised:
+        together(lambda: (_ for _ in ()).throw(CorruptCheckpointError("x" * 100_000)))
+    assert len(str(raised.value)) == 100_000, "the rank itself has all of it"
+    # Here all ranks have such an error: 1.6 GB as a whole.
+    assert sum(others.nbytes) < 3 * PART_NBYTES
+    assert max(others.nbytes) <= 1.01 * PART_NBYTES
+
+
+def test_a_cut_error_says_so() -> None:
+    said = collectives.attempt(lambda: (_ for _ in ()).throw(FlashCkptError("y" * 5000))).said
+    assert said is not None
+    assert said.message.endswith(" more characters)")
+    assert len(said.message) < 2100
+
+
+def test_a_list_is_cut_and_says_how_much_more_there_is() -> None:
+    lines = [f"weight/layer.{number}" for number in range(10_000)]
+    assert collectives.cut_list(lines[:20]) == tuple(lines[:20])
+    cut = collectives.cut_list(lines)
+    assert sum(map(len, cut)) < 2100
+    assert cut[-1] == f"... and {len(lines) - len(cut) + 1} more"
+    assert len(collectives.cut_list(["z" * 9000])) == 1
+
+
+def test_who_asks_whom_takes_one_bit_per_pair() -> None:
+    named = [RANK - 1, RANK + 1, 9000]
+    with many_ranks() as others:
+        askers, is_any = gather_named(named)
+        assert (askers, is_any) == ([], True), "nobody names this rank"
+        assert gather_named([RANK])[0] == list(range(WORLD))
+        assert gather_named([]) == ([], False)
+    of_one = sum(others.nbytes) / 3
+    assert of_one < 1.01 * WORLD * WORLD / 8
+    assert max(others.nbytes) <= 1.01 * PART_NBYTES
+
+
+def test_results_of_agreements_are_one_small_call() -> None:
+    with many_ranks() as others:
+        assert gathered(lambda: (1, None))[1] == [None] * WORLD
+    assert len(others.nbytes) == 1
+
+
+lengths = st.lists(st.integers(1, 10_000), max_size=20)
+
+
+@given(lengths, lengths, st.integers(1, 20_000), st.integers(1, 20_000))
+def test_what_a_round_has_fits_into_the_room_of_every_rank(one, other, room, other_room):
+    """Of a stream of any length, at the pace of the slowest rank, in as many rounds as agreed."""
+    streams = [
+        {peer: Stream([(0, nbytes)]) for peer, nbytes in enumerate(each)} for each in (one, other)
+    ]
+    rooms = (room, other_room)
+    paces = [Pace.of(each, nbytes) for each, nbytes in zip(streams, rooms, strict=True)]
+    agreed = Pace(max(it.turns for it in paces), min(it.least for it in paces))
+    for each, nbytes in zip(streams, rooms, strict=True):
+        sent = dict.fromkeys(each, 0)
+        for turn in range(agreed.rounds(each)):
+            cuts = agreed.cuts(each, turn)
+            sizes = {peer: sum(b - a for *_, a, b in of_peer) for peer, of_peer in cuts.items()}
+            assert all(sizes.values()), "no empty messages"
+            assert sum(sizes.values()) <= max(nbytes, 4 * ALIGNMENT * len(each))
+            for peer, size in sizes.items():
+                sent[peer] += size
+        assert sent == {peer: dict(enumerate(lengths_of(each)))[peer] for peer in each}
+        assert agreed.rounds(each) <= agreed.turns
+
+
+def lengths_of(streams: dict[int, Stream]) -> list[int]:
+    return [stream._spans[0][1] for stream in streams.values()]
+
+
+def test_a_heavy_peer_takes_no_more_rounds_than_the_room_asks_for() -> None:
+    """16 peers hold the experts, and 1,007 hold little: as in a job of 1,024 replicas."""
+    heavy, light, room = 120 * 2**20, 20_000, 64 * 2**20
+    sizes = np.array([heavy] * 16 + [light] * 1007)
+    streams = {peer: Stream([(0, int(nbytes))]) for peer, nbytes in enumerate(sizes)}
+    pace = Pace.of(streams, room)
+    assert pace.rounds(streams) <= 1.4 * sizes.sum() / room
+    # As many bytes for each peer would take this many rounds.
+    assert heavy // (room // len(streams)) > 1900

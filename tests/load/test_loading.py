@@ -1,0 +1,114 @@
+"""Whose side state a rank takes; memory or storage; nothing damaged stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.config import Replicated
+from megatron_flashckpt.errors import CorruptCheckpointError, MissingStateError
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.load.candidates import Candidates, Named
+from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.request import LoadRequest, refuse_mixture
+from megatron_flashckpt.load.source_job import SavedJob
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.memory.slab import Slab
+from tests.support.worlds import source, whole
+
+#: TP1 PP2 DP2 EP2: expert ranks lie along the replicas.
+SAVED = [
+    Coordinates(pp=0, dp=0, ep=0),
+    Coordinates(pp=0, dp=1, ep=1),
+    Coordinates(pp=1, dp=0, ep=0),
+    Coordinates(pp=1, dp=1, ep=1),
+]
+
+
+@pytest.mark.parametrize(
+    ("own", "matching"),
+    [
+        (Coordinates(pp=1, dp=1, ep=1), 3),
+        (Coordinates(pp=1, dp=2, ep=0, edp=1), 2),
+        (Coordinates(pp=0, dp=3, ep=1, edp=1), 1),
+        (Coordinates(pp=1, dp=2, ep=2), 2),
+        (Coordinates(tp=1, pp=0), None),
+    ],
+)
+def test_the_side_state_comes_from_the_same_place_or_the_first_with_the_same_part(
+    own: Coordinates, matching: int | None
+) -> None:
+    assert SavedJob("the checkpoint", [], SAVED).matching_rank(own, (1, 2, 2)) == matching
+
+
+SIDE = whole("rank_state", "rank_state", "U8", (2, 5), (1, 0), (1, 5))
+
+
+def test_a_side_state_is_found_where_it_begins() -> None:
+    sources = [source(0, []), source(1, [whole("w", "weight", "F32", (3,), (0,), (3,)), SIDE])]
+    found = SavedJob("the checkpoint", sources, [])
+    assert found.rank_state(0) is None
+    assert found.rank_state(1) == (SIDE, 12)
+    assert not found.has_all_side_state
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [{"numel": -1}, {"numel": 6}, {"byte_offset": -1}, {"byte_offset": 2**70}, {"shape": (3, 5)}],
+    ids=str,
+)
+def test_a_side_state_that_cannot_be_is_refused(forged: dict[str, Any]) -> None:
+    held = source(0, [SIDE])
+    item = msgspec.structs.replace(held.template.items[0], **forged)
+    template = msgspec.structs.replace(held.template, items=(item,))
+    with pytest.raises(CorruptCheckpointError, match=r"the checkpoint: rank_state/.* lies outside"):
+        SavedJob("the checkpoint", [held._replace(template=template)], []).rank_state(0)
+
+
+@pytest.mark.parametrize("placement", [(2, 0, 0), (-1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, -1)])
+def test_a_side_state_that_lies_outside_of_its_tensor_is_refused(
+    placement: tuple[int, ...],
+) -> None:
+    held = source(0, [SIDE])._replace(placement=placement)
+    with pytest.raises(CorruptCheckpointError, match="on rank 0; load an older iteration"):
+        SavedJob("the checkpoint", [held], []).rank_state(0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "held", "committed", "source"),
+    [
+        (None, [2], -1, "memory"),  # storage holds nothing at all
+        (4, [6, 4], 4, "memory"),
+        (4, [6, 5], 4, "memory"),
+        (4, [6, 5], -1, "memory"),  # by an agent that has just taken over
+        (8, [6, 4], 4, "storage"),  # somebody brought a newer one
+        (8, [8, 6], 8, "memory"),
+        (2, [6, 4], 4, "storage"),  # the tracker was set back
+        (2, [6, 5], 4, "storage"),  # and what it named is not in memory any more
+        (None, [6, 4], 4, "storage"),  # or all was removed
+    ],
+)
+def test_memory_goes_before_storage_unless_it_is_older_or_storage_was_set_back(
+    stored: int | None, held: list[int], committed: int, source: str
+) -> None:
+    slab = Slab.create(2, 0, 4096, "0")
+    memory = [
+        InMemory(slab, Offer(n, iteration, "a" * 8, False, None), committed)
+        for n, iteration in enumerate(held)
+    ]
+    current = Candidates(None, Named(stored), memory, rank=0, fall_back=True).current
+    assert current == (memory[0] if source == "memory" else stored)
+    slab.close()
+
+
+def test_an_older_checkpoint_must_replace_all_that_a_damaged_one_has_overwritten() -> None:
+    request = LoadRequest(ModelState(Replicated()), chunks=[], optimizer=None, strict=False)
+    weight, moment = ("weight", "w"), ("exp_avg", "w")
+    refuse_mixture(request, set(), "older")
+    request.overwritten.update({weight, moment})
+    refuse_mixture(request, {moment, weight}, "older")
+    with pytest.raises(MissingStateError, match="older: lacks exp_avg/w, which a damaged"):
+        refuse_mixture(request, {weight}, "older")

@@ -1,0 +1,90 @@
+"""A rank that has no memory for a load fails it on all ranks; on real gloo ranks."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing
+
+from megatron_flashckpt.agent.protocol import Offer
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.load import loader, memory_source, storage_source
+from megatron_flashckpt.load.chunk_reader import ChunkReader
+from megatron_flashckpt.load.memory_checkpoints import InMemory
+from megatron_flashckpt.load.request import LoadRequest
+from megatron_flashckpt.load.side_state import SideState
+from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import SlotHeader, SlotState
+from megatron_flashckpt.storage.posix import PosixStorage
+from tests.support.checkpoints import SAVE_ID, make, persist, pieces_of_rank
+
+RANKS = 2
+REQUEST = LoadRequest(
+    ModelState(Config().replicated), chunks=[], optimizer=None, strict=True, fill=False
+)
+
+
+def _reader(*args: Any) -> ChunkReader:
+    if dist.get_rank() == 1:
+        raise MemoryError("no memory for a buffer")
+    return ChunkReader(*args)
+
+
+def _in_memory(rank: int, where: Path) -> InMemory:
+    storage = PosixStorage(where / "other")
+    meta = persist(storage, 10, SAVE_ID, rank, RANKS, pieces_of_rank(rank))
+    encoded = msgspec.msgpack.encode(meta)
+    slab = Slab.create(1, len(encoded), meta.template.nbytes, str(rank))
+    (slot,) = slab.slots
+    nbytes = meta.template.nbytes
+    slot.set_header(SlotHeader(SlotState.STAGED, 10, SAVE_ID, len(encoded), nbytes))
+    slot.set_meta(encoded)
+    return InMemory(slab, Offer(0, 10, SAVE_ID, False, None), -1)
+
+
+def _load(rank: int, where: Path, source: str) -> None:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{where / source}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=20),
+    )
+    side: tuple[Any, ...] = (SideState({}, None, [], {}), {})
+    with (
+        mock.patch.object(parallel, "coordinates", return_value=Coordinates(dp=rank)),
+        mock.patch.object(parallel, "model_cut", return_value=(1, 1, 1)),
+        mock.patch.object(parallel, "data_parallel_group", return_value=None),
+        mock.patch.object(loader, "read_side_state", return_value=side),
+        mock.patch.object(memory_source, "ChunkReader", _reader),
+        mock.patch.object(storage_source, "ChunkReader", _reader),
+    ):
+        try:
+            if source == "storage":
+                storage = PosixStorage(where / "save")
+                loader.load(REQUEST, storage_source.open_stored(storage, 10, Config()))
+            else:
+                held = _in_memory(rank, where)
+                loader.load(REQUEST, memory_source.open_memory(held, Config()))
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            (where / f"{source}{rank}").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("source", ["storage", "memory"])
+def test_no_rank_waits_for_one_that_has_no_memory_for_buffers(tmp_path: Path, source: str) -> None:
+    make(tmp_path / "save", ranks=[pieces_of_rank(rank) for rank in range(RANKS)])
+    torch.multiprocessing.spawn(_load, (tmp_path, source), RANKS)
+    said = [json.loads((tmp_path / f"{source}{rank}").read_text()) for rank in range(RANKS)]
+    assert said == ["FlashCkptError: rank 1: MemoryError: no memory for a buffer"] * RANKS

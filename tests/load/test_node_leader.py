@@ -1,0 +1,455 @@
+"""One rank of a node reads, the others receive; whatever goes wrong, each rank has an answer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_flashckpt.agent.frames import Peer
+from megatron_flashckpt.load import node_leader
+from tests.support.trainer import eventually, is_alive
+
+PROGRAM = Path(__file__).with_name("node_rank.py")
+#: A machine that is busy with other things takes long to start a few processes.
+SOON_S = 120.0
+
+
+def variables(local_rank: int, ranks: int = 4, **changes: str) -> dict[str, str]:
+    """Return what torchrun tells a rank."""
+    return {
+        "RANK": str(local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_ERROR_FILE": f"/tmp/torchelastic_x/none_y/attempt_0/{local_rank}/error.json",
+        **changes,
+    }
+
+
+class Node:
+    """Ranks as processes."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, local_rank: int, *options: str, ranks: int = 4, **changes: str) -> Future[str]:
+        """Start a rank; return what it will print first."""
+        environment = {**os.environ, **variables(local_rank, ranks, **changes)}
+        told = ["--reads", str(self.where / "reads"), *options]
+        process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *told],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        line: Future[str] = Future()
+        assert process.stdout is not None
+        reader = process.stdout
+
+        def follow() -> None:
+            with contextlib.suppress(ValueError):  # the test is over
+                line.set_result(reader.readline().strip())
+
+        threading.Thread(target=follow, daemon=True).start()
+        return line
+
+    def readers(self) -> list[int]:
+        file = self.where / "reads"
+        return sorted(map(int, file.read_text().split())) if file.exists() else []
+
+    def await_reader(self, rank: int) -> None:
+        eventually(f"rank {rank} reads", lambda: rank in self.readers(), SOON_S)
+
+    def end(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for child in psutil.Process(process.pid).children():
+                    child.kill()
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    started = Node(tmp_path)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def printed(lines: list[Future[str]]) -> list[str]:
+    return [line.result(SOON_S) for line in lines]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0)], ids=["first", "last"])
+def test_one_of_four_ranks_reads_wherever_it_starts(node: Node, order: tuple[int, ...]) -> None:
+    lines = [node.start(rank, "--content", f"of {rank}", "--stay") for rank in order]
+    assert printed(lines) == ["of 0"] * 4
+    assert node.readers() == [0]
+
+
+def test_each_of_two_nodes_has_a_reader(node: Node) -> None:
+    """Two nodes of one job, which differ in nothing but their group rank."""
+    lines = [
+        node.start(rank, "--content", f"of {group}", "--stay", ranks=2, GROUP_RANK=group)
+        for rank in (1, 0)
+        for group in ("0", "1")
+    ]
+    assert printed(lines) == ["of 0", "of 1"] * 2
+    assert node.readers() == [0, 0]
+
+
+def test_ranks_of_a_restart_with_the_same_variables_read_anew(node: Node) -> None:
+    """torchrun does not count a restart on nodes where no rank has failed."""
+    before = [node.start(rank, "--content", "before", "--stay") for rank in (0, 1)]
+    assert printed(before) == ["before"] * 2  # the leader still waits for two ranks
+    node.end()
+    after = [node.start(rank, "--content", "after", "--stay") for rank in (3, 2, 1, 0)]
+    assert printed(after) == ["after"] * 4
+    assert node.readers() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"TORCHELASTIC_RESTART_COUNT": "1"},
+        {"TORCHELASTIC_RUN_ID": "another"},
+        {"MASTER_ADDR": "elsewhere"},
+        {"MASTER_PORT": "29501"},
+        {"GROUP_RANK": "1"},
+        {"TORCHELASTIC_ERROR_FILE": "/tmp/torchelastic_x/none_z/attempt_0/1/error.json"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_ranks_of_another_start_or_node_or_job_are_not_answered(change: dict[str, str]) -> None:
+    one = node_leader.place_of(variables(0))
+    other = node_leader.place_of(variables(1, **change))
+    assert one is not None
+    assert other is not None
+    assert one.key != other.key
+    assert one.key == node_leader.place_of(variables(1)).key  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", ["hang", "fork-and-hang"])
+def test_when_the_reader_is_killed_the_others_read_at_once(node: Node, way: str) -> None:
+    """They do not wait until their patience ends, which is longer than this test's."""
+    first = node.start(0, "--content", "", "--in-read", way)
+    node.await_reader(0)
+    child = int(first.result(SOON_S)) if way == "fork-and-hang" else None
+    patient = ["--appear-s", "1000", "--answer-s", "1000"]
+    lines = [node.start(rank, "--content", f"of {rank}", *patient) for rank in (1, 2, 3)]
+    eventually("all ranks wait", lambda: connections() == 3, SOON_S)
+    if child is not None:
+        assert is_alive(child)
+    node.processes[0].kill()
+    try:
+        assert printed(lines) == ["of 1", "of 2", "of 3"]
+        assert node.readers() == [0, 1, 2, 3]
+    finally:
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
+
+
+def connections() -> int:
+    """Return how many ranks have connected to local rank 0, which has not answered yet."""
+    place = node_leader.place_of(variables(0))
+    assert place is not None
+    name = "@" + node_leader.socket_name(place, 0, "topic")[1:]
+    rows = Path("/proc/net/unix").read_text().splitlines()
+    return sum(row.split()[-1] == name for row in rows) - 1  # the listener itself
+
+
+def test_when_the_reader_hangs_the_others_read_when_their_patience_ends(node: Node) -> None:
+    node.start(0, "--content", "", "--in-read", "hang")
+    node.await_reader(0)
+    patience = ["--appear-s", "1000", "--answer-s", "0.5"]
+    lines = [node.start(rank, "--content", f"of {rank}", *patience) for rank in (1, 2, 3)]
+    assert printed(lines) == ["of 1", "of 2", "of 3"]
+
+
+def test_when_the_reader_never_comes_the_others_read_when_their_patience_ends(node: Node) -> None:
+    patience = ["--appear-s", "0.5", "--answer-s", "1000"]
+    lines = [node.start(rank, "--content", f"of {rank}", *patience) for rank in (1, 2)]
+    assert printed(lines) == ["of 1", "of 2"]
+    assert node.readers() == [1, 2]
+
+
+def test_ranks_that_wait_have_their_answer_also_if_the_reader_ends_at_once(node: Node) -> None:
+    """As it does if it refuses the checkpoint."""
+    first = node.start(0, "--content", "of 0", "--in-read", "await")
+    lines = [node.start(rank, "--content", f"of {rank}") for rank in (1, 2, 3)]
+    eventually("all ranks wait", lambda: connections() == 3, SOON_S)
+    (node.where / "go").touch()
+    assert printed([first, *lines]) == ["of 0"] * 4
+    assert node.readers() == [0]
+
+
+@pytest.mark.parametrize(
+    "missing", ["LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"], ids=str
+)
+def test_without_torchrun_a_rank_reads_itself(missing: str) -> None:
+    found = variables(1)
+    del found[missing]
+    assert node_leader.place_of(found) is None
+    assert node_leader.read_once("topic", lambda: b"own", bytes, bytes, found) == b"own"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"},
+        {"LOCAL_RANK": "4"},
+        {"LOCAL_RANK": "-1"},
+        {"LOCAL_RANK": "first"},
+        {"LOCAL_WORLD_SIZE": ""},
+    ],
+    ids=str,
+)
+def test_a_rank_alone_or_with_strange_variables_reads_itself(changes: dict[str, str]) -> None:
+    assert node_leader.place_of(variables(1, **changes)) is None
+
+
+# ------------------------------------------------------------------ ranks as threads
+
+_numbers = itertools.count(1000)
+
+
+@pytest.fixture
+def one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let threads be ranks: all make the same call, which no other test makes."""
+    monkeypatch.setattr(node_leader, "_calls", itertools.repeat(next(_numbers)))
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names that ranks connect to, as they do so."""
+    connected: list[str] = []
+    connect = node_leader._connected
+
+    def noting(name: str) -> socket.socket:
+        connected.append(name)
+        return connect(name)
+
+    monkeypatch.setattr(node_leader, "_connected", noting)
+    return connected
+
+
+def read_in(rank: int, read: Callable[[], bytes], topic: str = "topic", ranks: int = 4) -> bytes:
+    return node_leader.read_once(topic, read, bytes, bytes, variables(rank, ranks))
+
+
+GOOD = node_leader.frame_of(b"of another")
+WRONG = {
+    "nothing": b"",
+    "half a head": GOOD[:11],
+    "no body": GOOD[:24],
+    "part of the body": GOOD[:-1],
+    "another magic": b"?" + GOOD[1:],
+    "another digest": GOOD[:16] + b"????????" + GOOD[24:],
+    "another body": GOOD[:-1] + b"?",
+    "too long": GOOD[:8] + (2**40).to_bytes(8, "little") + GOOD[16:],
+    "longer than it is": GOOD[:8] + (11).to_bytes(8, "little") + GOOD[16:],
+    "shorter than it is": GOOD[:8] + (9).to_bytes(8, "little") + GOOD[16:],
+}
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize("sent", [*WRONG.values(), None], ids=[*WRONG, "silence"])
+def test_no_wrong_answer_is_taken(
+    names: list[str], monkeypatch: pytest.MonkeyPatch, sent: bytes | None
+) -> None:
+    monkeypatch.setattr(node_leader, "APPEAR_S", 60.0)
+    monkeypatch.setattr(node_leader, "ANSWER_S", 60.0 if sent is not None else 0.2)
+    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as listener:
+        rank = pool.submit(read_in, 1, lambda: b"own")
+        listener.bind(eventually("the rank looks for its leader", lambda: names[:1])[0])
+        listener.listen()
+        other, _ = listener.accept()
+        with other:
+            if sent is not None:
+                with contextlib.suppress(OSError):  # the rank may have hung up already
+                    other.sendall(sent)
+                other.shutdown(socket.SHUT_WR)
+            assert rank.result(SOON_S) == b"own"
+
+
+@pytest.mark.usefixtures("one_call")
+def test_every_changed_byte_is_noticed(names: list[str]) -> None:
+    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as listener:
+        for place in range(len(GOOD)):
+            changed = bytearray(GOOD)
+            changed[place] ^= 1
+            rank = pool.submit(read_in, 1, lambda: b"own")
+            if place == 0:
+                listener.bind(eventually("the rank looks for its leader", lambda: names[:1])[0])
+                listener.listen()
+            other, _ = listener.accept()
+            with other:
+                with contextlib.suppress(OSError):
+                    other.sendall(changed)
+                other.shutdown(socket.SHUT_WR)
+                assert rank.result(SOON_S) == b"own", place
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize(("more", "taken"), [(0, b"of another"), (1, b"own")], ids=["own", "other"])
+def test_nothing_is_taken_from_another_user(
+    names: list[str], monkeypatch: pytest.MonkeyPatch, more: int, taken: bytes
+) -> None:
+    monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid() + more))
+    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as listener:
+        rank = pool.submit(read_in, 1, lambda: b"own")
+        listener.bind(eventually("the rank looks for its leader", lambda: names[:1])[0])
+        listener.listen()
+        other, _ = listener.accept()
+        with other, contextlib.suppress(OSError):
+            other.sendall(GOOD)
+        assert rank.result(SOON_S) == taken
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize(("more", "sent"), [(0, True), (1, False)], ids=["own", "other"])
+def test_nothing_is_given_to_another_user(
+    monkeypatch: pytest.MonkeyPatch, more: int, sent: bool
+) -> None:
+    monkeypatch.setattr(node_leader, "peer", lambda _: Peer(1, os.getuid() + more))
+    place = node_leader.place_of(variables(0, 2))
+    assert place is not None
+    assert read_in(0, lambda: b"secret", ranks=2) == b"secret"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(node_leader.socket_name(place, next(node_leader._calls), "topic"))
+        assert (b"secret" in other.recv(2**10)) == sent
+
+
+@pytest.mark.usefixtures("one_call")
+def test_a_name_that_somebody_else_has_taken_leaves_each_rank_to_itself(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_leader, "ANSWER_S", 0.2)
+    with ThreadPoolExecutor() as pool, socket.socket(socket.AF_UNIX) as listener:
+        follower = pool.submit(read_in, 1, lambda: b"own")
+        listener.bind(eventually("the rank looks for its leader", lambda: names[:1])[0])
+        listener.listen()
+        assert read_in(0, lambda: b"first") == b"first"
+        assert follower.result(SOON_S) == b"own"
+
+
+def test_the_second_call_is_another_one() -> None:
+    """Megatron reads arguments for `--pretrained-checkpoint` first, then for `--load`."""
+    seen: list[str] = []
+
+    def noting(name: str) -> bytes:
+        seen.append(name)
+        raise ConnectionRefusedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_leader, "_receive", noting)
+        assert [read_in(1, lambda: b"own"), read_in(1, lambda: b"own")] == [b"own"] * 2
+    assert len(set(seen)) == 2
+
+
+@pytest.mark.usefixtures("one_call")
+def test_ranks_that_read_something_else_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_leader, "APPEAR_S", 0.2)
+    with ThreadPoolExecutor() as pool:
+        leader = pool.submit(read_in, 0, lambda: b"first", "/one/directory", 2)
+        assert leader.result(SOON_S) == b"first"
+        assert read_in(1, lambda: b"own", "/another/directory", 2) == b"own"
+        assert read_in(1, lambda: b"own", "/one/directory", 2) == b"first"
+
+
+@pytest.mark.usefixtures("one_call")
+def test_large_answers_come_whole_and_the_leader_is_done_when_all_have_theirs() -> None:
+    large = os.urandom(5 * 2**20)
+    with ThreadPoolExecutor() as pool:
+        ranks = [pool.submit(read_in, rank, lambda: large) for rank in (3, 2, 1)]
+        assert read_in(0, lambda: large) == large
+        assert all(rank.result(SOON_S) == large for rank in ranks)
+    eventually(
+        "nobody is served any more",
+        lambda: not [t for t in threading.enumerate() if t.name == "flashckpt-node-leader"],
+        SOON_S,
+    )
+
+
+@pytest.mark.usefixtures("one_call")
+def test_an_answer_that_cannot_be_decoded_is_none() -> None:
+    def refusing(_: bytes) -> bytes:
+        raise ValueError("no such thing")
+
+    with ThreadPoolExecutor() as pool:
+        leader = pool.submit(read_in, 0, lambda: b"first", ranks=2)
+        environ = variables(1, 2)
+        found = node_leader.read_once("topic", lambda: b"own", bytes, refusing, environ)
+        assert (leader.result(SOON_S), found) == (b"first", b"own")
+
+
+@pytest.mark.usefixtures("one_call")
+def test_when_the_leader_fails_the_ranks_that_wait_read_at_once(
+    names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_leader, "APPEAR_S", 2.0)  # the leader may be faster than the rank
+    monkeypatch.setattr(node_leader, "ANSWER_S", 1000.0)
+
+    def fail() -> bytes:
+        eventually("the other rank connects", lambda: names, SOON_S)
+        raise RuntimeError("this storage is out of order")
+
+    with ThreadPoolExecutor() as pool:
+        follower = pool.submit(read_in, 1, lambda: b"own")
+        leader = pool.submit(read_in, 0, fail)
+        # Its error keeps all that was in its hands.
+        assert isinstance(leader.exception(SOON_S), RuntimeError)
+        assert follower.result(SOON_S) == b"own"
+
+
+@pytest.mark.usefixtures("one_call")
+def test_the_leader_does_not_wait_for_a_rank_that_comes_late() -> None:
+    with ThreadPoolExecutor() as pool:
+        leader = pool.submit(read_in, 0, lambda: b"first", ranks=2)
+        assert leader.result(SOON_S) == b"first"  # though nobody has asked yet
+        assert read_in(1, lambda: b"own", ranks=2) == b"first"
+
+
+@pytest.mark.usefixtures("one_call")
+@pytest.mark.parametrize("lacks", ["sockets", "threads"])
+def test_a_leader_that_cannot_answer_has_what_it_read_all_the_same(
+    lacks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        if lacks == "sockets":
+            raise OSError(errno.EMFILE, "Too many open files")
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if lacks == "sockets":
+            patch.setattr(node_leader.socket, "socket", refuse)
+        else:
+            patch.setattr(node_leader.threading.Thread, "start", refuse)
+        assert read_in(0, lambda: b"first", ranks=2) == b"first"
+    monkeypatch.setattr(node_leader, "APPEAR_S", 0.2)
+    assert read_in(1, lambda: b"own", ranks=2) == b"own"

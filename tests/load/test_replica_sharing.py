@@ -1,0 +1,181 @@
+"""Replicas that share their reads get the same bytes, each chunk read once; on real gloo ranks.
+
+Cases on GPUs run on `tests.simulated_gpu`, one simulated node per rank; the bytes still travel over
+gloo, as in a job whose process group has no NCCL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_flashckpt.file_format.shard_file import CHUNK_NBYTES
+from megatron_flashckpt.layout.piece import Piece
+from tests.support.checkpoints import Made, expected, make
+from tests.support.megatron_jobs import end
+
+REPO = Path(__file__).resolve().parents[2]
+RANKS = 3
+#: The first two share a shard, and a chunk of it.
+PIECES = [
+    [
+        Piece("a", "master", "F32", (10_000_000,), (0,), (10_000_000,), 0, 10_000_000),
+        Piece("b", "weight", "BF16", (3, 5_000_001), (0, 0), (3, 5_000_001), 0, 15_000_003),
+    ],
+    [Piece("c", "weight", "U8", (20_000_001,), (0,), (20_000_001,), 0, 20_000_001)],
+]
+FLAT = [piece for held in PIECES for piece in held]
+CASES = [
+    {"name": "always", "mode": "always"},
+    {"name": "never", "mode": "never"},
+    {"name": "tight", "mode": "always", "memory_mib": 1},
+    {"name": "partly", "mode": "always", "wanted": [[0, 1], [1, 2], [2]]},
+    {"name": "idle", "mode": "always", "wanted": [[0, 1, 2], [], [0]]},
+    {
+        "name": "slow disk",
+        "mode": "auto",
+        "slow_read_s": 0.5,
+        "first_send_s": 9.0,
+        "memory_mib": 48,
+    },
+    {"name": "slow network", "mode": "auto", "slow_send_s": 3.0, "memory_mib": 48},
+    {"name": "many", "mode": "auto", "slow_send_s": 0.5, "memory_mib": 48, "many": RANKS},
+    {"name": "unequal", "mode": "always", "memory_mib": [1, 96, 24]},
+    {"name": "on GPUs", "mode": "always", "gpu": True},
+    {"name": "slow GPU in reads", "mode": "auto", "gpu_read_s": 0.5, "memory_mib": 48},
+    {
+        "name": "slow GPU in sends",
+        "mode": "auto",
+        "slow_read_s": 0.1,
+        "gpu_send_s": 3.0,
+        "memory_mib": 48,
+    },
+]
+
+
+def run_cases(tmp_path: Path, made: Made, cases: list[dict[str, Any]]) -> dict[str, list[dict]]:
+    """Return what each rank traced, by case."""
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPO),
+        "OMP_NUM_THREADS": "1",
+        "TRACE_DIR": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+        "CASES": str(tmp_path / "cases.json"),
+        "ROOT": str(made.root),
+    }
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(RANKS), str(REPO / "tests/support/jobs/replica_reads.py")),
+    ]
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        assert job.wait(240) == 0, (tmp_path / "log").read_text()[-4000:]
+    finally:
+        end(job)
+    found: dict[str, list[dict]] = {case["name"]: [] for case in cases}
+    for rank in range(RANKS):
+        for line in (tmp_path / f"rank_{rank}.jsonl").read_text().splitlines():
+            event = json.loads(line)
+            found[event["event"]].append(event)
+    return found
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make(tmp_path_factory.mktemp("replicas") / "save", ranks=PIECES)
+
+
+@pytest.fixture(scope="module")
+def traced(made: Made, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict]]:
+    return run_cases(tmp_path_factory.mktemp("job"), made, CASES)
+
+
+@pytest.fixture(scope="module")
+def digests() -> list[str]:
+    return [hashlib.sha256(tensor.numpy().data).hexdigest() for tensor in expected(FLAT)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_every_replica_has_every_byte_that_it_wants(
+    traced: dict[str, list[dict]], digests: list[str], case: dict[str, Any]
+) -> None:
+    wanted = case.get("wanted", [range(len(FLAT))] * RANKS)
+    for rank, event in enumerate(traced[case["name"]]):
+        assert event["digests"] == [digests[n] for n in wanted[rank]]
+
+
+@pytest.mark.parametrize("name", ["always", "tight", "idle", "unequal", "on GPUs"])
+def test_each_chunk_is_read_by_one_replica(traced: dict[str, list[dict]], name: str) -> None:
+    whole = sum(piece.nbytes for piece in FLAT)
+    assert sum(event["read_nbytes"] for event in traced[name]) == whole
+
+
+def test_all_replicas_read_everything_if_told_not_to_share(traced: dict[str, list[dict]]) -> None:
+    whole = sum(piece.nbytes for piece in FLAT)
+    for event in traced["never"]:
+        assert (event["read_nbytes"], event["received_nbytes"]) == (whole, 0)
+
+
+def test_chunks_that_one_replica_alone_needs_are_not_sent(traced: dict[str, list[dict]]) -> None:
+    """Rank 0 needs the first shard, rank 1 the second half of it; ranks 1 and 2 the other one."""
+    of_rank = traced["partly"]
+    whole = sum(piece.nbytes for piece in FLAT)
+    of_rank_0_alone = FLAT[0].nbytes // CHUNK_NBYTES * CHUNK_NBYTES
+    assert sum(event["read_nbytes"] for event in of_rank) == whole
+    assert of_rank[0]["read_nbytes"] >= of_rank_0_alone
+    assert sum(event["received_nbytes"] for event in of_rank) == whole - of_rank_0_alone
+
+
+def test_memory_is_bounded_by_what_was_asked_for(traced: dict[str, list[dict]]) -> None:
+    reader = CHUNK_NBYTES
+    for event in traced["always"]:
+        assert event["memory_nbytes"] <= reader + 96 * 2**20
+    for event in traced["tight"]:
+        # No less than one chunk and the smallest possible turns.
+        assert event["memory_nbytes"] <= reader + CHUNK_NBYTES + 2 * RANKS * 2**20
+
+
+def test_auto_shares_when_reading_is_slow_and_stops_when_sending_is(
+    traced: dict[str, list[dict]],
+) -> None:
+    whole = sum(piece.nbytes for piece in FLAT)
+    assert [event["shared"] for event in traced["slow disk"]] == [True] * RANKS
+    assert sum(event["read_nbytes"] for event in traced["slow disk"]) == whole
+    assert [event["shared"] for event in traced["slow network"]] == [False] * RANKS
+    assert sum(event["read_nbytes"] for event in traced["slow network"]) > whole
+
+
+def test_many_replicas_share_however_fast_they_read(traced: dict[str, list[dict]]) -> None:
+    """Each would open the files of all others, which is slow in other ways than a first round."""
+    assert [event["shared"] for event in traced["many"]] == [True] * RANKS
+
+
+def test_a_damaged_chunk_raises_on_every_replica(tmp_path: Path) -> None:
+    damaged = make(tmp_path / "save", ranks=PIECES)
+    with open(damaged.shard(0), "r+b") as file:
+        file.seek(-1000, 2)
+        file.write(b"\0flip\0")
+    cases = [{"name": mode, "mode": mode} for mode in ("always", "auto")]
+    for events in run_cases(tmp_path, damaged, cases).values():
+        last = (FLAT[0].nbytes + FLAT[1].nbytes) // CHUNK_NBYTES
+        said = [event["error"] for event in events]
+        assert all(f"chunk {last} (bytes " in error and "digest " in error for error in said)
+        assert sum(error.startswith("CorruptCheckpointError: ") for error in said) >= 1
+
+
+def test_the_time_of_the_gpu_counts_for_the_read_or_send_that_caused_it(
+    traced: dict[str, list[dict]],
+) -> None:
+    """The ranks share their reads if a read takes long, and stop if a transfer does."""
+    assert [event["shared"] for event in traced["slow GPU in reads"]] == [True] * RANKS
+    assert [event["shared"] for event in traced["slow GPU in sends"]] == [False] * RANKS

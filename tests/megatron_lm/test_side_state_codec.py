@@ -1,0 +1,603 @@
+"""Side state comes back as it was, as far as it has a plain form, and cannot run anything."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import functools
+import io
+import os
+import pathlib
+import pickle
+import random
+import sys
+import types
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_flashckpt.errors import CorruptCheckpointError, UnsupportedError
+from megatron_flashckpt.megatron_lm import side_state_codec
+
+PLACE = "iter_0000007/common.msgpack"
+TAG = "__flashckpt__"
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = 2
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Options(enum.Flag):
+    A = 1
+    B = 2
+
+
+class Outer:
+    class Inner(enum.Enum):
+        ONE = 1
+
+
+class Opaque:
+    """Has no plain form."""
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def round_trip(value):
+    return side_state_codec.decode(side_state_codec.encode(value), PLACE)
+
+
+def lossy_round_trip(value):
+    encoded = side_state_codec.encode({"args": value, "iteration": 7}, lossy=("args",))
+    found = side_state_codec.decode(encoded, PLACE)
+    assert found.pop("iteration") == 7
+    return found.get("args")
+
+
+def refusal(value) -> str:
+    """Return the message with which `encode` refuses `value`."""
+    with pytest.raises(UnsupportedError) as refused:
+        side_state_codec.encode(value)
+    return str(refused.value)
+
+
+def refusal_of(*lost: str) -> str:
+    return (
+        f"a load could not restore this side state: {', '.join(lost)}; keep it as tensors, "
+        "numbers, text, or lists and dicts of them, or use Megatron's own checkpointing for this "
+        "job"
+    )
+
+
+def saved(tree) -> bytes:
+    """Return what a hostile writer could have put there: `tree`, not tidied by `encode`."""
+    return msgspec.msgpack.encode(tree)
+
+
+atoms = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**130), 2**130)
+    | st.floats(allow_nan=False)
+    | st.complex_numbers(allow_nan=False)
+    | st.text(max_size=5)
+    | st.text(st.characters(categories=["Cs"]), max_size=2)
+    | st.just(TAG)
+    | st.binary(max_size=5)
+    | st.sampled_from([*Colour, *Level, torch.bfloat16, torch.float8_e4m3fn])
+)
+hashables = st.recursive(
+    atoms,
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
+    max_leaves=4,
+)
+trees = st.recursive(
+    atoms,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(hashables, inner, max_size=3)
+        | st.sets(hashables, max_size=3)
+        | st.frozensets(hashables, max_size=3)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(
+            lambda fields: argparse.Namespace(**fields)
+        )
+    ),
+    max_leaves=10,
+)
+
+
+def typed(value):
+    """Return `value` with the type of everything in it, since 1 == True == 1.0."""
+    if isinstance(value, argparse.Namespace):
+        return ("namespace", typed(vars(value)))
+    if isinstance(value, dict):
+        return ("dict", [(typed(key), typed(item)) for key, item in value.items()])
+    if isinstance(value, list | tuple):
+        return (type(value), [typed(item) for item in value])
+    if isinstance(value, set | frozenset):
+        return (type(value), sorted(repr(typed(item)) for item in value))
+    return (type(value), value)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(trees)
+def test_everything_with_a_plain_form_comes_back_equal_and_of_its_type(tree):
+    assert typed(round_trip(tree)) == typed(tree)
+
+
+def test_args_come_back_as_a_namespace():
+    args = argparse.Namespace(
+        tensor_model_parallel_size=2,
+        params_dtype=torch.bfloat16,
+        attention_backend=Colour.RED,
+        level=Level.LOW,
+        lr=1e-4,
+        data_path=["a", "b"],
+        betas=(0.9, 0.95),
+        load=None,
+        nested={"a": {"b": [1, None, {"c": ()}]}},
+    )
+    assert typed(round_trip(args)) == typed(args)
+    assert isinstance(round_trip(types.SimpleNamespace(a=1)), argparse.Namespace)
+
+
+@pytest.mark.parametrize("member", [Colour.RED, Colour.BLUE, Level.LOW, Outer.Inner.ONE])
+def test_an_enum_comes_back_as_the_very_member(member):
+    assert round_trip(member) is member
+    assert round_trip({"a": [member]})["a"][0] is member
+
+
+@pytest.mark.parametrize("pair", [Pair(1, 2), Pair(Pair(Colour.RED, torch.ones(2)), [Pair(0, ())])])
+def test_a_named_tuple_comes_back_as_one(pair):
+    restored = round_trip({"a": pair, pair[:0]: 1})["a"]
+    assert type(restored) is Pair
+    assert repr(restored) == repr(pair)
+
+
+@pytest.mark.parametrize(
+    ("path", "items"),
+    [
+        ("tests.megatron_lm.test_side_state_codec:Absent", [1, 2]),
+        ("module_that_is_not_imported:Pair", [1, 2]),
+        (f"{__name__}:Pair", [1]),
+        (f"{__name__}:Opaque", [1, 2]),
+        ("os:system", ["true"]),
+        ("builtins:tuple", [1, 2]),
+    ],
+)
+def test_nothing_but_a_named_tuple_that_is_there_is_made(path, items):
+    made = {TAG: "namedtuple", "class": path, "value": items}
+    assert side_state_codec.decode(saved({"a": made, "b": 1}), PLACE) == {"b": 1}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(Colour.RED, Pair(1, 2), (Colour.RED, 1), frozenset({Level.LOW})),
+        *(b"", torch.float32, None, TAG),
+    ],
+)
+def test_any_key_of_a_dict_comes_back(key):
+    assert typed(round_trip({key: 1, "other": 2})) == typed({key: 1, "other": 2})
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.arange(6, dtype=np.uint32)[::2],
+        np.asfortranarray(np.arange(6).reshape(2, 3)),
+        np.arange(3, dtype=">i4"),
+        np.array(3.5),
+        np.zeros((0, 3)),
+        np.array([], dtype=np.uint8),
+        np.array([True, False]),
+        np.array([1 + 2j]),
+        np.array(["ab", "c"]),
+    ],
+    ids=str,
+)
+def test_an_array_comes_back_with_shape_and_type_and_can_be_written(array):
+    back = round_trip({"a": array})["a"]
+    assert (back.shape, back.dtype) == (array.shape, array.dtype)
+    np.testing.assert_array_equal(back, array)
+    assert back.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        tuple(range(-100, 100)),
+        [2**63 - 1, -(2**63)] * 40,
+        [2**63] * 100,
+        [True, *range(100)],
+        [1.0, *range(100)],
+        (None, *range(100)),
+    ],
+    ids=["tuple", "list", "too large", "a bool", "a float", "none"],
+)
+def test_many_numbers_come_back_equal_and_of_their_types(numbers):
+    found = round_trip({"x": numbers})["x"]
+    assert found == numbers
+    assert type(found) is type(numbers)
+    assert [type(item) for item in found] == [type(item) for item in numbers]
+
+
+def test_the_state_of_pythons_generator_comes_back():
+    state = random.Random(3).getstate()
+    assert typed(round_trip(state)) == typed(state)
+
+
+def test_the_state_of_numpys_generator_comes_back():
+    before = np.random.RandomState(7)
+    after = np.random.RandomState(8)
+    after.set_state(round_trip(before.get_state()))
+    assert before.random() == after.random()
+
+
+@pytest.mark.parametrize(
+    ("scalar", "value"),
+    [
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),
+        (np.bytes_(b""), b""),
+        (np.complex64(1j), 1j),
+    ],
+)
+def test_a_numpy_scalar_comes_back_as_a_plain_number(scalar, value):
+    assert typed(round_trip([scalar])) == typed([value])
+
+
+@pytest.mark.parametrize("contents", [b"", b"some bytes"])
+def test_a_buffer_comes_back_with_its_contents_whatever_its_position(contents):
+    buffer = io.BytesIO(contents)
+    buffer.seek(0, io.SEEK_END)
+    back = round_trip({"extra_state": buffer})["extra_state"]
+    assert isinstance(back, io.BytesIO)
+    assert back.read() == contents
+
+
+def test_a_tensor_comes_back_on_the_cpu_without_the_rest_of_its_storage():
+    whole = torch.arange(1_000_000, dtype=torch.float32, requires_grad=True)
+    encoded = side_state_codec.encode(
+        {"slice": whole[10:13], "parameter": torch.nn.Parameter(torch.ones(2))}
+    )
+    assert len(encoded) < 10_000
+    back = side_state_codec.decode(encoded, PLACE)
+    assert back["slice"].tolist() == [10.0, 11.0, 12.0]
+    assert type(back["parameter"]) is torch.Tensor
+    assert not back["slice"].requires_grad
+
+
+def test_what_was_encoded_does_not_change_with_the_original_tensor():
+    tensor = torch.zeros(2)
+    tree = side_state_codec.to_plain({"t": tensor})
+    tensor.fill_(7)
+    assert side_state_codec.from_plain(tree)["t"].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
+    ids=str,
+)
+def test_a_tensor_of_any_type_comes_back_bit_for_bit(dtype):
+    bits = torch.arange(16, dtype=torch.uint8).bitwise_and(1 if dtype == torch.bool else 255)
+    for tensor in (bits.view(dtype), bits.view(dtype)[0], bits.view(dtype)[:0].reshape(0, 3)):
+        back = round_trip({"t": tensor})["t"]
+        assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+        assert back.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+
+
+def test_a_tensor_that_is_a_view_comes_back_with_its_elements():
+    whole = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    assert round_trip(whole.T[1:])[0].equal(whole.T[1])
+    assert round_trip(torch.complex(whole, whole).conj()).equal(torch.complex(whole, -whole))
+
+
+def test_a_path_comes_back_as_text():
+    assert round_trip(pathlib.PurePosixPath("/a/b")) == "/a/b"
+
+
+def test_subclasses_of_dict_come_back_as_plain_dicts():
+    ordered = collections.OrderedDict(b=1, a=collections.defaultdict(list, c=[2]))
+    assert typed(round_trip(ordered)) == typed({"b": 1, "a": {"c": [2]}})
+
+
+class Kind(str):
+    """Text with methods of its own."""
+
+
+unknown = pytest.mark.parametrize(
+    "unknown",
+    [
+        Opaque(),
+        Opaque,
+        len,
+        lambda: 0,
+        functools.partial(int, "7"),
+        sys,
+        np.array([object()]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f4")]),
+        np.ma.masked_array([1, 2], mask=[False, True]),
+        np.datetime64("2024-01-01"),
+        np.longdouble(1),
+        range(3),
+        bytearray(b"x"),
+        collections.deque([1]),
+        Kind("x"),
+        torch.device("cpu"),
+        torch.Generator(),
+        torch.eye(2).to_sparse(),
+        Options.A | Options.B,
+    ],
+    ids=lambda value: type(value).__name__,
+)
+
+
+@unknown
+def test_a_value_without_a_plain_form_is_refused_with_its_place_and_type(unknown):
+    kind = f"{type(unknown).__module__}.{type(unknown).__qualname__}".replace("builtins.", "")
+    tree = {"u": unknown, "l": [1, {"m": unknown}, 2], "t": (unknown,)}
+    assert refusal(tree) == refusal_of(f"u ({kind})", f"l[1].m ({kind})", f"t[0] ({kind})")
+
+
+@unknown
+def test_a_value_without_a_plain_form_is_left_out_under_a_lossy_key(unknown):
+    tree = {"u": unknown, "l": [1, unknown, 2], "n": argparse.Namespace(a=unknown, b=3)}
+    back = lossy_round_trip(tree)
+    assert typed(back) == typed({"l": [1, 2], "n": argparse.Namespace(b=3)})
+
+
+def test_only_values_under_lossy_keys_may_be_left_out():
+    tree = {"args": {"f": len}, "scheduler": {"f": len}}
+    with pytest.raises(UnsupportedError, match=r"state: scheduler\.f \(builtin_function"):
+        side_state_codec.encode(tree, lossy=("args",))
+    assert refusal([len]) == refusal_of("[0] (builtin_function_or_method)")
+
+
+def test_a_refusal_names_the_place_of_a_value_inside_of_any_container():
+    tree = {
+        TAG: {(1, "a"): len},
+        "namespace": argparse.Namespace(a=[len]),
+        "pair": Pair(1, len),
+        "set": {len},
+        "keys": {len: 1},
+        "ö": len,
+    }
+    kind = "(builtin_function_or_method)"
+    assert refusal(tree) == refusal_of(
+        f"__flashckpt__[(1, 'a')] {kind}",
+        f"namespace.a[0] {kind}",
+        f"pair[1] {kind}",
+        f"set[0] {kind}",
+        f"keys.keys() {kind}",
+        f"ö {kind}",
+    )
+
+
+def test_a_class_that_no_load_could_find_is_refused():
+    class Local(enum.Enum):
+        A = 1
+
+    Triple = collections.namedtuple("Triple", "a b c")
+    place = f"{__name__}.test_a_class_that_no_load_could_find_is_refused.<locals>"
+    assert refusal({"e": Local.A, "t": Triple(1, 2, 3)}) == refusal_of(
+        f"e ({place}.Local)", f"t ({__name__}.Triple)"
+    )
+
+
+def test_a_shape_comes_back_as_a_tuple():
+    assert typed(round_trip({"a": torch.Size([2, 3])})) == typed({"a": (2, 3)})
+
+
+def test_what_has_no_plain_form_is_left_out_of_dicts_with_odd_keys_and_of_sets():
+    tree = {TAG: Opaque(), Opaque(): 1, Colour.RED: 2, "s": {Opaque, 3}, "p": Pair(1, len)}
+    assert typed(lossy_round_trip(tree)) == typed({Colour.RED: 2, "s": {3}})
+
+
+def test_a_lossy_value_without_a_plain_form_comes_back_as_none():
+    assert lossy_round_trip(Opaque()) is None
+
+
+def test_any_reader_of_the_format_shows_what_is_there_and_what_was_left_out():
+    encoded = side_state_codec.encode({"lr": 0.5, "betas": (0.9, 1), "f": len}, lossy=("f",))
+    tree = msgspec.msgpack.decode(encoded)
+    betas = {TAG: "tuple", "value": [0.9, 1]}
+    kind = "builtins:builtin_function_or_method"
+    left_out = {TAG: "repr", "class": kind, "value": "<built-in function len>"}
+    assert tree == {"lr": 0.5, "betas": betas, "f": left_out}
+
+
+class Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+class Shell(Bomb):
+    """Runs a shell command when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, (f"mkdir {self.path}",)
+
+
+def torch_saved(value) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("bomb", [Bomb, Shell])
+@pytest.mark.parametrize("write", [torch_saved, pickle.dumps])
+@pytest.mark.parametrize("wrap", [lambda bomb: bomb, lambda bomb: {"args": [1, bomb]}])
+def test_a_pickle_bomb_is_corrupt_and_does_not_go_off(tmp_path, bomb, write, wrap):
+    made = tmp_path / "made"
+    encoded = write(wrap(bomb(made)))
+    with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: side state is damaged"):
+        side_state_codec.decode(encoded, PLACE)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff" + bytes(100),
+        b"\xc6\xff\xff\xff\xff" + bytes(100),
+        b"\x91" * 1_000_000,
+        b"\x81\xa1a" * 1_000_000,
+    ],
+    ids=["list", "map", "bytes", "nested lists", "nested maps"],
+)
+def test_a_few_bytes_that_claim_to_be_more_than_any_memory_are_corrupt(encoded):
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        side_state_codec.decode(encoded, PLACE)
+
+
+def test_tags_in_each_other_without_end_are_corrupt():
+    tree = 1
+    for _ in range(400):  # what is decoded may be nested deeper than what is restored
+        tree = {TAG: "tuple", "value": [tree]}
+    assert side_state_codec.decode(saved({"args": 1}), PLACE) == {"args": 1}
+    with pytest.raises(CorruptCheckpointError, match=f"{PLACE}: .*RecursionError"):
+        side_state_codec.decode(saved({"args": tree}), PLACE)
+
+
+@pytest.mark.parametrize("bomb", [Bomb, Shell])
+def test_the_bombs_above_are_live(tmp_path, bomb):
+    torch.load(io.BytesIO(torch_saved(bomb(tmp_path / "made"))), weights_only=False)
+    assert (tmp_path / "made").is_dir()
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [b"", b"not a checkpoint", b"PK\x03\x04", saved({"a": [1]})[:-1], saved({"a": [1]}) + b"\0"],
+    ids=["empty", "text", "zip magic", "cut at the end", "too long"],
+)
+def test_broken_bytes_are_corrupt(encoded):
+    with pytest.raises(CorruptCheckpointError, match=rf"(?s){PLACE}: .*--ckpt-step"):
+        side_state_codec.decode(encoded, PLACE)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {TAG: "ndarray", "dtype": "O", "shape": [1], "value": b"12345678"},
+        {TAG: "ndarray", "dtype": "<f4", "shape": [5], "value": b"1234"},
+        {TAG: "ndarray", "dtype": "no such type", "shape": [1], "value": b"1234"},
+        {TAG: "ndarray"},
+        {TAG: "enum"},
+        {TAG: "enum", "class": 7, "value": "x"},
+        {TAG: "dict", "items": [1]},
+        {TAG: "namespace", "value": [1]},
+        {TAG: "set", "value": [[1]]},
+        {TAG: "bytesio", "value": "text"},
+        {TAG: "tuple", "value": b"1234567"},
+        {TAG: "tuple", "value": {}},
+        {TAG: "tuple"},
+        {TAG: "int", "value": 7},
+        {TAG: "int", "value": "no number"},
+        {TAG: "str", "value": b"\xff"},
+        {TAG: "complex", "value": [1, 2, 3]},
+        {TAG: "tensor", "dtype": "torch.float32", "shape": [5], "value": b"1234"},
+        {TAG: "tensor", "dtype": "torch.float32", "shape": [-1], "value": b"1234"},
+        {TAG: "tensor", "dtype": "torch.float32", "shape": [1], "value": b""},
+        {TAG: "tensor", "dtype": "torch.load", "shape": [1], "value": b"1234"},
+        {TAG: "tensor", "dtype": "torch.uint8", "shape": ["a"], "value": b"1"},
+    ],
+)
+def test_a_tagged_value_that_contradicts_itself_is_corrupt(tree):
+    with pytest.raises(CorruptCheckpointError, match=PLACE):
+        side_state_codec.decode(saved({"a": tree}), PLACE)
+
+
+@pytest.mark.parametrize("tag", ["no such tag", 7, None, [1], "repr"])
+def test_an_unknown_tag_is_left_out(tag):
+    assert side_state_codec.decode(saved({"a": {TAG: tag, "value": 1}, "b": 2}), PLACE) == {"b": 2}
+
+
+def test_a_type_that_is_not_known_is_left_out():
+    tree = {"a": msgspec.msgpack.Ext(5, b"x"), "d": {TAG: "dtype", "value": "torch.none"}, "b": 2}
+    assert side_state_codec.decode(saved(tree), PLACE) == {"b": 2}
+
+
+def enum_tag(path: str, name: str) -> bytes:
+    return saved({"e": {TAG: "enum", "class": path, "value": name}, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (f"{__name__}:Colour", "GREEN"),
+        (f"{__name__}:Colour", "__class__"),
+        (f"{__name__}:Absent", "RED"),
+        (f"{__name__}:Colour.RED", "RED"),
+        (f"{__name__}:Opaque", "RED"),
+        (f"{__name__}:os.system", "x"),
+        ("os:system", "x"),
+        ("no.such.module:Colour", "RED"),
+        ("", ""),
+        (":", ""),
+        ("__main__:", ""),
+    ],
+)
+def test_what_is_no_member_of_an_imported_enum_is_left_out(path, name):
+    assert side_state_codec.decode(enum_tag(path, name), PLACE) == {"b": 2}
+
+
+def test_an_enum_made_inside_a_function_is_left_out():
+    class Local(enum.Enum):
+        A = 1
+
+    assert lossy_round_trip({"e": Local.A, "b": 2}) == {"b": 2}
+
+
+def test_an_enum_of_a_module_that_is_not_imported_is_left_out_and_nothing_is_imported(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "flashckpt_colours.py").write_text(
+        "import enum\nclass Paint(enum.Enum):\n    RED = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import flashckpt_colours
+
+    encoded = side_state_codec.encode({"e": flashckpt_colours.Paint.RED, "b": 2})
+    assert side_state_codec.decode(encoded, PLACE)["e"] is flashckpt_colours.Paint.RED
+    monkeypatch.delitem(sys.modules, "flashckpt_colours")
+    before = set(sys.modules)
+    assert side_state_codec.decode(encoded, PLACE) == {"b": 2}
+    assert set(sys.modules) == before
+
+
+def test_a_module_that_imports_on_attribute_access_is_not_asked(monkeypatch):
+    asked = []
+    lazy = types.ModuleType("flashckpt_lazy")
+    lazy.__getattr__ = lambda name: asked.append(name)
+    monkeypatch.setitem(sys.modules, "flashckpt_lazy", lazy)
+    assert side_state_codec.decode(enum_tag("flashckpt_lazy:Colour.Inner", "RED"), PLACE) == {
+        "b": 2
+    }
+    assert asked == []

@@ -1,0 +1,112 @@
+"""What is expected of a rank before the first step is what it saves after that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flashckpt.config import Replicated
+from megatron_flashckpt.layout.piece import Piece
+from megatron_flashckpt.megatron_lm import parallel
+from megatron_flashckpt.megatron_lm.copy_check import Comparison
+from megatron_flashckpt.megatron_lm.cutting import LocalPiece
+from megatron_flashckpt.megatron_lm.model_state import ModelState
+from megatron_flashckpt.megatron_lm.optimizer_state import OptimizerEntry
+from megatron_flashckpt.megatron_lm.size_estimate import (
+    _compared_nbytes,
+    _tensors_after_step,
+    expect,
+)
+from tests.cpu_megatron.stubs.emerging_optimizers.emerging_optimizers.scalar_optimizers import Lion
+from tests.megatron_lm.test_model_state import Job
+from tests.support.jobs.stand_ins import FusedAdam
+
+Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.1)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def stateless(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def lion(parameters: Any) -> torch.optim.Optimizer:
+    return Lion(parameters, lr=0.1, betas=(0.9, 0.99), weight_decay=0.0)
+
+
+@pytest.mark.parametrize("make", [adam, momentum, stateless, lion])
+@pytest.mark.parametrize("policy", ["share", "first", 2])
+def test_what_is_expected_is_what_each_replica_saves(
+    make: Make, policy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, count = Job(), 3
+    monkeypatch.setattr(parallel, "replica_ranks", lambda *, expert: [0, 1, 2])
+    job.optimizer.optimizer = make(job.masters)
+    states = [ModelState(Replicated(optimizer=policy)) for _ in range(count)]
+
+    def of_each(found: Callable[[ModelState], list[Piece]]) -> list[list[Piece]]:
+        every = []
+        for index, state in enumerate(states):
+            monkeypatch.setattr(parallel, "data_parallel", lambda index=index: (count, index))
+            every.append(found(state))
+        return every
+
+    def saved(state: ModelState) -> list[Piece]:
+        owned = state.owned(state.geometry([job]), [job], job.optimizer)
+        return [local.piece for local in owned]
+
+    before = of_each(saved)
+    expected = of_each(lambda state: expect(state, [job], job.optimizer).pieces)
+    assert not job.optimizer.optimizer.state, "nothing was made"
+    for master in job.masters:
+        master.grad = torch.randn_like(master)
+    job.optimizer.optimizer.step()
+    after = of_each(saved)
+    assert expected == after
+    assert (before == after) == (make is stateless)
+    assert expected == of_each(lambda state: expect(state, [job], job.optimizer).pieces)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"exp_avg_dtype": torch.bfloat16}, {"store_param_remainders": True}],
+    ids=["fp32", "bf16-moment", "remainders"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masters_come_with_the_moments_of_precision_aware_optimizers(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    weight = torch.nn.Parameter(torch.randn(6).to(dtype))
+    inner = FusedAdam([weight], master_weights=True, **settings)
+    entry = OptimizerEntry(weight, 0, 6, weight, False, inner, True, True, keeps_master=True)
+    expected = _tensors_after_step(entry)
+    assert not inner.state, "nothing was made"
+    assert all(tensor.is_meta for tensor in expected.values())
+    weight.grad = torch.randn_like(weight)
+    inner.step()
+    assert described(expected) == described(entry.tensors())
+    assert described(_tensors_after_step(entry)) == described(entry.tensors())
+
+
+def described(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.dtype, int]]:
+    return [(kind, tensor.dtype, tensor.numel()) for kind, tensor in tensors.items()]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, 2**21), (2**19, 2**21), (2**20, 2**21), (0, 64), (64, 64)]
+)
+def test_memory_to_compare_copies_is_what_the_first_save_takes(start: int, end: int) -> None:
+    """Of a whole embedding it is a small part."""
+    piece = Piece("w", "master", "F32", (2**21,), (0,), (2**21,), start, end)
+    local = LocalPiece(piece, torch.zeros(end - start), copy="1.0")
+    comparison = Comparison([], [local], frozenset({"w"}))
+    assert _compared_nbytes(piece) == comparison.aside.content.nbytes

@@ -1,0 +1,553 @@
+"""Staging on a GPU: when copies are enqueued, and which streams and threads wait for them.
+
+The GPU is `tests.simulated_gpu`, which follows CUDA's rules for order, threads and memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from megatron.core.timers import Timers
+
+from megatron_flashckpt.errors import SaveFailedError
+from megatron_flashckpt.memory import cuda
+from megatron_flashckpt.memory.runs import Copy
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.save import stager as stager_module
+from megatron_flashckpt.save.stager import PART_NBYTES, PARTS_IN_FLIGHT, Stager
+from tests.save.test_stager import PATIENCE_S, Finish, bytes_at, raw
+from tests.simulated_gpu import Node, simulated_gpus
+from tests.support.trainer import eventually
+
+RANK = 5
+PART = 1 << 20
+#: Elements of a float tensor that fills one part.
+PART_NUMEL = PART // 4
+#: How long a copy takes of which a test says that other work does not overtake it.
+COPY_S = 0.2
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    """A node whose device 5 is this thread's, as Megatron sets it on local rank 5."""
+    monkeypatch.setattr(stager_module, "PART_NBYTES", PART)
+    with simulated_gpus(8) as made:
+        torch.cuda.set_device(RANK)
+        yield made
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    made = Slab.create(1, 0, 64 << 20, "0")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stager(node: Node, slab: Slab) -> Iterator[Stager]:
+    made = Stager()
+    made.use(slab, device=RANK)
+    made.pin(None)
+    made.wait_pinned()
+    yield made
+    node.refusals.clear()
+    made.close()
+
+
+def copies(slab: Slab, tensors: list[torch.Tensor], early: int = 0) -> list[Copy]:
+    offset, made = slab.slots[0].data_offset, []
+    for number, tensor in enumerate(tensors):
+        made.append(Copy(tensor, offset, number < early))
+        offset += tensor.nbytes
+    return made
+
+
+def staged(slab: Slab, numel: int) -> torch.Tensor:
+    start = slab.slots[0].data_offset
+    return torch.frombuffer(bytearray(bytes_at(slab, start, 4 * numel)), dtype=torch.float32)
+
+
+def errors_of(finish: Finish) -> list[BaseException | None]:
+    return [error for _, error in finish.calls]
+
+
+# ---------------------------------------------------------------------- order
+
+
+def test_the_step_waits_on_the_device_and_the_thread_continues(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    weight = torch.arange(1000.0, device="cuda")
+    finish = Finish()
+    with node.devices[RANK].held():
+        stager.stage(copies(slab, [weight]), finish)
+        stager.before_change()
+        weight.mul_(2.0)
+        assert finish.calls == [], "nothing is handed over before all is copied"
+    stager.wait()
+    assert errors_of(finish) == [None]
+    assert torch.equal(staged(slab, 1000), torch.arange(1000.0))
+    assert torch.equal(weight.cpu(), 2 * torch.arange(1000.0))
+
+
+def test_copies_follow_the_work_that_training_enqueued_before_the_save(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    early, late = (torch.zeros(100, device="cuda") for _ in range(2))
+    with node.devices[RANK].held():
+        early.add_(1.0)
+        late.add_(2.0)
+        stager.stage(copies(slab, [early, late], early=1), Finish())
+    stager.wait()
+    assert torch.equal(staged(slab, 200), torch.tensor([1.0] * 100 + [2.0] * 100))
+
+
+def test_tensors_that_the_next_forward_changes_are_copied_before_it(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    buffer, weight = (torch.ones(10, device="cuda") for _ in range(2))
+    node.d2h_bytes_per_s = buffer.nbytes / COPY_S
+    with node.devices[RANK].held():
+        stager.stage(copies(slab, [buffer, weight], early=1), Finish())
+        buffer.mul_(3.0)
+    stager.wait()
+    assert torch.equal(staged(slab, 20), torch.ones(20))
+    assert torch.equal(buffer.cpu(), torch.full((10,), 3.0))
+
+
+def test_the_host_waits_where_sources_are_in_host_memory(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    on_gpu, on_host = torch.ones(10, device="cuda"), torch.ones(10)
+    stager.stage(copies(slab, [on_gpu, on_host]), Finish())
+    stager.before_change()
+    on_host.zero_()
+    stager.wait()
+    assert torch.equal(staged(slab, 20), torch.ones(20))
+
+
+def test_a_step_that_is_captured_waits_outside_of_its_graph(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    weight = torch.ones(10, device="cuda")
+    finish = Finish()
+    side = torch.cuda.Stream()
+    stager.stage(copies(slab, [weight]), finish)
+    with torch.cuda.stream(side), node.capture("global") as graph:
+        stager.before_change()
+        assert torch.equal(staged(slab, 10), torch.ones(10))
+        weight.mul_(2.0)
+    graph.replay()
+    stager.wait()
+    assert errors_of(finish) == [None]
+    assert torch.equal(weight.cpu(), torch.full((10,), 2.0))
+
+
+def test_memory_that_training_frees_under_a_copy_is_not_overwritten(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    """Training frees memory by `untyped_storage().resize_(0)`; the tensor object remains."""
+    weight = torch.ones(PART_NUMEL, device="cuda")
+    node.d2h_bytes_per_s = PART / COPY_S
+    with node.devices[RANK].held():
+        stager.stage(copies(slab, [weight]), Finish())
+        eventually("the copy is asked for", stager._current.begun.is_set)
+        del weight.block
+        other = torch.empty(PART_NUMEL, device="cuda")
+        other.fill_(9.0)
+    stager.wait()
+    assert torch.equal(staged(slab, PART_NUMEL), torch.ones(PART_NUMEL))
+
+
+# ---------------------------------------------------------------------- devices
+
+
+@pytest.mark.parametrize("device", [0, None])
+def test_tensors_of_another_device_are_refused_by_name(
+    node: Node, slab: Slab, device: int | None
+) -> None:
+    """Their copies would run on a stream that nothing waits for."""
+    stager = Stager()
+    stager.use(slab, device=device)
+    finish = Finish()
+    stager.stage(copies(slab, [torch.ones(10, device="cuda")]), finish)
+    stager.wait()
+    (error,) = errors_of(finish)
+    assert isinstance(error, SaveFailedError)
+    ours = "no GPU" if device is None else "cuda:0"
+    assert str(error) == (
+        "tensors of this rank are on cuda:5, but the training thread's current device is "
+        f"{ours}; call torch.cuda.set_device(5) before the first save"
+    )
+    assert torch.equal(staged(slab, 10), torch.zeros(10))
+    stager.close()
+
+
+def test_the_stream_is_made_anew_for_another_device(node: Node, slab: Slab) -> None:
+    stager = Stager()
+    stager.use(slab, device=0)
+    stager.use(slab, device=RANK)
+    stager.pin(None)
+    finish = Finish()
+    stager.stage(copies(slab, [torch.ones(10, device="cuda")]), finish)
+    stager.wait()
+    assert errors_of(finish) == [None]
+    assert torch.equal(staged(slab, 10), torch.ones(10))
+    assert stager._stream.device.index == RANK
+    stager.close()
+
+
+def test_every_call_of_our_threads_is_made_on_the_rank_s_device(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    stager.stage(copies(slab, [torch.ones(10, device="cuda")], early=0), Finish())
+    stager.wait()
+    ours = [call for call in node.calls if call.thread.startswith("flashckpt-")]
+    entering = [call for call in ours if call.device != RANK]
+    assert {call.name for call in entering} == {"set_device"}
+    assert len(ours) > len(entering)
+
+
+def test_the_side_stream_is_shared_with_no_stream_of_training(node: Node, stager: Stager) -> None:
+    others = [torch.cuda.Stream() for _ in range(40)]
+    assert stager._stream not in others
+
+
+# ---------------------------------------------------------------------- overlap
+
+
+def in_parts(count: int) -> list[torch.Tensor]:
+    return [torch.full((PART_NUMEL,), float(n), device="cuda") for n in range(count)]
+
+
+def test_at_most_two_parts_are_enqueued_and_unfinished(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    tensors = [*in_parts(5), torch.full((9 * PART_NUMEL,), 9.0, device="cuda")]
+    stager.stage(copies(slab, tensors), Finish())
+    stager.wait()
+    engine = node.devices[RANK].to_host
+    assert engine.most_queued_nbytes == PARTS_IN_FLIGHT * PART
+    assert PARTS_IN_FLIGHT * PART_NBYTES == 128 << 20, "2.5 ms at 52 GB/s"
+    assert torch.equal(staged(slab, 14 * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
+
+
+def test_all_remaining_parts_are_enqueued_when_the_step_waits(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    tensors = in_parts(14)
+    engine = node.devices[RANK].to_host
+    node.d2h_bytes_per_s = PART / 0.05
+    stager.stage(copies(slab, tensors), Finish())
+    with node.devices[RANK].held():
+        left = engine.queued_nbytes
+        waiting = threading.Thread(target=stager.before_change)
+        waiting.start()
+        # The copy thread may be in a wait for one part; the device has to finish that one.
+        node.devices[RANK].running.set()
+        waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert left <= PARTS_IN_FLIGHT * PART
+    assert engine.most_queued_nbytes > 2 * PARTS_IN_FLIGHT * PART
+    stager.wait()
+    assert torch.equal(staged(slab, 14 * PART_NUMEL), torch.cat([t.cpu() for t in tensors]))
+
+
+def test_megatron_s_timers_and_small_copies_of_training_do_not_wait_for_a_save(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    """Stock synchronizes the device behind every save (`Timer.stop`, `Timer.start`)."""
+    parts = 50
+    tensors = in_parts(parts)
+    loss = torch.tensor(3.5, device="cuda")
+    timers = Timers(0, "minmax")
+    timers("interval-time", log_level=0).start()
+    timers("interval-time").stop()
+    timers("save-checkpoint", log_level=0).start()
+    node.d2h_bytes_per_s = parts * PART / 0.7  # the copies take 700 ms in all
+
+    def waited_for(work: Callable[[], object]) -> int:
+        """Return the bytes to copy that this thread waited for in `work`, at most."""
+        before, me = len(node.waits), threading.current_thread().name
+        work()
+        return sum(wait.queued_nbytes for wait in node.waits[before:] if wait.thread == me)
+
+    finish = Finish()
+    started = time.perf_counter()
+    assert waited_for(lambda: stager.stage(copies(slab, tensors), finish)) == 0
+    in_timers = waited_for(timers("save-checkpoint").stop)
+    in_timers += waited_for(timers("interval-time").start)
+    assert in_timers < parts * PART / 10
+    assert waited_for(loss.item) <= PARTS_IN_FLIGHT * PART + loss.nbytes
+    assert waited_for(stager.before_change) == 0, "the thread asks for the step, and continues"
+    at_step: list[int] = []
+    engine = node.devices[RANK].to_host
+    torch.cuda.current_stream().enqueue(lambda: at_step.append(engine.queued_nbytes))
+    tensors[-1].mul_(0.0)
+    torch.cuda.current_stream().synchronize()
+    assert at_step == [0], "the step waits for all copies that are left"
+    assert time.perf_counter() - started >= 0.7
+    stager.wait()
+    assert errors_of(finish) == [None]
+    assert torch.equal(staged(slab, parts * PART_NUMEL)[-1], torch.tensor(49.0))
+
+
+def test_no_wait_of_ours_spins(node: Node, slab: Slab, stager: Stager) -> None:
+    stager.stage(copies(slab, in_parts(6)), Finish())
+    stager.wait()
+    names = {call.name for call in node.calls if call.thread.startswith("flashckpt-")}
+    assert "Event.synchronize" in names
+    assert names.isdisjoint({"spin", "Stream.synchronize", "synchronize"})
+
+
+# ---------------------------------------------------------------------- page-locking
+
+
+def test_copies_into_memory_that_is_not_locked_yet_are_plain(node: Node, slab: Slab) -> None:
+    stager = Stager()
+    stager.use(slab, device=RANK)
+    finish = Finish()
+    stager.stage(copies(slab, in_parts(3)), finish)
+    stager.wait()
+    assert errors_of(finish) == [None]
+    assert torch.equal(staged(slab, 3 * PART_NUMEL)[::PART_NUMEL], torch.arange(3.0))
+    stager.close()
+
+
+def test_no_copy_crosses_the_border_of_two_locked_chunks(
+    node: Node, slab: Slab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = 3 << 18
+    monkeypatch.setattr("megatron_flashckpt.memory.pinning.CHUNK_NBYTES", chunk)
+    monkeypatch.setattr("megatron_flashckpt.memory.runs.CHUNK_NBYTES", chunk)
+    node.runtime.failing_call = 4  # the rest is not locked
+    stager = Stager()
+    stager.use(slab, device=RANK)
+    stager.pin(None)
+    stager.wait_pinned()
+    tensors = [torch.rand(numel).to(dtype) for dtype in (torch.float32, torch.bfloat16)
+               for numel in (700_001, 3, 130_000, 600_000)]  # fmt: skip
+    finish = Finish()
+    stager.stage(copies(slab, [tensor.cuda() for tensor in tensors], early=3), finish)
+    stager.wait()
+    assert errors_of(finish) == [None]
+    whole = b"".join(map(raw, tensors))
+    assert bytes_at(slab, slab.slots[0].data_offset, len(whole)) == whole
+    stager.close()
+
+
+@pytest.mark.parametrize("limit", ["most_nbytes", "failing_call"])
+def test_a_failed_page_lock_disturbs_no_kernel_and_is_named(
+    node: Node, slab: Slab, limit: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    setattr(node.runtime, limit, 0 if limit == "failing_call" else 1 << 20)
+    stager = Stager()
+    stager.use(slab, device=RANK)
+    stager.pin(None)
+    stager.wait_pinned()
+    weight = torch.ones(10, device="cuda")
+    weight.mul_(2.0)  # would raise the error if it were left behind in this thread
+    finish = Finish()
+    stager.stage(copies(slab, [weight]), finish)
+    stager.before_change()
+    stager.wait()
+    assert errors_of(finish) == [None]
+    assert torch.equal(staged(slab, 10), torch.full((10,), 2.0))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "kernel or the GPU driver" in message
+    assert "pinned: false" in message
+    assert "ulimit" not in message
+    stager.close()
+
+
+def test_a_slab_is_unlocked_when_another_takes_its_place_and_not_at_exit(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    locked = dict(node.runtime.locked)
+    other = Slab.create(1, 0, 1 << 21, "other")
+    stager.use(other, device=RANK)
+    assert node.runtime.locked == {}
+    stager.pin(None)
+    stager.wait_pinned()
+    assert list(node.runtime.locked.values()) == [other.geometry.nbytes]
+    assert list(locked.values()) == [slab.geometry.nbytes]
+    stager.close()
+    assert list(node.runtime.locked.values()) == [other.geometry.nbytes]
+    assert {thread for _, thread, _ in node.runtime.registered_by} == {"flashckpt-pin"}
+    other.close()
+
+
+def test_a_slab_stays_mapped_and_locked_while_copies_into_it_are_under_way(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    finish = Finish()
+    dropping = threading.Thread(target=stager.drop_slab)
+    with node.devices[RANK].held():
+        stager.stage(copies(slab, in_parts(1)), finish)
+        dropping.start()
+        dropping.join(0.1)
+        assert dropping.is_alive()
+        assert list(node.runtime.locked.values()) == [slab.geometry.nbytes]
+    dropping.join(PATIENCE_S)
+    assert errors_of(finish) == [None]
+    assert node.runtime.locked == {}
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+def test_graphs_that_training_captures_during_a_save_are_whole(node: Node, slab: Slab) -> None:
+    stager = Stager()
+    weight, tensors = torch.ones(10, device="cuda"), in_parts(20)
+    errors: list[BaseException | None] = []
+
+    def save_again_and_again() -> None:
+        cuda.enter_thread(RANK)
+        for _ in range(5):
+            finish = Finish()
+            stager.use(slab, device=RANK)
+            stager.pin(None)
+            stager.stage(copies(slab, tensors), finish)
+            stager.wait()
+            errors.extend(errors_of(finish))
+
+    saving = threading.Thread(target=save_again_and_again, name="flashckpt-prepare")
+    saving.start()
+    side, captures = torch.cuda.Stream(), 0
+    while saving.is_alive():
+        with torch.cuda.stream(side), node.capture("global"):
+            weight.mul_(2.0)
+        captures += 1
+    assert captures > 5
+    assert errors == [None] * 5
+    stager.close()
+
+
+# ---------------------------------------------------------------------- failures
+
+#: Refused, it only means that captures of training may fail.
+CAPTURE_MODE = "cudaThreadExchangeStreamCaptureMode"
+CALLS_OF_A_SAVE = (
+    *("set_device", "Stream.wait_event", "Event.record", "copy to host", "Event.synchronize"),
+    CAPTURE_MODE,
+)
+
+
+def refuse() -> None:
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("name", CALLS_OF_A_SAVE)
+@pytest.mark.parametrize("early", [0, 2])
+def test_a_save_fails_by_name_and_training_and_exit_continue(
+    node: Node, slab: Slab, stager: Stager, name: str, early: int
+) -> None:
+    tensors = in_parts(4)
+    node.refusals[name] = refuse
+    finish = Finish()
+    stager.stage(copies(slab, tensors, early), finish)
+    stager.before_change()
+    assert stager.wait(PATIENCE_S)
+    (error,) = errors_of(finish)
+    assert "illegal memory access" in str(error) or (name, error) == (CAPTURE_MODE, None)
+    node.refusals.clear()
+    again = Finish()
+    stager.stage(copies(slab, tensors, early), again)
+    stager.before_change()
+    assert stager.wait(PATIENCE_S)
+    assert errors_of(again) == [None]
+    assert torch.equal(staged(slab, 4 * PART_NUMEL)[::PART_NUMEL], torch.arange(4.0))
+
+
+def test_a_failed_save_ends_when_no_copy_of_it_is_under_way(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    """Then the slab may be unmapped, and a copy into it would go wherever its address leads."""
+    asked = itertools.count()
+
+    def refuse_the_second() -> None:
+        if next(asked) == 1:
+            refuse()
+
+    node.refusals["copy to host"] = refuse_the_second
+    finish = Finish()
+    with node.devices[RANK].held():
+        stager.stage(copies(slab, in_parts(2)), finish)
+        eventually("the second copy is refused", lambda: next(asked) > 1)
+        assert not stager.wait(0.1)
+        assert finish.calls == []
+    stager.wait()
+    (error,) = errors_of(finish)
+    assert "illegal memory access" in str(error)
+
+
+def test_the_calls_that_are_refused_are_all_that_a_save_makes(
+    node: Node, slab: Slab, stager: Stager
+) -> None:
+    tensors = in_parts(4)
+    before = len(node.calls)
+    stager.stage(copies(slab, tensors, early=2), Finish())
+    stager.before_change()
+    stager.wait()
+    assert {call.name for call in node.calls[before:]} == set(CALLS_OF_A_SAVE)
+
+
+def test_a_device_that_refuses_to_wait_makes_the_host_wait(
+    node: Node, slab: Slab, stager: Stager, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.ones(10, device="cuda")
+    stager.stage(copies(slab, [weight]), Finish())
+    eventually("the copies", lambda: stager._current.copied.is_set())
+    node.refusals["Stream.wait_event"] = refuse
+    stager._current.copied.clear()  # as if they were still made
+    threading.Timer(0.1, stager._current.copied.set).start()
+    stager.before_change()
+    assert "the GPU cannot wait for a save's copies (" in caplog.text
+
+
+def test_a_gpu_that_refuses_a_stream_is_named(node: Node, slab: Slab) -> None:
+    stager = Stager()
+    node.refusals["Stream"] = refuse
+    with pytest.raises(SaveFailedError, match=r"cuda:5 makes no stream .* another GPU"):
+        stager.use(slab, device=RANK)
+    node.refusals.clear()
+    stager.use(slab, device=RANK)
+    finish = Finish()
+    stager.stage(copies(slab, [torch.ones(10, device="cuda")]), finish)
+    stager.wait()
+    assert errors_of(finish) == [None]
+    stager.close()
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails for good"])
+def test_an_exit_after_a_crash_does_not_wait_for_a_gpu(node: Node, slab: Slab, how: str) -> None:
+    stager = Stager()
+    stager.use(slab, device=RANK)
+    stager.pin(None)
+    stager.wait_pinned()
+    finish = Finish()
+    if how == "hangs":
+        node.devices[RANK].running.clear()
+    tensors = [torch.empty(PART_NUMEL, device="cuda") for _ in range(5)]
+    stager.stage(copies(slab, tensors), finish)
+    if how != "hangs":
+        node.devices[RANK].fail("an illegal memory access was encountered")
+    started = time.monotonic()
+    stager.abandon()
+    assert time.monotonic() - started < 5.0
+    assert errors_of(finish) != [None]
+
+
+def test_no_copy_is_lost_when_a_crash_leaves_the_gpu_alive(node: Node, slab: Slab) -> None:
+    stager = Stager()
+    stager.use(slab, device=RANK)
+    finish = Finish()
+    stager.stage(copies(slab, in_parts(5)), finish)
+    stager.abandon()
+    assert errors_of(finish) == [None]
+    assert torch.equal(staged(slab, 5 * PART_NUMEL)[::PART_NUMEL], torch.arange(5.0))

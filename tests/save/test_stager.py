@@ -1,0 +1,366 @@
+"""Copies: early ones before `stage` returns, late ones before `wait` does, errors to `finish`."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flashckpt.memory.runs import Copy
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.save.stager import Stager
+from tests.support.mapped import times_mapped
+
+PATIENCE_S = 20.0
+
+
+class HeldStager(Stager):
+    """Its copy thread copies nothing before `gate` is set; what `stage` copies itself is free."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        super().__init__()
+
+    def _copy_late(self, job: Any) -> None:
+        assert self.gate.wait(PATIENCE_S)
+        super()._copy_late(job)
+
+
+class Finish:
+    """Remembers how it was called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[float, BaseException | None]] = []
+        self.thread = ""
+
+    def __call__(self, seconds: float, error: BaseException | None) -> None:
+        self.calls.append((seconds, error))
+        self.thread = threading.current_thread().name
+
+
+@pytest.fixture
+def slab() -> Iterator[Slab]:
+    made = Slab.create(1, 0, 1 << 20, "0")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stager(slab: Slab) -> Iterator[HeldStager]:
+    made = HeldStager()
+    made.use(slab, device=None)
+    yield made
+    made.gate.set()
+    made.close()
+
+
+def bytes_at(slab: Slab, offset: int, nbytes: int) -> bytes:
+    return slab.memory[offset : offset + nbytes]
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+def test_early_copies_are_made_when_stage_returns_and_late_ones_are_not(
+    slab: Slab, stager: HeldStager
+) -> None:
+    offset = slab.slots[0].data_offset
+    early, late = torch.arange(100.0), torch.arange(100.0) + 1000
+    finish = Finish()
+    stager.stage([Copy(late, offset + 400, False), Copy(early, offset, True)], finish)
+    assert bytes_at(slab, offset, 400) == raw(early)
+    assert bytes_at(slab, offset + 400, 400) == bytes(400)
+    early.zero_()  # what the next forward may do
+    assert finish.calls == []
+    stager.gate.set()
+    stager.wait()
+    assert bytes_at(slab, offset, 400) == raw(torch.arange(100.0))
+    assert bytes_at(slab, offset + 400, 400) == raw(late)
+
+
+def test_wait_returns_only_when_late_copies_are_made_and_handed_over(
+    slab: Slab, stager: HeldStager
+) -> None:
+    offset = slab.slots[0].data_offset
+    late = torch.arange(50.0)
+    finish = Finish()
+    stager.stage([Copy(late, offset, False)], finish)
+    waiting = threading.Thread(target=stager.wait)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    stager.gate.set()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert bytes_at(slab, offset, 200) == raw(late)
+    ((seconds, error),) = finish.calls
+    assert error is None
+    assert seconds >= 0
+    assert finish.thread == "flashckpt-stage", "the training thread is not held up by it"
+
+
+def test_training_may_go_on_when_all_is_copied_but_the_next_save_not(
+    slab: Slab, stager: HeldStager
+) -> None:
+    offset = slab.slots[0].data_offset
+    ringing, answered = threading.Event(), threading.Event()
+
+    def finish(seconds: float, error: BaseException | None) -> None:
+        ringing.set()
+        assert answered.wait(PATIENCE_S)
+
+    stager.gate.set()
+    stager.stage([Copy(torch.arange(50.0), offset, False)], finish)
+    stager.wait_copied()
+    assert bytes_at(slab, offset, 200) == raw(torch.arange(50.0))
+    assert ringing.wait(PATIENCE_S)
+    waiting = threading.Thread(target=stager.wait)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive()
+    answered.set()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+def test_nothing_is_waited_for_if_all_copies_were_early(slab: Slab, stager: HeldStager) -> None:
+    offset = slab.slots[0].data_offset
+    finish = Finish()
+    stager.stage([Copy(torch.ones(4), offset, True)], finish)
+    stager.wait_copied()
+    assert finish.calls == [], "the copy thread has not even looked at it"
+    stager.gate.set()
+    stager.wait()
+    assert len(finish.calls) == 1
+
+
+def test_neighbours_of_several_types_and_what_lies_apart_all_come_to_their_places(
+    slab: Slab, stager: HeldStager
+) -> None:
+    stager.gate.set()
+    position = slab.slots[0].data_offset
+    copies = []
+    types = [torch.float32, torch.float32, torch.int32, *[torch.bfloat16] * 4, torch.uint8]
+    for number, dtype in enumerate(types):
+        position += 2 if number == 5 else 0
+        source = torch.full((3 * (number % 3),), number + 1).to(dtype)
+        copies.append(Copy(source, position, False))
+        position += source.nbytes
+    stager.stage(copies, Finish())
+    stager.wait()
+    for copy in copies:
+        assert bytes_at(slab, copy.offset, copy.source.nbytes) == raw(copy.source)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_large_neighbours_with_small_ones_among_them_all_come_to_their_places(
+    slab: Slab, stager: HeldStager, early: bool
+) -> None:
+    """Many small pieces are copied by another call than large ones."""
+    stager.gate.set()
+    position = slab.slots[0].data_offset
+    copies = []
+    for dtype, numels in ((torch.float32, (200_000, 7, 0)), (torch.bfloat16, (1, 60_001))):
+        for numel in numels:
+            copies.append(Copy(torch.randn(numel).to(dtype), position, early))
+            position += copies[-1].source.nbytes
+    stager.stage(copies, Finish())
+    stager.wait()
+    for copy in copies:
+        assert bytes_at(slab, copy.offset, copy.source.nbytes) == raw(copy.source)
+    assert bytes_at(slab, position, 64) == bytes(64)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_was_copied_is_not_kept_alive(slab: Slab, stager: HeldStager, early: bool) -> None:
+    """Training may have moved it elsewhere since: device memory must not stay in use for us."""
+    stager.gate.set()
+    source = torch.ones(64)
+    memory = weakref.ref(source.untyped_storage())
+    stager.stage([Copy(source, slab.slots[0].data_offset, early)], Finish())
+    stager.wait()
+    assert memory() is not None
+    del source
+    assert memory() is None
+
+
+def test_wait_without_a_job_returns_at_once(stager: HeldStager) -> None:
+    stager.wait()
+    stager.wait()
+    assert not stager.gate.is_set()
+
+
+def test_a_second_stage_waits_for_the_first(slab: Slab, stager: HeldStager) -> None:
+    offset = slab.slots[0].data_offset
+    order: list[str] = []
+    stager.stage([Copy(torch.ones(4), offset, False)], lambda *_: order.append("first"))
+
+    def second() -> None:
+        stager.stage([Copy(torch.full((4,), 2.0), offset, True)], lambda *_: order.append("second"))
+        order.append("staged second")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    thread.join(0.2)
+    assert order == []
+    assert bytes_at(slab, offset, 16) == bytes(16), "not even its early copies"
+    stager.gate.set()
+    thread.join(PATIENCE_S)
+    stager.wait()
+    assert order[0] == "first"
+    assert sorted(order[1:]) == ["second", "staged second"]
+    assert bytes_at(slab, offset, 16) == raw(torch.full((4,), 2.0))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8),
+        *(torch.int64, torch.bool, torch.float8_e4m3fn),
+    ],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_every_element_type_is_copied_bit_for_bit(
+    slab: Slab, stager: HeldStager, dtype: torch.dtype, early: bool
+) -> None:
+    stager.gate.set()
+    offset = slab.slots[0].data_offset
+    source = torch.randint(0, 2, (64,), dtype=torch.uint8)
+    if dtype != torch.bool:
+        source = torch.randint(0, 256, (64,), dtype=torch.uint8)  # NaNs and all
+    source = source.view(dtype)
+    stager.stage([Copy(source, offset + 64, early)], Finish())
+    stager.wait()
+    assert bytes_at(slab, offset + 64, 64) == raw(source)
+    assert bytes_at(slab, offset, 64) == bytes(64)
+    assert bytes_at(slab, offset + 128, 64) == bytes(64)
+
+
+def test_many_pieces_each_land_at_their_offset(slab: Slab, stager: HeldStager) -> None:
+    stager.gate.set()
+    offset = slab.slots[0].data_offset
+    sources = [torch.full((n,), n, dtype=torch.float32) for n in range(1, 200)]
+    copies, position = [], offset
+    for number, source in enumerate(sources):
+        copies.append(Copy(source, position, number % 3 == 0))
+        position += source.nbytes
+    stager.stage(copies, Finish())
+    stager.wait()
+    assert bytes_at(slab, offset, position - offset) == b"".join(map(raw, sources))
+
+
+def test_a_save_without_late_copies_and_one_without_any_are_finished_too(
+    slab: Slab, stager: HeldStager
+) -> None:
+    stager.gate.set()
+    for copies in ([Copy(torch.ones(1), slab.slots[0].data_offset, True)], []):
+        finish = Finish()
+        stager.stage(copies, finish)
+        stager.wait()
+        assert [error for _, error in finish.calls] == [None]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_error_in_a_copy_reaches_finish_and_the_next_stage_works(
+    slab: Slab, stager: HeldStager, early: bool
+) -> None:
+    stager.gate.set()
+    beyond = Copy(torch.ones(1000), slab.geometry.nbytes - 40, early)
+    finish = Finish()
+    stager.stage([beyond], finish)
+    stager.wait()
+    ((_, error),) = finish.calls
+    assert isinstance(error, RuntimeError)
+    good = Finish()
+    source = torch.arange(5.0)
+    stager.stage([Copy(source, slab.slots[0].data_offset, early)], good)
+    stager.wait()
+    assert [error for _, error in good.calls] == [None]
+    assert bytes_at(slab, slab.slots[0].data_offset, 20) == raw(source)
+
+
+def test_no_late_copy_is_made_after_an_early_one_has_failed(slab: Slab, stager: HeldStager) -> None:
+    stager.gate.set()
+    offset = slab.slots[0].data_offset
+    finish = Finish()
+    beyond = Copy(torch.ones(1000), slab.geometry.nbytes - 40, True)
+    stager.stage([beyond, Copy(torch.ones(5), offset, False)], finish)
+    stager.wait()
+    assert len(finish.calls) == 1
+    assert bytes_at(slab, offset, 20) == bytes(20)
+
+
+def test_a_finish_that_raises_does_not_end_the_copying(
+    slab: Slab, stager: HeldStager, caplog: pytest.LogCaptureFixture
+) -> None:
+    stager.gate.set()
+
+    def broken(seconds: float, error: BaseException | None) -> None:
+        raise OSError("the hand-over broke")
+
+    stager.stage([], broken)
+    stager.wait()
+    assert "the hand-over broke" in caplog.text
+    finish = Finish()
+    stager.stage([], finish)
+    stager.wait()
+    assert len(finish.calls) == 1
+
+
+def test_another_slab_is_used_from_the_next_stage_on(slab: Slab, stager: HeldStager) -> None:
+    stager.gate.set()
+    other = Slab.create(1, 0, 1 << 16, "1")
+    offset = slab.slots[0].data_offset
+    stager.stage([Copy(torch.ones(4), offset, False)], Finish())
+    stager.use(other, device=None)  # waits for what is under way
+    assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
+    stager.stage([Copy(torch.full((4,), 3.0), offset, False)], Finish())
+    stager.wait()
+    assert bytes_at(other, offset, 16) == raw(torch.full((4,), 3.0))
+    assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
+    stager.use(slab, device=None)
+    other.close()
+
+
+def test_close_ends_what_is_under_way_and_joins_the_thread(slab: Slab) -> None:
+    stager = HeldStager()
+    stager.use(slab, device=None)
+    offset = slab.slots[0].data_offset
+    finish = Finish()
+    stager.stage([Copy(torch.ones(4), offset, False)], finish)
+    thread = stager._thread
+    threading.Timer(0.1, stager.gate.set).start()
+    stager.close()
+    assert not thread.is_alive()
+    assert len(finish.calls) == 1
+    assert bytes_at(slab, offset, 16) == raw(torch.ones(4))
+    stager.close()
+
+
+def test_close_lets_go_of_the_slab() -> None:
+    slab = Slab.create(1, 0, 4096, "let-go")
+    stager = Stager()
+    stager.use(slab, device=None)
+    stager.close()
+    slab.close()
+    assert times_mapped("let-go") == 0
+
+
+def test_a_slab_that_is_closed_under_the_stager_stays_mapped_until_it_lets_go() -> None:
+    slab = Slab.create(1, 0, 4096, "held")
+    offset = slab.slots[0].data_offset
+    stager = Stager()
+    stager.use(slab, device=None)
+    slab.close()
+    finish = Finish()
+    stager.stage([Copy(torch.ones(4), offset, False)], finish)
+    stager.wait()
+    assert [error for _, error in finish.calls] == [None]
+    assert times_mapped("held") == 1
+    stager.close()
+    assert times_mapped("held") == 0

@@ -1,0 +1,189 @@
+"""No optimizer step begins before the copies of what it changes are made."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_flashckpt.memory.runs import Copy
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.save.step_hook import StepHook
+from tests.save.test_stager import PATIENCE_S, HeldStager, bytes_at, raw
+
+
+def parameter() -> torch.nn.Parameter:
+    made = torch.nn.Parameter(torch.ones(8))
+    made.grad = torch.full((8,), 0.5)
+    return made
+
+
+class Top:
+    """What training calls `step` on: changes masters itself, then steps the inner optimizer."""
+
+    def __init__(self, inner: torch.optim.Optimizer, master: torch.Tensor) -> None:
+        self.inner = inner
+        self.master = master
+
+    def step(self, scale: float = 1.0, *, flag: bool = True) -> tuple[float, bool]:
+        """Docstring of the real step."""
+        self.master.mul_(2.0)
+        self.inner.step()
+        return scale, flag
+
+
+class Waits:
+    """Counts waits and remembers what they saw of a tensor."""
+
+    def __init__(self, watched: torch.Tensor) -> None:
+        self.watched = watched
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self) -> None:
+        self.seen.append(self.watched.detach().clone())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD([p], lr=0.1),
+        lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adam([p], lr=0.1),
+        lambda p: torch.optim.AdamW([p], lr=0.1, foreach=True),
+        lambda p: torch.optim.AdamW([p], lr=0.1, fused=True),
+    ],
+)
+def test_a_real_optimizer_waits_before_it_changes_anything(make: Any) -> None:
+    weight = parameter()
+    optimizer = make(weight)
+    waits = Waits(weight)
+    StepHook(waits).install(None, [optimizer])
+    for number in range(1, 4):
+        before = weight.detach().clone()
+        optimizer.step()
+        assert len(waits.seen) == number
+        assert torch.equal(waits.seen[-1], before)
+        assert not torch.equal(weight, before)
+
+
+def test_a_step_with_a_closure_waits_before_the_closure() -> None:
+    weight = parameter()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    waits = Waits(weight)
+    StepHook(waits).install(None, [optimizer])
+
+    def closure() -> float:
+        assert len(waits.seen) == 1
+        return 3.0
+
+    assert optimizer.step(closure) == 3.0
+
+
+def test_the_top_level_step_waits_before_it_changes_masters() -> None:
+    master = torch.ones(4)
+    inner = torch.optim.SGD([parameter()], lr=0.1)
+    top = Top(inner, master)
+    waits = Waits(master)
+    hook = StepHook(waits)
+    hook.install(top, [inner])
+    assert top.step(3.0, flag=False) == (3.0, False), "arguments and result pass through"
+    assert torch.equal(waits.seen[0], torch.ones(4))
+    assert len(waits.seen) == 2, "once for the top, once for the inner one"
+    assert top.step.__doc__ == "Docstring of the real step."
+
+
+def test_steps_are_counted_once_each_and_those_of_the_inner_alone_are_not() -> None:
+    inner = torch.optim.SGD([parameter()], lr=0.1)
+    top = Top(inner, torch.ones(1))
+    hook = StepHook(lambda: None)
+    hook.install(top, [inner])
+    assert hook.steps == 0
+    for number in range(1, 4):
+        top.step()
+        assert hook.steps == number
+    inner.step()
+    assert hook.steps == 3
+
+
+def test_installing_again_changes_nothing() -> None:
+    inner = torch.optim.SGD([parameter()], lr=0.1)
+    top = Top(inner, torch.ones(1))
+    waits = Waits(top.master)
+    hook = StepHook(waits)
+    for _ in range(5):  # every save does
+        hook.install(top, [inner])
+    top.step()
+    assert len(waits.seen) == 2
+    assert hook.steps == 1
+
+
+def test_an_optimizer_that_comes_later_is_hooked_too() -> None:
+    first, second = (torch.optim.SGD([parameter()], lr=0.1) for _ in range(2))
+    waits = Waits(torch.ones(1))
+    hook = StepHook(waits)
+    hook.install(None, [first])
+    second.step()
+    assert len(waits.seen) == 0
+    hook.install(None, [first, second])
+    second.step()
+    first.step()
+    assert len(waits.seen) == 2
+
+
+def test_without_an_optimizer_there_is_nothing_to_hook() -> None:
+    hook = StepHook(lambda: None)
+    hook.install(None, [])
+    assert hook.steps == 0
+
+
+def test_the_hook_keeps_no_optimizer_alive() -> None:
+    inner = torch.optim.SGD([parameter()], lr=0.1)
+    top = Top(inner, torch.ones(1))
+    hook = StepHook(lambda: None)
+    hook.install(top, [inner])
+    references = [weakref.ref(inner), weakref.ref(top)]
+    del inner, top
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_an_error_in_a_step_passes_and_the_next_step_waits_again() -> None:
+    class Broken:
+        def step(self) -> None:
+            raise ZeroDivisionError
+
+    waits = Waits(torch.ones(1))
+    broken = Broken()
+    StepHook(waits).install(broken, [])
+    for number in (1, 2):
+        with pytest.raises(ZeroDivisionError):
+            broken.step()
+        assert len(waits.seen) == number
+
+
+def test_the_slot_holds_the_weights_from_before_the_step() -> None:
+    """The stager and the hook together, with a copy that is still under way at the step."""
+    slab = Slab.create(1, 0, 4096, "0")
+    stager = HeldStager()
+    stager.use(slab, device=None)
+    weight = parameter()
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    StepHook(stager.before_change).install(None, [optimizer])
+    before = weight.detach().clone()
+    offset = slab.slots[0].data_offset
+    stager.stage([Copy(weight.detach(), offset, False)], lambda *_: None)
+    stepping = threading.Thread(target=optimizer.step)
+    stepping.start()
+    stepping.join(0.2)
+    assert stepping.is_alive(), "the step waits"
+    assert torch.equal(weight, before)
+    stager.gate.set()
+    stepping.join(PATIENCE_S)
+    assert not torch.equal(weight, before)
+    assert bytes_at(slab, offset, 32) == raw(before)
+    stager.close()
+    slab.close()

@@ -1,0 +1,1 @@
+"""What tests of several folders share: jobs that ranks run, launchers, trainers, made data."""

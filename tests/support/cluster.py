@@ -1,0 +1,143 @@
+"""Several nodes of one job on this machine: a runtime directory and an agent each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from megatron_flashckpt.agent import protocol as p
+from megatron_flashckpt.agent.socket_dir import LOG
+from tests.agent.conftest import Node
+from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
+
+
+class Cluster:
+    """Nodes with some ranks each; all of them are FakeTrainers in this process."""
+
+    def __init__(self, where: Path, root: Path, sizes: Iterable[int], **job: object) -> None:
+        """Args: `sizes`: ranks per node; `job`: what every trainer is made with."""
+        self._where = where
+        self.root = root
+        self._job = job
+        self._made = 0
+        self.ranks: list[tuple[int, ...]] = []
+        for size in sizes:
+            first = sum(map(len, self.ranks))
+            self.ranks.append(tuple(range(first, first + size)))
+        self.world_size = sum(map(len, self.ranks))
+        self.nodes = [self._node() for _ in self.ranks]
+        self.trainers: dict[int, FakeTrainer] = {}
+        self.peers: list[p.PeersOpened] = []
+        self.plans: list[p.JoinPeers] = []
+        #: Address of each node, and what its agent is started in.
+        self.hosts = ["127.0.0.1"] * len(self.ranks)
+        self.inside: Callable[[int], AbstractContextManager[None]] = lambda node: nullcontext()
+
+    def _node(self) -> Node:
+        self._made += 1
+        return Node(self._where / f"n{self._made}")
+
+    def restart_trainers(self, **numel: int) -> None:
+        for trainer in self.trainers.values():
+            trainer.hang_up()
+        for number, (node, ranks) in enumerate(zip(self.nodes, self.ranks, strict=True)):
+            for rank in ranks:
+                with self.inside(number):
+                    self.trainers[rank] = node.trainer(
+                        self.root, rank, self.world_size, **{**self._job, **numel}
+                    )
+
+    def succeed(self, node: int) -> None:
+        """Let another agent take the place of one that was killed, as its ranks do."""
+        opened = self.peers[node]
+        request = p.OpenPeers(opened.host, 2, opened.identity, opened.port)
+        for rank in self.ranks[node]:
+            trainer = self.trainers[rank]
+            with self.inside(node):
+                trainer.find_agent()
+            assert trainer.client.open_peers(request) == opened
+            trainer.client.join_peers(self.plans[node])
+            trainer.attach()
+
+    def start(
+        self, scheme: str = "copy", group: int = 2, timeout_s: float = 20.0, **numel: int
+    ) -> None:
+        """Start (or restart) all trainers and introduce their agents to each other."""
+        self.restart_trainers(**numel)
+        self.peers = [
+            self.trainers[ranks[0]].client.open_peers(p.OpenPeers(host, 2))
+            for host, ranks in zip(self.hosts, self.ranks, strict=True)
+        ]
+        self.introduce(scheme, group, timeout_s)
+
+    def introduce(self, scheme: str, group: int, timeout_s: float) -> None:
+        nodes = tuple(
+            p.PeerNode(each.host, each.port, each.identity.public, ranks)
+            for each, ranks in zip(self.peers, self.ranks, strict=True)
+        )
+        self.plans = [p.JoinPeers(scheme, group, timeout_s, me, nodes) for me in range(len(nodes))]
+        for plan, ranks in zip(self.plans, self.ranks, strict=True):
+            for rank in ranks:
+                self.trainers[rank].client.join_peers(plan)
+
+    def stage(self, iteration: int, save_id: str | None = None) -> str:
+        """Let every rank stage a checkpoint; return its save id."""
+        save_id = save_id or new_save_id()
+        for trainer in self.trainers.values():
+            trainer.stage(iteration, save_id)
+        return save_id
+
+    def log(self, node: int) -> str:
+        return (self.nodes[node].directory(self.root) / LOG).read_text()
+
+    def said_held(self, iteration: int) -> dict[int, int]:
+        """Return how often each rank's part of a checkpoint was found to be with a holder."""
+        logs = "".join(self.log(node) for node in range(len(self.nodes)))
+        return {
+            rank: len(re.findall(rf"rank {rank}: iteration {iteration} is held by", logs))
+            for rank in self.trainers
+        }
+
+    def await_held(
+        self, iteration: int, holders: int, beyond: dict[int, int] | None = None
+    ) -> None:
+        """Wait until so many nodes hold their part of every rank (once more than `beyond`)."""
+
+        def held() -> bool:
+            before = beyond or {}
+            found = self.said_held(iteration)
+            return all(count >= before.get(rank, 0) + holders for rank, count in found.items())
+
+        eventually(f"all parts of iteration {iteration} held", held)
+
+    def lose(self, *nodes: int) -> None:
+        """End all processes of some nodes and forget all that they had; put new ones there."""
+        for trainer in self.trainers.values():
+            trainer.hang_up()
+        for node in nodes:
+            self.kill_agent(node)
+            shutil.rmtree(self.nodes[node].runtime_dir)
+            self.nodes[node] = self._node()
+
+    def kill_agent(self, node: int) -> None:
+        for pid in self.nodes[node].agents():
+            os.kill(pid, signal.SIGKILL)
+            eventually(f"the end of agent {pid}", lambda pid=pid: not is_alive(pid))
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+
+
+@contextmanager
+def cluster(tmp_path: Path, sizes: Iterable[int], **job: object) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, tmp_path / "save", sizes, **job)
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,184 @@
+"""A small training script that ends, and saves, as its environment says.
+
+Run by tests/integration, never imported. Environment:
+    TRACE_DIR   where the rank appends what it saw (JSON lines, `rank_<r>.jsonl`)
+    SWAP        put our functions where Megatron's `training.py` has imported its own, without the
+                launcher
+    OLD_LOOP    with SWAP: leave `maybe_finalize_async_save` as it is, as in a release without it
+    END         what the script does after `pretrain`: `fork` (a child that calls `sys.exit`, which
+                is waited for) and then, or only, `exit N`, `raise N` (SystemExit) or `fail` (an
+                exception)
+    STORE_GONE  when the training loop has ended, the job's rendezvous store answers nobody any more
+    WAITS       one wait per save, or `-`: the call is made inside `megatron_flashckpt.waiting`
+
+Traced: per save, whether it was copied and committed when the call returned; per iteration, which
+outcomes the log had told when its forward began.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import megatron.training.training as training
+from megatron.training import get_args
+
+import megatron_flashckpt
+from scripts import pretrain_gpt_tiny as tiny
+
+RANK = int(os.environ["RANK"])
+WAITS = os.environ.get("WAITS", "").split()
+#: Late copies of a save wait for this, at most for a minute.
+copies_may_go_on = threading.Event()
+
+
+def trace(**event: Any) -> None:
+    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
+        print(json.dumps({"attempt": 0, **event}), file=file)
+
+
+def is_committed(iteration: int) -> bool:
+    return (Path(get_args().save) / f"iter_{iteration:07d}/manifest.json").exists()
+
+
+def swap() -> None:
+    from megatron_flashckpt import async_utils, checkpointing
+    from megatron_flashckpt.megatron_lm import compat
+    from megatron_flashckpt.save import entry_points
+
+    training.save_checkpoint = checkpointing.save_checkpoint
+    training.load_checkpoint = checkpointing.load_checkpoint
+    if "OLD_LOOP" in os.environ:
+        compat.has_async_utils = checkpointing.has_async_utils = lambda: False
+        entry_points.has_async_utils = lambda: False
+        entry_points.watch()
+    else:
+        training.maybe_finalize_async_save = async_utils.maybe_finalize_async_save
+
+
+def lose_store_after_training() -> None:
+    """As if torchrun, which has the store, had been killed."""
+    import torch.distributed as dist
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise dist.DistNetworkError("connection closed")
+
+    train = training.train
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = train(*args, **kwargs)
+        dist.distributed_c10d._get_default_store = Gone
+        return result
+
+    training.train = wrapper
+
+
+def hold_copies() -> None:
+    """Let late copies wait until the call of the save has returned."""
+    from megatron_flashckpt.save.stager import Stager
+
+    copy_late = Stager._copy_late
+
+    def held(self: Stager, job: Any) -> None:
+        if job.copies:
+            copies_may_go_on.wait(60)
+        copy_late(self, job)
+
+    Stager._copy_late = held
+
+
+def traced_save(save: Any) -> Any:
+    from megatron_flashckpt.save.session import session
+
+    waits = iter(WAITS)
+
+    def wrapper(iteration: int, *args: Any, **kwargs: Any) -> None:
+        wait = next(waits, "-")
+        asked = contextlib.nullcontext() if wait == "-" else megatron_flashckpt.waiting(wait)
+        copies_may_go_on.clear()
+        if wait == "durable":
+            copies_may_go_on.set()
+        with asked:
+            save(iteration, *args, **kwargs)
+        job = session.checkpointer(get_args().save).link.stager._current
+        copied = job is None or job.copied.is_set()
+        trace(event="save", iteration=iteration, copied=copied, committed=is_committed(iteration))
+        copies_may_go_on.set()
+
+    return wrapper
+
+
+def traced_step(forward_step: Any) -> Any:
+    """Trace what was told when an iteration began; until then, give the agent time."""
+    from megatron_flashckpt.save.reports import SaveReports
+
+    told: list[int] = []
+    committed = SaveReports.committed
+
+    def note(self: SaveReports, outcome: Any) -> None:
+        told.append(outcome.iteration)
+        committed(self, outcome)
+
+    SaveReports.committed = note
+    seen: set[int] = set()
+
+    def wrapper(batches: Any, model: Any) -> Any:
+        args = get_args()
+        iteration = int(args.curr_iteration) + 1
+        if iteration not in seen:
+            seen.add(iteration)
+            trace(event="forward", iteration=iteration, told=list(told))
+            deadline = time.monotonic() + 60
+            while iteration > args.save_interval and not is_committed(args.save_interval):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            if iteration > args.save_interval and not told:
+                # The manifest is there, and the agent is about to report it.
+                time.sleep(0.5)
+        return forward_step(batches, model)
+
+    return wrapper
+
+
+def end() -> None:
+    how, _, status = os.environ.get("END", "").partition(" ")
+    if how == "fork":
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        trace(event="child", status=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        how, _, status = status.partition(" ")
+    if how == "exit":
+        sys.exit(int(status))
+    if how == "raise":
+        raise SystemExit(int(status))
+    if how == "fail":
+        raise RuntimeError("the script failed")
+
+
+if __name__ == "__main__":
+    if "SWAP" in os.environ:
+        swap()
+    if "STORE_GONE" in os.environ:
+        lose_store_after_training()
+    step = tiny.forward_step
+    if WAITS:
+        hold_copies()
+        training.save_checkpoint = traced_save(training.save_checkpoint)
+    if "OLD_LOOP" in os.environ:
+        step = traced_step(step)
+    training.pretrain(
+        tiny.datasets_provider,
+        tiny.model_provider,
+        tiny.ModelType.encoder_or_decoder,
+        step,
+        args_defaults={"tokenizer_type": "NullTokenizer"},
+    )
+    end()

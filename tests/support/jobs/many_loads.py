@@ -1,0 +1,166 @@
+"""One Megatron job that calls `load_checkpoint` and `save_checkpoint` many times.
+
+Run by `tests/support/megatron_jobs.py`. Starting Megatron costs most of a test's time, so one job
+takes many cases: `CASES` is a JSON file with a list of `{"name", "args": {...}, "call": "load"}`;
+`args` are set on Megatron's arguments before the call, `config` are settings of ours; a save with
+`then_load` copies slowly, and that directory is loaded as soon as it returns; before it, and before
+a case with `spoiled`, all weights change; with `trouble` `{"on", "errno", "times", "name"}` the
+next reads of files of that name fail on rank `on`. What each call did on each rank is appended to
+`TRACE_DIR/rank_<r>.jsonl`.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from megatron.training import get_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import setup_model_and_optimizer
+
+from megatron_flashckpt.agent.client import AgentClient
+from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.errors import StorageError
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.save.session import session
+from megatron_flashckpt.save.stager import Stager
+from megatron_flashckpt.storage import patient
+from scripts import pretrain_gpt_tiny as tiny
+
+RANK = int(os.environ["RANK"])
+
+
+def trace(**event: Any) -> None:
+    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
+        print(json.dumps({"attempt": 0, **event}), file=file)
+
+
+create_slab = Slab.create
+
+
+def refuse_memory(*args: Any, **kwargs: Any) -> Slab:
+    raise StorageError(errno.ENOMEM, "cannot reserve 9 GiB of host memory; free memory")
+
+
+ring = AgentClient.staged
+
+
+def break_doorbell(*args: Any) -> None:
+    raise ValueError("an error that nobody foresaw")
+
+
+copy_late = Stager._copy_late
+
+
+def copy_slowly(self: Stager, job: Any) -> None:
+    time.sleep(0.5)
+    copy_late(self, job)
+
+
+read_file = os.preadv
+
+
+def read_with(trouble: dict[str, Any] | None) -> Any:
+    """Return `os.preadv`, or one that fails as a server in trouble makes it."""
+    if trouble is None or trouble["on"] != RANK:
+        return read_file
+    left = [trouble["times"]]
+
+    def refuse(fd: int, *rest: Any) -> int:
+        if left[0] and trouble["name"] in os.readlink(f"/proc/self/fd/{fd}"):
+            left[0] -= 1
+            raise OSError(trouble["errno"], os.strerror(trouble["errno"]))
+        return read_file(fd, *rest)
+
+    return refuse
+
+
+def weights_digest(model: list[torch.nn.Module]) -> str:
+    digest = hashlib.sha256()
+    for chunk in model:
+        for parameter in chunk.parameters():
+            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def state_digest(model: list[torch.nn.Module], optimizer: Any) -> str:
+    """Return what stands for all that a load sets: weights, optimizer state, random state."""
+    digest = hashlib.sha256(weights_digest(model).encode())
+    for sub in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in sub.optimizer.state.values():
+            for name, value in sorted(state.items()):
+                held = value.detach().view(-1).view(torch.uint8).numpy().tobytes()
+                digest.update(name.encode() + held)
+        for group in sub.optimizer.param_groups:
+            # Not the rate: Megatron's scheduler adds up the steps of all that it ever loaded.
+            said = {key: value for key, value in group.items() if key not in ("params", "lr")}
+            digest.update(repr(sorted(said.items())).encode())
+        for masters in getattr(sub, "shard_fp32_from_float16_groups", []):
+            for master in masters:
+                digest.update(master.detach().numpy().tobytes())
+    digest.update(torch.get_rng_state().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = get_args()
+    load, args.load = args.load, None
+    model, optimizer, scheduler = setup_model_and_optimizer(
+        tiny.model_provider, tiny.ModelType.encoder_or_decoder
+    )
+    args.load = load
+    original = copy.copy(vars(args))
+    patient.RETRIES_S = (0.01, 0.02, 0.03)
+    for case in json.loads(Path(os.environ["CASES"]).read_text()):
+        vars(args).clear()
+        vars(args).update({**original, **case["args"]})
+        runtime_dir = os.environ["FLASHCKPT_RUNTIME_DIR"]
+        settings = {"runtime_dir": runtime_dir, **case.get("config", {})}
+        session.config = msgspec.convert(settings, Config)
+        Slab.create = refuse_memory if case.get("no_memory_on") == RANK else create_slab
+        AgentClient.staged = break_doorbell if case.get("no_doorbell_on") == RANK else ring
+        os.preadv = read_with(case.get("trouble"))
+        Stager._copy_late = copy_slowly if "then_load" in case else copy_late
+        if "then_load" in case or case.get("spoiled"):  # not what any other case has loaded
+            for chunk in model:
+                for parameter in chunk.parameters():
+                    parameter.data.add_(1)
+        before = weights_digest(model)
+        result, error = None, None
+        try:
+            if case["call"] == "load":
+                strict = case.get("strict", True)
+                result = load_checkpoint(model, optimizer, scheduler, strict=strict)[0]
+            else:
+                save_checkpoint(case["iteration"], model, optimizer, scheduler, 0)
+                if "then_load" in case:
+                    args.load = case["then_load"]
+                    load_checkpoint(model, optimizer, scheduler)
+                outcomes = session.checkpointer(args.save).wait()
+                result = [outcome.error for outcome in outcomes]
+        except Exception as failure:
+            error = [type(failure).__name__, str(failure)]
+        trace(
+            event=case["name"],
+            result=result,
+            error=error,
+            weights=[before, weights_digest(model)],
+            weights_changed=weights_digest(model) != before,
+            state=state_digest(model, optimizer),
+        )
+        session.close(leave=True)  # cases must not see each other's memory
+        torch.distributed.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,269 @@
+"""One Megatron job that goes through many parallel layouts, one after the other.
+
+Run by `tests/support/megatron_jobs.py`. `CASES` is a JSON file with a list of cells
+
+    {"name": ..., "world": 4, "arguments": [...], "seed": 99, "steps": [["load", DIR], ...]}
+
+A cell is a training job of its own: a model and an optimizer made afresh under Megatron's command
+line `arguments` (added to this job's own), and a checkpointer that knows nothing of earlier cells.
+Process groups are made anew when the layout or the world size changes; the ranks beyond `world`
+sit out. What each step did on each rank is appended to `TRACE_DIR/rank_<r>.jsonl`.
+
+Every layout sees the same global batch: it depends on the iteration alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import pickle
+import random
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import cells
+import held_tensors
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import mpu, tensor_parallel
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import distrib_optimizer, optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.rerun_state_machine import (
+    RerunDataIterator,
+    RerunState,
+    get_rerun_state_machine,
+)
+from megatron.core.utils import get_model_config
+from megatron.training import checkpointing as stock
+from megatron.training import get_args, initialize
+from megatron.training.training import (
+    destroy_global_state,
+    setup_model_and_optimizer,
+    train_step,
+)
+
+from megatron_flashckpt.checkpointing import load_checkpoint, save_checkpoint
+from megatron_flashckpt.config import Config
+from megatron_flashckpt.save.session import session
+from scripts import pretrain_gpt_tiny as tiny
+
+RANK = int(os.environ["RANK"])
+RANKS = int(os.environ["WORLD_SIZE"])
+COMMAND_LINE = list(sys.argv)
+TOKENS = 250
+
+
+def trace(**event: Any) -> None:
+    with open(Path(os.environ["TRACE_DIR"]) / f"rank_{RANK}.jsonl", "a") as file:
+        print(json.dumps({"attempt": 0, **event}), file=file)
+
+
+class Job:
+    """Model, optimizer and scheduler of one cell."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name = name
+        initialize._set_random_seed(seed)
+        self.model, self.optimizer, self.scheduler = setup_model_and_optimizer(
+            tiny.model_provider, tiny.ModelType.encoder_or_decoder
+        )
+        self.config = get_model_config(self.model[0])
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        # On a GPU the stream keeps the order; gloo may still be sending what would be freed.
+        self.config.deallocate_pipeline_outputs = False
+        for chunk in self.model:
+            chunk.train()
+
+    def trace(self, **event: Any) -> None:
+        trace(event=self.name, **event)
+
+    # Each step of a cell is one of the following.
+
+    def train(self, first: int, last: int) -> None:
+        """Train iterations `first` to `last`, both included."""
+        args = get_args()
+        for iteration in range(first, last + 1):
+            iterators = [RerunDataIterator(batches(iteration)) for _ in self.model]
+            report, _, _, _, _, grad_norm, _, _ = train_step(
+                tiny.forward_step,
+                iterators if len(iterators) > 1 else iterators[0],
+                self.model,
+                self.optimizer,
+                self.scheduler,
+                self.config,
+                get_forward_backward_func(),
+                iteration=iteration - 1,
+            )
+            args.consumed_train_samples += args.global_batch_size
+            loss = float(report["lm loss"]) if report else None
+            self.trace(step="train", iteration=iteration, loss=loss, grad_norm=float(grad_norm))
+
+    def save(self, directory: str, iteration: int) -> None:
+        args = get_args()
+        args.save = directory
+        save_checkpoint(iteration, self.model, self.optimizer, self.scheduler, 0)
+        outcomes = session.checkpointer(args.save).wait()
+        errors = [outcome.error for outcome in outcomes]
+        self.trace(step="save", iteration=iteration, errors=errors, **self.side())
+
+    def load(self, directory: str, iteration: int, save: str) -> None:
+        self._load(load_checkpoint, directory, iteration, save)
+
+    def load_stock(self, directory: str, iteration: int, save: str) -> None:
+        """Load by Megatron's own function, from its own format."""
+        # As core 0.19 tells groups apart. 0.17.1 gives all groups that share its four marks the
+        # settings of the last one.
+        marks = (*optimizer.param_group_identifier_keys, "max_lr", "min_lr", "eps")
+        with (
+            mock.patch.object(optimizer, "param_group_identifier_keys", marks),
+            mock.patch.object(distrib_optimizer, "param_group_identifier_keys", marks),
+        ):
+            self._load(stock.load_checkpoint, directory, iteration, save)
+
+    def _load(
+        self, load: Callable[..., tuple[int, Any]], directory: str, iteration: int, save: str
+    ) -> None:
+        args = get_args()
+        args.load, args.ckpt_step, args.save = directory, iteration, save
+        before = self.side()
+        iteration, _ = load(self.model, self.optimizer, self.scheduler)
+        self.trace(step="load", iteration=iteration, before=before, **self.side())
+
+    def save_stock(self, directory: str, iteration: int) -> None:
+        """Save by Megatron's own function, in its own format that can be loaded in any layout."""
+        args = get_args()
+        args.save = directory
+        stock.save_checkpoint(iteration, self.model, self.optimizer, self.scheduler, 0)
+
+    def hold(self) -> None:
+        """Say what this rank holds, duplicates included, as Megatron itself describes it."""
+        self.trace(step="hold", held=list(held_tensors.described(self.model, self.optimizer)))
+
+    def spoil(self, how: str) -> None:
+        """Make the optimizer state wrong in one way, as a faulty load would."""
+        held_tensors.spoil(self.optimizer, how)
+
+    def interrupt(self) -> None:
+        """Put the rerun state machine where it is when a step is to be run again elsewhere."""
+        machine = get_rerun_state_machine()
+        machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT
+
+    def side(self) -> dict[str, Any]:
+        """Return what a load restores, or leaves alone, beside tensors."""
+        args = get_args()
+        settings, of_empty = held_tensors.settings(self.model, self.optimizer)
+        return {
+            "consumed": args.consumed_train_samples,
+            "scheduler": self.scheduler.state_dict(),
+            "settings": settings,
+            "settings_of_empty": of_empty,
+            "steps": held_tensors.steps(self.optimizer),
+            "rng": rng_digests(),
+            "rerun": get_rerun_state_machine().state.name,
+            "place": [
+                mpu.get_tensor_model_parallel_rank(),
+                mpu.get_pipeline_model_parallel_rank(),
+                mpu.get_expert_model_parallel_rank(),
+            ],
+        }
+
+
+def rng_digests() -> dict[str, str]:
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state().numpy(),
+        "tracked": sorted((name, state.numpy().tobytes()) for name, state in tracked.items()),
+    }
+    return {
+        name: hashlib.sha256(pickle.dumps(state)).hexdigest()[:16] for name, state in states.items()
+    }
+
+
+def batches(iteration: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield this rank's micro-batches of the global batch of `iteration`."""
+    args = get_args()
+    generator = torch.Generator().manual_seed(1000 + iteration)
+    length = args.seq_length
+    rows = torch.randint(0, TOKENS, (args.global_batch_size, length + 1), generator=generator)
+    replicas, replica = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    for part in rows.split(args.micro_batch_size)[replica::replicas]:
+        yield {
+            "tokens": part[:, :-1],
+            "labels": part[:, 1:],
+            "loss_mask": torch.ones(len(part), length),
+            "position_ids": torch.arange(length).expand(len(part), -1),
+        }
+
+
+def meet(store: dist.Store, where: str, ranks: int) -> None:
+    """Wait for `ranks` ranks, some of which may have sat out many cells."""
+    if store.add(f"ranks at {where}", 1) == ranks:
+        store.set(f"all at {where}", "")
+    store.wait([f"all at {where}"], timedelta(minutes=30))
+
+
+def enter_layout(world: int, arguments: list[str], store: dist.Store) -> None:
+    """Leave the previous layout, if any, and set up Megatron for this one."""
+    if dist.is_initialized():
+        destroy_global_state()
+        dist.destroy_process_group()
+    gc.collect()
+    os.environ["WORLD_SIZE"] = str(world)
+    sys.argv = [*COMMAND_LINE, *arguments]
+    initialize.initialize_megatron(args_defaults={"tokenizer_type": "NullTokenizer"}, store=store)
+
+
+def run_cell(cell: dict[str, Any]) -> bool:
+    """Take all steps of a cell; return False if it left a state that the next must not see."""
+    settings = {"runtime_dir": os.environ["FLASHCKPT_RUNTIME_DIR"], **cell.get("config", {})}
+    session.config = msgspec.convert(settings, Config)
+    original = dict(vars(get_args()))
+    try:
+        job = Job(cell["name"], cell["seed"])
+        for step, *arguments in cell["steps"]:
+            getattr(job, step)(*arguments)
+    except Exception as error:
+        traceback.print_exc()
+        trace(event=cell["name"], step="failed", error=f"{type(error).__name__}: {error}")
+        return False
+    finally:
+        session.close(leave=True)  # cells must not see each other's memory
+        vars(get_args()).clear()
+        vars(get_args()).update(original)
+    # Its state cannot be taken back but with all of Megatron.
+    return get_rerun_state_machine().state == RerunState.NOT_RUNNING_YET
+
+
+def main() -> None:
+    base, found = cells.begin()
+    entered = None
+    for number, (cell, store) in enumerate(found):
+        if cell["world"] <= RANK:
+            entered = None  # the others leave it
+            continue
+        layout = (cell["world"], cell["arguments"])
+        if layout != entered:
+            meet(base, f"cell {number}", cell["world"])
+            enter_layout(*layout, store)
+            entered = layout
+        if not run_cell(cell):
+            entered = None
+        gc.collect()
+    meet(base, "the end", RANKS)  # rank 0 keeps the store
+
+
+if __name__ == "__main__":
+    main()

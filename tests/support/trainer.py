@@ -1,0 +1,406 @@
+"""A trainer without torch: stages numpy bytes and talks to the real agent, as a rank does.
+
+`FakeTrainer` lives in the test's process; `TrainerProcess` runs one in a process of its own, which
+a test can kill at a point that it chose. Run as a program, this file is that process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from megatron_flashckpt.agent.claim import RunKey
+from megatron_flashckpt.agent.client import AgentClient, connect
+from megatron_flashckpt.agent.protocol import Offer, Outcome
+from megatron_flashckpt.agent.takeover import Policy, take
+from megatron_flashckpt.config import AgentConfig, Config, Retention
+from megatron_flashckpt.file_format.commit_record import Coordinates
+from megatron_flashckpt.layout.piece import MASTER, RANK_STATE, WEIGHT, Piece
+from megatron_flashckpt.layout.save_cost import RankCost
+from megatron_flashckpt.layout.template import Layout, PlanCache, order
+from megatron_flashckpt.memory.slab import Slab
+from megatron_flashckpt.memory.slot import Slot, SlotHeader, SlotMeta, SlotState
+from megatron_flashckpt.storage.patient import PatientStorage
+from megatron_flashckpt.storage.posix import PosixStorage
+from megatron_flashckpt.tracing import Span
+
+T = TypeVar("T")
+
+#: Longest wait for anything that should happen at once; a test that needs it has failed.
+PATIENCE_S = 20.0
+_REPOSITORY = Path(__file__).parents[2]
+
+
+def eventually(what: str, probe: Callable[[], T | None], within_s: float = PATIENCE_S) -> T:
+    """Return the first true value of `probe`, which is called until the deadline."""
+    deadline = time.monotonic() + within_s
+    while True:
+        found = probe()
+        if found:
+            return found
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.005)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory in which an agent may still be tidying up after a commit."""
+
+    def is_gone() -> bool:
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+
+    eventually(f"{path} is removed", is_gone)
+
+
+def new_save_id() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def content(rank: int, iteration: int, nbytes: int) -> bytes:
+    """Return what `rank` holds at `iteration`: no two are alike."""
+    return np.random.default_rng([rank, iteration]).bytes(nbytes)
+
+
+def pieces_of(rank: int, world_size: int, key: str, numel: int) -> list[Piece]:
+    """Return pieces in layout order: a master, its weight and some side state, one row per rank."""
+
+    def row(key: str, kind: str, dtype: str, width: int) -> Piece:
+        return Piece(key, kind, dtype, (world_size, width), (rank, 0), (1, width), 0, width)
+
+    pieces = [
+        row(key, WEIGHT, "BF16", numel),
+        row(key, MASTER, "F32", numel),
+        row(RANK_STATE, RANK_STATE, "U8", 77),
+    ]
+    return [pieces[i] for i in order(pieces)]
+
+
+def config_of(runtime_dir: Path, **agent: Any) -> Config:
+    """Return settings for an agent under `runtime_dir`."""
+    return Config(runtime_dir=str(runtime_dir), agent=AgentConfig(**{"grace_s": 60.0, **agent}))
+
+
+class FakeTrainer:
+    """One rank of a job of `world_size`, connected to its node's agent."""
+
+    def __init__(
+        self,
+        root: Path,
+        config: Config,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        key: str = "decoder.weight",
+        numel: int = 1000,
+        slots: int = 2,
+        retain_interval: int | None = None,
+        retention: Retention = Retention(),  # noqa: B008, a frozen one
+    ) -> None:
+        self.root = root
+        self.rank = rank
+        self.world_size = world_size
+        self.pieces = pieces_of(rank, world_size, key, numel) if numel else []
+        self.slots = slots
+        self.retain_interval = retain_interval
+        self.retention = retention
+        self.metrics: dict[str, float] = {}
+        self.slab: Slab | None = None
+        self._untold: list[Outcome] = []
+        self._config = config
+        self.client: AgentClient = connect(str(root), rank, 0, config)
+        self.plans = PlanCache(self.client.fetch_template, self.client.publish_template)
+
+    @property
+    def layout(self) -> Layout:
+        return self.plans.layout(self.pieces)
+
+    def claim(
+        self, policy: Policy = "refuse", wait_s: float = 0.0, run_id: str | None = None
+    ) -> RunKey:
+        """Claim the save directory, as rank 0 does when a run starts."""
+        made = run_id or uuid.uuid4().hex[:8]
+        storage = PatientStorage(PosixStorage(self.root))
+        return take(storage, made, lambda: self.client, policy, wait_s)
+
+    def reconnect(self) -> tuple[str, ...]:
+        """Do what a rank does whose agent is gone: find one and hand it the slab.
+
+        Returns the saves that it took over.
+        """
+        self.find_agent()
+        return self.attach()
+
+    def find_agent(self) -> None:
+        self.client.close()
+        self.client = connect(str(self.root), self.rank, 0, self._config)
+
+    def attach(self) -> tuple[str, ...]:
+        assert self.slab is not None
+        return self.client.attach(self.slab)
+
+    def take(self) -> tuple[Offer, ...]:
+        """Use the slab that the agent has of this rank from now on; return what is in it."""
+        former = self.slab
+        self.slab, offers = self.client.take()
+        if former is not None:
+            former.close()
+        return offers
+
+    def bytes_in(self, index: int) -> bytes:
+        """Return the data of a slot."""
+        assert self.slab is not None
+        with self.slab.slots[index].data() as data:
+            return bytes(data)
+
+    def begin(self, iteration: int, save_id: str, wait_s: float = 0.0) -> Slot | None:
+        """Take a slot and say what it will hold; None if all are busy."""
+        layout = self.layout
+        meta = msgspec.msgpack.encode(
+            SlotMeta(
+                root=str(self.root),
+                rank=self.rank,
+                world_size=self.world_size,
+                coordinates=Coordinates(dp=self.rank),
+                template_fingerprint=layout.template_fingerprint,
+                template=layout.template,
+                placement=layout.placement,
+                common=b"common of %d by %s" % (iteration, save_id.encode())
+                if self.rank == 0
+                else b"",
+                description={"made_by": "a fake trainer"},
+                retain_interval=self.retain_interval,
+                retention=self.retention,
+                metrics=self.metrics,
+            )
+        )
+        if self.slab is None:
+            self.slab = Slab.create(self.slots, len(meta) + 4096, layout.nbytes, str(self.rank))
+            self.client.attach(self.slab)
+        index = self.client.acquire(iteration, save_id, wait_s)
+        if index < 0:
+            return None
+        slot = self.slab.slots[index]
+        slot.set_header(SlotHeader(SlotState.STAGING, iteration, save_id, len(meta), layout.nbytes))
+        slot.set_meta(meta)
+        return slot
+
+    def fill(self, slot: Slot, data: bytes) -> None:
+        """Copy all of `data` into a slot that `begin` returned."""
+        with slot.data() as target:
+            target[:] = data
+
+    def stage(
+        self,
+        iteration: int,
+        save_id: str,
+        wait_s: float = PATIENCE_S,
+        *,
+        state: SlotState = SlotState.STAGED,
+        cost: RankCost | None = None,
+        spans: tuple[Span, ...] = (),
+    ) -> bytes:
+        """Hand a whole checkpoint over (KEPT: for memory only); return its bytes."""
+        slot = self.begin(iteration, save_id, wait_s)
+        assert slot is not None, "no slot became free"
+        data = content(self.rank, iteration, self.layout.nbytes)
+        self.fill(slot, data)
+        slot.set_state(state)
+        self.client.staged(slot.index, cost, spans)
+        return data
+
+    def outcome(self, within_s: float = PATIENCE_S) -> Outcome:
+        """Return the next outcome."""
+        if not self._untold:
+            self._untold += eventually(
+                f"an outcome for rank {self.rank}",
+                lambda: self.client.poll(0.5).finished,
+                within_s,
+            )
+        return self._untold.pop(0)
+
+    def save(self, iteration: int, save_id: str | None = None) -> Outcome:
+        """Stage and wait for what becomes of it."""
+        self.stage(iteration, save_id or new_save_id())
+        return self.outcome()
+
+    def keep(self, iteration: int, save_id: str | None = None) -> Outcome:
+        """Stage for memory only and wait for what becomes of it."""
+        self.stage(iteration, save_id or new_save_id(), state=SlotState.KEPT)
+        return self.outcome()
+
+    def hang_up(self, *, leave: bool = False) -> None:
+        """End this incarnation: like a crash, or (`leave`) as planned."""
+        if leave:
+            self.client.leave()
+        self.client.close()
+        if self.slab is not None:
+            self.slab.close()
+            self.slab = None
+
+
+class TrainerProcess:
+    """A rank in a process of its own, which stops at `stop` and waits to be killed."""
+
+    def __init__(
+        self,
+        root: Path,
+        runtime_dir: Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        iterations: list[int],
+        save_id: str,
+        stop: str,
+        inside: tuple[str, ...] = (),
+    ) -> None:
+        """Start it.
+
+        Args:
+            iterations: saved one after the other; `stop` concerns the last.
+            save_id: of the last; the others get ids of their own.
+            inside: a command that runs the one behind it, in a namespace perhaps.
+            stop: `staging` (header written, half of the bytes copied), `staged` (doorbell rung), or
+                `committed`.
+        """
+        self.process = subprocess.Popen(
+            [
+                *inside,
+                *(sys.executable, "-m", "tests.support.trainer"),
+                *("--root", str(root), "--runtime-dir", str(runtime_dir)),
+                *("--rank", str(rank), "--world-size", str(world_size)),
+                *("--iterations", ",".join(map(str, iterations))),
+                *("--save-id", save_id, "--stop", stop),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=_REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(_REPOSITORY)},
+            start_new_session=True,
+        )
+
+    def stopped(self) -> int:
+        """Wait until it has come to `stop`; return the agent's process id."""
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
+        assert ready, "the trainer did not come to its stop"
+        line = self.process.stdout.readline()
+        assert line, "the trainer ended before its stop"
+        return int(json.loads(line)["agent_pid"])
+
+    def kill(self) -> None:
+        """End it and everything in its process group, as a scheduler or the OOM killer would."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(PATIENCE_S)
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+@contextlib.contextmanager
+def held_back(path: Path) -> Iterator[Callable[[], None]]:
+    """Make whoever opens `path` for writing wait, until the yielded function is called or the end.
+
+    A read lease does it (fcntl(2)): the kernel blocks the open until the lease is given up. So a
+    test decides how long a persist lasts.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    former = signal.signal(signal.SIGIO, signal.SIG_IGN)  # how the kernel asks for the lease back
+    fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def let_go() -> None:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        yield let_go
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, former)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether `pid` runs; a dead process that nobody has reaped does not."""
+    try:
+        return _state(Path(f"/proc/{pid}")) not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def suspend(pid: int) -> None:
+    """Stop a process; return when none of its threads runs any more, which takes a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    eventually(
+        "all threads stand still", lambda: {_state(task) for task in tasks.iterdir()} == {"T"}
+    )
+
+
+def _state(task: Path) -> str:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def agents_under(runtime_dir: Path) -> list[int]:
+    """Return the process ids of all agents whose directory lies in `runtime_dir`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"megatron_flashckpt.agent" in words and any(
+            word.startswith(os.fsencode(runtime_dir) + b"/") for word in words
+        ):
+            found.append(int(process.name))
+    return [pid for pid in found if is_alive(pid)]
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--root", type=Path, required=True)
+    parser.add_argument("--runtime-dir", type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--iterations", required=True)
+    parser.add_argument("--save-id", required=True)
+    parser.add_argument("--stop", choices=("staging", "staged", "committed"), required=True)
+    arguments = parser.parse_args()
+    trainer = FakeTrainer(
+        arguments.root, config_of(arguments.runtime_dir), arguments.rank, arguments.world_size
+    )
+    *earlier, last = map(int, arguments.iterations.split(","))
+    for iteration in earlier:
+        # Alike on all ranks without talking, and different for every iteration.
+        trainer.save(iteration, f"{iteration:04x}{arguments.save_id}")
+    if arguments.stop == "staging":
+        slot = trainer.begin(last, arguments.save_id, PATIENCE_S)
+        assert slot is not None
+        with slot.data() as data:
+            half = len(data) // 2
+            data[:half] = content(trainer.rank, last, len(data))[:half]
+    elif arguments.stop == "staged":
+        trainer.stage(last, arguments.save_id)
+    else:
+        assert trainer.save(last, arguments.save_id).error is None
+    print(json.dumps({"agent_pid": trainer.client.agent_pid}), flush=True)
+    sys.stdin.buffer.read()
+
+
+if __name__ == "__main__":
+    _main()
