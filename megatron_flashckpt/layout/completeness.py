@@ -1,7 +1,7 @@
-"""Whether stored pieces, taken together, are whole tensors: every element there exactly once.
+"""Check that the stored pieces of all ranks form complete tensors: every element exactly once.
 
-`coverage` asks whether one rank's wanted pieces can be filled; this asks about the checkpoint
-itself, whoever may load it.
+`read_plan` checks that one rank's wanted pieces can be filled; this module checks the checkpoint
+itself, independent of the layout that loads it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from megatron_flashckpt.layout.copies import is_copy
 from megatron_flashckpt.layout.piece import BUFFER, MASTER, RANK_STATE, WEIGHT, Piece, Shape
 from megatron_flashckpt.layout.template import Source, pieces_of
 
-#: Kinds whose tensors must be there as a whole. Optimizers keep nothing of frozen parameters, so a
-#: stacked tensor may lack the boxes of some layers there.
+#: Kinds whose tensors must be complete. Optimizers keep no state of frozen parameters, so in other
+#: kinds a stacked tensor may lack the boxes of some layers.
 _WHOLE = (WEIGHT, BUFFER)
-#: An outline has 2**axes corners per box; models cut along four axes at most.
+#: An outline has 2**axes corners per box; models shard along four axes at most.
 _MAX_CUT_AXES = 10
 
 _Box = tuple[Shape, Shape]
 """Offset and shape."""
 _Runs = dict[_Box, list[tuple[int, int, int]]]
-"""Start, end, rank: what is there of each box."""
-#: Types of weights that a load may make of their masters (`weights: derive`).
+"""Stored ranges of each box: start, end, rank."""
+#: Element types of weights that a load can derive from their masters (`weights: derive`).
 _DERIVED = frozenset(("BF16", "F16"))
 
 
 class _Tensor:
-    """What all ranks stored under one kind and key."""
+    """The stored pieces of all ranks for one kind and key."""
 
     def __init__(self) -> None:
         self.shapes: set[Shape] = set()
         self.boxes: _Runs = defaultdict(list)
         self.dtypes: dict[_Box, set[str]] = defaultdict(set)
-        """Types by box: layers that share a key may differ, elements of one box may not."""
+        """Element types by box. Layers that share a key may differ; one box must not."""
 
     def add(self, piece: Piece, rank: int) -> None:
         self.shapes.add(piece.global_shape)
@@ -49,9 +49,9 @@ class _Tensor:
 
 
 class Tally(NamedTuple):
-    """How many elements of one tensor are there, and how many there must be.
+    """Stored and expected numbers of elements of one tensor.
 
-    Both add up over the ranks, of which one stands for the whole tensor.
+    Both are summed over the ranks; exactly one rank contributes the expected number.
     """
 
     held: int
@@ -62,26 +62,26 @@ class Tally(NamedTuple):
 
 
 def tally(pieces: Iterable[Piece], wanted: Iterable[tuple[str, str, Shape]]) -> dict[str, Tally]:
-    """Count what one rank has of the tensors that must be there as a whole, by kind and key.
+    """Count one rank's elements of the tensors that must be complete, by `kind/key`.
 
     Args:
-        wanted: kind, key and global shape of the tensors that this rank stands for.
+        wanted: kind, key and global shape of the tensors whose expected size this rank contributes.
     """
-    counts = [(it.kind, it.key, Tally(it.numel, 0)) for it in pieces if it.kind in _WHOLE]
+    counts = [(p.kind, p.key, Tally(p.numel, 0)) for p in pieces if p.kind in _WHOLE]
     counts += [(kind, key, Tally(0, math.prod(shape))) for kind, key, shape in wanted]
-    found: dict[str, Tally] = {}
+    tallies: dict[str, Tally] = {}
     for kind, key, count in counts:
         name = f"{kind}/{key}"
-        found[name] = found.get(name, Tally(0, 0)).plus(count)
-    return found
+        tallies[name] = tallies.get(name, Tally(0, 0)).plus(count)
+    return tallies
 
 
 def incomplete(sources: Iterable[Source]) -> list[str]:
-    """Return one line per tensor that is not there exactly once; empty if all are.
+    """Return one line per tensor that is not stored exactly once; empty if all tensors are.
 
-    The ranges of every box must tile it, and the boxes of a tensor must tile the tensor. Rank
-    state is no tensor of the model: each rank has a box of its own size. Of copies beside the main
-    ones some may be missing: a load then takes the main one.
+    The ranges of every box must tile the box, and the boxes of a tensor must tile the tensor. Rank
+    state is exempt from the second rule: every rank has a box of its own size. Copies other than
+    the main copy may be missing, because a load then uses the main copy.
     """
     tensors: dict[tuple[str, str], _Tensor] = defaultdict(_Tensor)
     problems = []
@@ -96,7 +96,7 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
                 continue
             tensors[piece.kind, piece.key].add(piece, source.rank)
     for (kind, key), tensor in sorted(tensors.items()):
-        same_key = [tensors.get((of, key), _Tensor()) for of in (WEIGHT, MASTER)]
+        same_key = [tensors.get((each, key), _Tensor()) for each in (WEIGHT, MASTER)]
         problem = _problem(kind, tensor, *same_key)
         if problem is not None:
             problems.append(f"{kind}/{key}: {problem}")
@@ -104,10 +104,10 @@ def incomplete(sources: Iterable[Source]) -> list[str]:
 
 
 def _problem(kind: str, tensor: _Tensor, weight: _Tensor, master: _Tensor) -> str | None:
-    """Return what is wrong with one tensor, or None.
+    """Return the defect of one tensor, or None.
 
     Args:
-        weight, master: what is stored under the same key as weights and as masters.
+        weight: the tensor stored under the same key as weights; master: as masters.
     """
     if kind != RANK_STATE:
         if len(tensor.shapes) > 1:
@@ -119,7 +119,7 @@ def _problem(kind: str, tensor: _Tensor, weight: _Tensor, master: _Tensor) -> st
                 return f"box at {box[0]} of shape {box[1]}: ranks disagree about its type: {listed}"
         (global_shape,) = tensor.shapes
         boxes = tensor.boxes.keys()
-        # Optimizers keep nothing of frozen layers, whose boxes the weight has.
+        # Optimizers keep no state of frozen layers; the weight has the boxes of those layers.
         if kind in _WHOLE or not boxes <= weight.boxes.keys():
             problem = _untiled(list(boxes), global_shape)
             model = weight.boxes.keys() | _in_place_of_weights(weight, master)
@@ -136,10 +136,10 @@ def _problem(kind: str, tensor: _Tensor, weight: _Tensor, master: _Tensor) -> st
 
 
 def _in_place_of_weights(weight: _Tensor, master: _Tensor) -> set[_Box]:
-    """Return the boxes of masters of which a load makes weights (`weights: derive`).
+    """Return the boxes of masters from which a load derives weights (`weights: derive`).
 
-    A save that leaves 16-bit weights out leaves out all of them that share a key. Weights of other
-    types, in other layers, have no masters.
+    A save that omits 16-bit weights omits all 16-bit weights of a key. Weights of other types, in
+    other layers, have no masters.
     """
     if not _DERIVED.isdisjoint(set().union(*weight.dtypes.values())):
         return set()
@@ -153,7 +153,7 @@ def _gap_or_overlap(runs: list[tuple[int, int, int]], volume: int) -> str | None
             return f"elements {position}-{start - 1} are missing"
         if start < position:
             return (
-                f"elements {start}-{min(end, position) - 1} are there twice "
+                f"elements {start}-{min(end, position) - 1} are stored twice "
                 f"(ranks {last} and {rank})"
             )
         position, last = end, rank
@@ -161,20 +161,20 @@ def _gap_or_overlap(runs: list[tuple[int, int, int]], volume: int) -> str | None
 
 
 def _untiled(boxes: list[_Box], global_shape: Shape) -> str | None:
-    """Return why `boxes` do not tile the global shape; None if they do.
+    """Return the reason why `boxes` do not tile the global shape; None if they do.
 
-    No pairwise comparison, which a mixture of experts on many ranks would make too slow: boxes
-    tile a region exactly if their corners, with alternating signs, add up to the corners of that
-    region (the mixed difference of an indicator function determines it).
+    Boxes tile a region exactly if their corners, with alternating signs, add up to the corners of
+    that region: the mixed difference of an indicator function determines the function. Comparing
+    pairs of boxes would be too slow for a mixture of experts on many ranks.
     """
-    # Axes that no box cuts are alike in all corners.
+    # Axes that no box shards are equal in all corners.
     cut = [
         axis
         for axis, size in enumerate(global_shape)
         if any((offset[axis], shape[axis]) != (0, size) for offset, shape in boxes)
     ]
     if len(cut) > _MAX_CUT_AXES:
-        return f"is cut along {len(cut)} axes"
+        return f"is sharded along {len(cut)} axes; at most {_MAX_CUT_AXES} are supported"
     volume = math.prod(global_shape)
     outline: Counter[Shape] = Counter()
     _add_corners(outline, (0,) * len(cut), tuple(global_shape[i] for i in cut), -1 if volume else 0)

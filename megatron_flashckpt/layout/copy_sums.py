@@ -1,4 +1,4 @@
-"""Sums of what a rank has of copies. Apart from `copies`, because the agent does without numpy."""
+"""Sums of a rank's copies. Separate from `copies` because the agent runs without numpy."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron_flashckpt.layout.copies import compared_numel
 from megatron_flashckpt.layout.dtypes import itemsize
 from megatron_flashckpt.layout.piece import Piece
 
-#: Elements summed up at a time: they take a few times 8 bytes each.
+#: Elements summed per step; each needs a few times 8 bytes of scratch memory.
 _AT_ONCE = 2**16
 
 
 def weighed(piece: Piece, content: Any) -> int:
-    """Return the sum of the first elements of `piece`, `compared_numel` of them, modulo 2**64.
+    """Return the weighted sum of the first `compared_numel` elements of `piece`, modulo 2**64.
 
-    Each element counts times an odd number that follows from its place in its box.
+    The weight of an element is an odd number derived from the element's position in its box.
 
     Args:
-        content: their bytes, as a buffer; more may follow.
+        content: buffer that starts with the bytes of these elements.
     """
     numel = compared_numel(piece)
     width = itemsize(piece.dtype)
@@ -40,7 +40,7 @@ def weighed(piece: Piece, content: Any) -> int:
 
 
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return an odd number for each, as good as random (the mixer of SplitMix64)."""
+    """Return a pseudo-random odd number for each input (the mixer of SplitMix64)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (numbers ^ (numbers >> np.uint64(31))) | np.uint64(1)

@@ -1,8 +1,8 @@
-"""What is known of stored pieces before anyone looks where each lies: how much of each tensor there
-is, and which pieces one rank has to itself.
+"""Fast path of a load: wanted pieces that one stored rank holds exactly.
 
-In the layout that was saved nearly all that a rank wants is what the rank in its place has stored.
-A look-up for each piece finds these; only for the rest all shards are searched (`coverage`).
+Under the layout that was saved, nearly all wanted pieces of a rank equal the pieces that the rank
+at the same coordinates stored. A dictionary finds these; only the others are searched in all shards
+(`read_plan`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron_flashckpt.layout.reshard import Run
 from megatron_flashckpt.layout.stored_index import LIMIT
 from megatron_flashckpt.layout.template import Source, TemplateItem, piece_of, placement_length
 
-# No named tuple: to make one of these for each of 20,000 items takes twice the time.
+# Plain tuples as keys: named tuples double the time for 20,000 items.
 Tensors = Mapping[tuple[str, str, str, Shape], int]
-"""By kind, key, type and global shape, how many elements all ranks have stored, together."""
+"""Number of elements stored by all ranks together, by kind, key, type and global shape."""
 
 
 class Held(NamedTuple):
-    """Pieces of one rank, by where they begin in its data section."""
+    """The pieces that one rank stored, with their byte offsets in its data section."""
 
     rank: int
     pieces: Mapping[Piece, int]
@@ -33,15 +33,15 @@ NOTHING_HELD = Held(-1, {})
 
 
 def stored_tensors(sources: Iterable[Source]) -> Tensors:
-    """Return what there is of each tensor. A template is looked at once, however many share it."""
+    """Return the number of stored elements of each tensor. Shared templates are visited once."""
     sources = list(sources)
     users = Counter(id(source.template) for source in sources)
-    found: dict[tuple[str, str, str, Shape], int] = {}
+    numels: dict[tuple[str, str, str, Shape], int] = {}
     for number, template in {id(source.template): source.template for source in sources}.items():
         for item in template.items:
             tensor = item.kind, item.key, item.dtype, item.global_shape
-            found[tensor] = found.get(tensor, 0) + users[number] * item.numel
-    return found
+            numels[tensor] = numels.get(tensor, 0) + users[number] * item.numel
+    return numels
 
 
 def typed_runs(
@@ -49,44 +49,44 @@ def typed_runs(
 ) -> dict[tuple[str, str], list[tuple[Run, str]]]:
     """Return the stored runs of the tensors `names` (kind and key), each with its type."""
     items: dict[int, tuple[int, list[TemplateItem]]] = {}
-    found: dict[tuple[str, str], list[tuple[Run, str]]] = {name: [] for name in names}
+    runs: dict[tuple[str, str], list[tuple[Run, str]]] = {name: [] for name in names}
     for source in sources:
         template = source.template
         if id(template) not in items:
-            named = [it for it in template.items if (it.kind, it.key) in names]
+            named = [item for item in template.items if (item.kind, item.key) in names]
             items[id(template)] = placement_length(template.items), named
         length, of_template = items[id(template)]
-        if len(source.placement) != length:  # whoever plans reads says what is wrong
+        if len(source.placement) != length:  # `read_plan` reports this defect
             continue
         for item in of_template:
             run = Run.of(piece_of(item, source.placement))
-            found[item.kind, item.key].append((run, item.dtype))
-    return found
+            runs[item.kind, item.key].append((run, item.dtype))
+    return runs
 
 
 def held_once(source: Source, tensors: Tensors) -> Held:
-    """Return the pieces of `source`, without those of tensors of which more is there than can be.
+    """Return the pieces of `source`, except those of tensors with more elements than their shape.
 
-    Whoever wants a piece that equals one of these in every field may read it as it stands here:
+    A wanted piece that equals a returned piece in every field can be read from it unchecked:
 
-    - It does not lie outside of its box or tensor, because what is wanted does not.
-    - Of a tensor of which no more is stored than there can be, elements that are there twice mean
-      that others are missing. If any rank wants those, the load fails on all ranks. If none does
-      (of frozen parameters an optimizer has nothing), a rank gets back what it has stored itself,
-      and one that has not stored it finds it twice, and refuses.
+    - The piece lies within its box and tensor, because the wanted piece does.
+    - If a tensor has at most as many stored elements as its shape, a duplicate element implies a
+      missing element. If any rank wants the missing element, the load fails on all ranks. If no
+      rank wants it (a frozen parameter), the rank that stored the duplicate reads its own bytes,
+      and any other rank finds the duplicate and refuses.
 
     Args:
-        tensors: what all ranks have stored.
+        tensors: the numbers of elements that all ranks stored (`stored_tensors`).
     """
     template, placement = source.template, source.placement
-    if len(placement) != placement_length(template.items):  # whoever searches it says what is wrong
+    if len(placement) != placement_length(template.items):  # `read_plan` reports this defect
         return NOTHING_HELD
     doubtful = _doubtful(tensors)
     pieces: dict[Piece, int] = {}
     for item in template.items:
         if (item.kind, item.key) in doubtful or not 0 <= item.byte_offset < LIMIT:
             continue
-        # `piece_of`, which would take twice the time.
+        # Inlined `piece_of`: the call would double the time.
         shape, begin = item.shape, item.placed_at
         end = begin + len(shape)
         offset, start = placement[begin:end], placement[end]
@@ -101,14 +101,14 @@ def held_once(source: Source, tensors: Tensors) -> Held:
             start + item.numel,
         )
         if pieces.setdefault(piece, item.byte_offset) != item.byte_offset:
-            return NOTHING_HELD  # which of the two is meant?
+            return NOTHING_HELD  # the piece is stored twice, so the choice is ambiguous
     return Held(source.rank, pieces)
 
 
 def _doubtful(tensors: Tensors) -> set[tuple[str, str]]:
-    """Return kind and key of tensors of several shapes, or of which there is too much.
+    """Return kind and key of tensors with several shapes or with too many stored elements.
 
-    Layers that share a key may differ in type, so elements of all types count together.
+    Layers that share a key may differ in type, so elements of all types are counted together.
     """
     shapes: dict[tuple[str, str], Shape] = {}
     numels: Counter[tuple[str, str]] = Counter()

@@ -1,9 +1,9 @@
-"""What one rank holds of one global tensor.
+"""The part of one global tensor that one rank holds.
 
-Two coordinate systems meet here. A *box* (offset + shape) is an axis-aligned region of the global
-tensor: what tensor, pipeline and expert parallelism cut out. A half-open range `[start, end)` of
-the row-major flattening of that box is what the distributed optimizer cuts out of it. A piece is
-a box with a range.
+A piece is a *box* with a *range*. A box (offset + shape) is an axis-aligned region of the global
+tensor; tensor, pipeline and expert parallelism shard tensors into boxes. A range is half-open,
+`[start, end)`, and counts elements of the row-major flattened box; the distributed optimizer
+shards a box into ranges.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ BUFFER = "buffer"
 #: Serialised per-rank state (RNG, param groups, ...): bytes, one piece per rank.
 RANK_STATE = "rank_state"
 
-#: Ends the key of a parameter that no forward uses and that other parallel layouts do not have. A
-#: load may lack such a tensor, and may leave it unread. No name of a parameter has a space.
+#: Suffix of the key of a parameter that no forward pass uses and that other parallel layouts do not
+#: have. A load accepts that such a tensor is missing or unread. No parameter name has a space.
 UNUSED = " (unused)"
 
 Shape = tuple[int, ...]
 
 
-# `gc=False` here, and where there are as many: no cycle can go through them, and the garbage
-# collector made the decoding of 20,000 take 2.5 times as long.
+# `gc=False` here and for other numerous structs: they cannot be part of a reference cycle, and the
+# garbage collector made decoding 20,000 of them 2.5 times as slow.
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A contiguous run of one box of one global tensor.
 
-    `kind` is `weight`, `master`, `buffer`, `rank_state`, or the optimizer's own name of a state
-    (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...).
+    `kind` is `weight`, `master`, `buffer`, `rank_state`, or the optimizer's name for a state
+    tensor (`exp_avg`, `exp_avg_sq`, `momentum_buffer`, ...).
     """
 
     key: str
@@ -57,7 +57,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def box(self) -> tuple[str, str, Shape, Shape]:
-        """Identity of the box: pieces that share it differ in their range only."""
+        """Identity of the box: pieces with equal identity differ only in their range."""
         return (self.key, self.kind, self.offset, self.shape)
 
     def check(self) -> None:
@@ -75,14 +75,15 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 def equal_shares(sizes: Sequence[tuple[int, int]], count: int, index: int) -> list[tuple[int, int]]:
     """Return the element range of each tensor that replica `index` of `count` writes.
 
-    The tensors are laid end to end and cut into `count` equal byte shares; a cut inside an element
-    moves up to its end. All replicas compute the same cuts, so they agree without talking.
+    The tensors are laid end to end and divided into `count` equal byte shares; a boundary inside an
+    element moves to the end of that element. All replicas compute the same boundaries, so they
+    agree without communication.
 
     Args:
-        sizes: `(numel, itemsize)` of each tensor, in the order that all replicas share.
+        sizes: `(numel, itemsize)` of each tensor, in an order that is equal on all replicas.
 
     Returns:
-        One half-open `(start, end)` per tensor; empty ranges where the share has none of it.
+        One half-open `(start, end)` per tensor; an empty range if the share excludes the tensor.
     """
     if not 0 <= index < count:
         raise LayoutError(f"replica {index} of {count} does not exist")
@@ -99,15 +100,16 @@ def equal_shares(sizes: Sequence[tuple[int, int]], count: int, index: int) -> li
 
 
 def spread_over_nodes(nodes: Sequence[Hashable], count: int, turn: int) -> list[int]:
-    """Return the indices of `count` replicas, ascending; no node has two more of them than another.
+    """Return the ascending indices of `count` replicas, spread evenly over their nodes.
 
-    If a node has too few replicas for that, all of its replicas are among them. All replicas of a
-    group compute the same indices, so they agree without talking.
+    The numbers of chosen replicas of two nodes differ by at most one, except that a node with too
+    few replicas gives all of them. All replicas of a group compute the same indices, so they agree
+    without communication.
 
     Args:
         nodes: the node of each replica of the group.
-        turn: number of the group. Groups on the same nodes begin at different ones, so that the
-            nodes have equal work between them.
+        turn: number of the group. Groups on the same nodes start at different nodes, which
+            balances the work of the nodes.
     """
     replicas: dict[Hashable, list[int]] = {}
     for index, node in enumerate(nodes):

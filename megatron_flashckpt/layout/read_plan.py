@@ -1,7 +1,7 @@
-"""Which stored bytes fill which wanted pieces, checked before anything is overwritten.
+"""Plan of a load: the stored bytes that fill each wanted piece, checked before any overwrite.
 
-Stored and wanted pieces may be cut in any way: by other tensor, pipeline, expert and data-parallel
-sizes. A rank plans its own reads from the table of contents of all ranks.
+Stored and wanted pieces may be sharded by different tensor, pipeline, expert and data-parallel
+sizes. Each rank plans its own reads from the tables of contents of all ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_flashckpt.layout.template import Source, stored_items
 
 
 class Read(NamedTuple):
-    """What a wanted piece takes from one stored tensor: `nbytes` bytes at `source_offset`."""
+    """One contiguous read for a wanted piece: `nbytes` bytes at `source_offset`."""
 
     source_offset: int
     """In the data section of the source rank."""
@@ -31,23 +31,23 @@ class Read(NamedTuple):
     wanted: int
     """Position among the wanted pieces."""
     stored: Run
-    """The elements that those bytes are. Not all need be wanted: a column of a matrix lies between
-    others."""
+    """The elements in those bytes. Some may be unneeded: a column of a matrix is not contiguous."""
 
     @classmethod
     def whole(cls, wanted: int, piece: Piece, source_offset: int) -> Read:
-        """Return the read of all of `piece`, the wanted one at position `wanted`."""
+        """Return the read of the complete `piece`, which is the wanted piece at index `wanted`."""
         return cls(source_offset, piece.nbytes, wanted, Run.of(piece))
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadPlan:
-    """How to fill all wanted pieces."""
+    """The reads that fill all wanted pieces."""
 
     reads: dict[int, list[Read]]
-    """By source rank, in the order of the file."""
+    """Reads by source rank, in file order."""
     padded: tuple[int, ...]
-    """Wanted pieces that reach beyond the stored tensor (padded vocabulary): zero outside of it."""
+    """Indices of wanted pieces that extend beyond the stored tensor (padded vocabulary). The excess
+    elements are zero."""
 
 
 def read_plan(
@@ -57,18 +57,17 @@ def read_plan(
     resizable: Collection[int] = (),
     held: Held = NOTHING_HELD,
 ) -> ReadPlan:
-    """Return the reads that fill `wanted`; every element exactly once.
+    """Return the reads that fill every element of `wanted` exactly once.
 
     Args:
-        place: the checkpoint's name, for the message.
-        resizable: positions of wanted pieces whose tensor may be stored in another global shape. As
-            in Megatron (`allow_shape_mismatch`) the common part counts, the rest is zero.
-        held: pieces that need not be searched for, if they are wanted as they are (`held_once`).
+        place: the checkpoint's name, for error messages.
+        resizable: indices of wanted pieces whose tensor may be stored in another global shape. As
+            in Megatron (`allow_shape_mismatch`), the common part is read and the rest is zero.
+        held: stored pieces that need no search if a wanted piece equals them (`held_once`).
 
     Raises:
-        MissingStateError: one message with every key that is absent, of another shape or type, or
-            only partly there.
-        CorruptCheckpointError: something stored lies outside of its own box, tensor or file.
+        MissingStateError: lists every key that is missing, incomplete, or of another shape or type.
+        CorruptCheckpointError: a stored item lies outside its box, tensor or file.
     """
     reads: dict[int, list[Read]] = defaultdict(list)
     rest = []
@@ -104,18 +103,19 @@ def read_plan(
             reads[part.rank].append(part.read)
     if problems:
         raise missing_state(place, problems)
-    for each in reads.values():
-        each.sort()
+    for rank_reads in reads.values():
+        rank_reads.sort()
     return ReadPlan(dict(reads), tuple(padded))
 
 
 def missing_state(
     place: str, found: Iterable[str], unwanted: Iterable[str] = ()
 ) -> MissingStateError:
-    """Return the error that lists the differences that were found, which it also carries.
+    """Return the error that lists all differences; its `differences` holds them too.
 
     Args:
-        unwanted: names that no rank's model has (see `superfluous`); they are differences too.
+        found: one line per tensor that the checkpoint cannot provide.
+        unwanted: names of stored tensors that no rank's model has (see `superfluous`).
     """
     lines = [f"{name}: in the checkpoint, not in the model" for name in sorted(unwanted)]
     differences = tuple(dict.fromkeys([*lines, *found]))
@@ -132,9 +132,9 @@ def missing_state(
 def superfluous(
     wanted: Collection[tuple[str, str]], sources: Iterable[Source], kinds: set[str]
 ) -> set[str]:
-    """Return `kind/key` of all that is stored (of `kinds`) and not among the names `wanted`.
+    """Return `kind/key` of the unexpected tensors: stored, one of `kinds`, and not in `wanted`.
 
-    What no forward uses may stay unread.
+    Parameters that no forward pass uses may stay unread, so they are left out.
     """
     return {
         f"{item.kind}/{item.key}"
@@ -146,10 +146,10 @@ def superfluous(
 
 
 def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool) -> Shape | None:
-    """Return the global shape in which `piece` is stored; None if what is stored is not like it.
+    """Return the stored global shape to read `piece` from; None if shape or type differ.
 
-    Layers that share a key may differ in type, so another type elsewhere in the tensor is no
-    difference. Shapes must agree.
+    Layers that share a key may differ in type, so another type elsewhere in the tensor is accepted.
+    Shapes must agree.
     """
     shapes = {shape for shape, _ in variants}
     if piece.kind != RANK_STATE and len(shapes) > 1:
@@ -163,7 +163,7 @@ def _shape_to_read(piece: Piece, variants: Collection[Variant], resizable: bool)
 
 
 def _stored_types(piece: Piece, variants: Mapping[Variant, Rows | Columns]) -> list[str]:
-    """Return the types in which elements of `piece` are stored."""
+    """Return the element types in which parts of `piece` are stored."""
     wanted = Run.of(piece)
     return sorted(
         dtype
@@ -173,29 +173,29 @@ def _stored_types(piece: Piece, variants: Mapping[Variant, Rows | Columns]) -> l
 
 
 def _difference(piece: Piece, variants: Iterable[Variant]) -> str:
-    found = ", ".join(f"{shape} {dtype}" for shape, dtype in sorted(variants))
-    if not found:
+    stored = ", ".join(f"{shape} {dtype}" for shape, dtype in sorted(variants))
+    if not stored:
         return f"not in the checkpoint; the model has shape {piece.global_shape}"
-    return f"{found} in the checkpoint, {piece.global_shape} {piece.dtype} in the model"
+    return f"{stored} in the checkpoint, {piece.global_shape} {piece.dtype} in the model"
 
 
 def _not_once(piece: Piece, types: list[str]) -> str:
-    """Return that elements of `piece` are not there exactly once, or of other types."""
+    """Return the error line for elements that have another type or are not stored exactly once."""
     elements = f"elements {piece.start} to {piece.end} of the box at {piece.offset}"
     if not {*types} <= {piece.dtype}:
         return f"{elements} are {', '.join(types)} in the checkpoint, {piece.dtype} in the model"
-    return f"{elements} are not there exactly once"
+    return f"{elements} are not stored exactly once"
 
 
 def _numel_within(piece: Piece, shape: Shape) -> int:
-    """Return how many elements of `piece` lie in a tensor of `shape`."""
+    """Return the number of elements of `piece` that lie within a tensor of `shape`."""
     if shape == piece.global_shape:
         return piece.numel
     return overlap(Run((0,) * len(shape), shape, 0, math.prod(shape)), Run.of(piece)).numel
 
 
 class _Part(NamedTuple):
-    """What one stored run has of a wanted piece."""
+    """The overlap of one stored run with a wanted piece."""
 
     rank: int
     numel: int
@@ -203,10 +203,10 @@ class _Part(NamedTuple):
 
 
 def _parts(index: int, piece: Piece, stored: Rows | Columns) -> list[_Part]:
-    """Return what there is of `piece`, the wanted one at position `index`."""
+    """Return the stored parts of `piece`, which is the wanted piece at `index`."""
     wanted = Run.of(piece)
     size = itemsize(piece.dtype)
-    found = []
+    parts = []
     for rank, byte_offset, run in stored.meeting(wanted):
         common = overlap(run, wanted)
         if common.numel:
@@ -216,12 +216,12 @@ def _parts(index: int, piece: Piece, stored: Rows | Columns) -> list[_Part]:
                 index,
                 Run(run.offset, run.shape, common.low, common.high),
             )
-            found.append(_Part(rank, common.numel, read))
-    return found
+            parts.append(_Part(rank, common.numel, read))
+    return parts
 
 
 def _any_overlap(parts: list[_Part]) -> bool:
-    """Return whether an element may be in two of `parts`. Boxes of a tensor never overlap."""
+    """Return whether two of `parts` may share an element (boxes of one tensor must not overlap)."""
     if len(parts) < 2:
         return False
     boxes: dict[Box, list[tuple[int, int]]] = defaultdict(list)

@@ -1,11 +1,10 @@
-"""What two runs of boxes have in common: the arithmetic of loading under another layout.
+"""Intersection of two runs of boxes: the arithmetic of loading under another layout.
 
-A run is a half-open range of the row-major flattening of a box. Tensor, pipeline and expert
-parallelism cut boxes, the distributed optimizer cuts ranges out of them, so what one rank stored
-and what another wants are both runs, of different boxes. A range is a handful of boxes (`blocks`);
-boxes intersect in boxes; and a box of both is a strided block of either (`regions`).
+A run is a half-open range of a row-major flattened box. One rank stored a run of one box, another
+rank wants a run of another box of the same tensor. A run divides into a few boxes (`blocks`), boxes
+intersect in boxes, and a common box is a strided block of either run (`regions`).
 
-Everything here is in elements, and pure.
+All numbers count elements, and all functions are pure.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ class Region(NamedTuple):
 
     @property
     def gapless(self) -> bool:
-        """Whether it is a single stretch on both sides."""
+        """True if the block is contiguous in both runs."""
         return self.source_strides == self.target_strides == (1,)
 
 
 class Overlap(NamedTuple):
-    """How much of a stored run a wanted one needs."""
+    """The part of a stored run that a wanted run needs."""
 
     numel: int
     low: int
@@ -58,7 +57,7 @@ class Overlap(NamedTuple):
 
 
 def blocks(shape: Shape, start: int, end: int) -> Iterator[Box]:
-    """Yield the boxes, at most `2 * axes - 1`, that elements `[start, end)` of `shape` make up."""
+    """Yield the boxes (at most `2 * axes - 1`) that tile elements `[start, end)` of `shape`."""
     if start >= end:
         return
     if not shape:
@@ -88,7 +87,7 @@ def _in_row(number: int, shape: Shape, start: int, end: int) -> Iterator[Box]:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Return the box of all that lies in both, None if nothing does."""
+    """Return the common box of `one` and `other`, or None if they are disjoint."""
     offset, shape = [], []
     for low, n, other_low, other_n in zip(*one, *other, strict=True):
         start, end = max(low, other_low), min(low + n, other_low + other_n)
@@ -100,7 +99,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def overlap(stored: Run, wanted: Run) -> Overlap:
-    """Return how much of `stored` is in `wanted`, which is of the same global tensor."""
+    """Return the overlap of two runs of the same global tensor."""
     if stored[:2] == wanted[:2]:
         low, high = max(stored.start, wanted.start), min(stored.end, wanted.end)
         return Overlap(max(high - low, 0), low, high)
@@ -115,28 +114,28 @@ def overlap(stored: Run, wanted: Run) -> Overlap:
 
 
 def regions(stored: Run, wanted: Run) -> list[Region]:
-    """Return where the elements of `stored` that `wanted` needs lie in either, disjoint blocks."""
+    """Return the common elements of both runs as disjoint strided blocks."""
     if stored[:2] == wanted[:2]:
         low, high = max(stored.start, wanted.start), min(stored.end, wanted.end)
         if low >= high:
             return []
         return [Region((high - low,), low - stored.start, (1,), low - wanted.start, (1,))]
     source_strides, target_strides = _strides(stored.shape), _strides(wanted.shape)
-    found: list[Region] = []
+    merged: list[Region] = []
     for offset, shape in _common(stored, wanted):
         extents, source_steps, target_steps = _flattened(shape, source_strides, target_strides)
         source_start = _flat(offset, stored.offset, source_strides) - stored.start
         target_start = _flat(offset, wanted.offset, target_strides) - wanted.start
         region = Region(extents, source_start, source_steps, target_start, target_steps)
-        if found and _goes_on(found[-1], region):
-            found[-1] = found[-1]._replace(shape=(found[-1].shape[0] + extents[0],))
+        if merged and _continues(merged[-1], region):
+            merged[-1] = merged[-1]._replace(shape=(merged[-1].shape[0] + extents[0],))
         else:
-            found.append(region)
-    return found
+            merged.append(region)
+    return merged
 
 
-def _goes_on(before: Region, after: Region) -> bool:
-    """Return whether two regions are one stretch: the rest of a row, then whole rows."""
+def _continues(before: Region, after: Region) -> bool:
+    """Return whether both regions form one contiguous block (the rest of a row, then rows)."""
     (n, *_) = before.shape
     return (
         before.gapless
@@ -147,14 +146,14 @@ def _goes_on(before: Region, after: Region) -> bool:
 
 
 def _common(stored: Run, wanted: Run) -> Iterator[Box]:
-    """Yield disjoint boxes, in global coordinates, of what lies in both runs."""
+    """Yield the common elements of both runs as disjoint boxes in global coordinates."""
     if intersection(stored[:2], wanted[:2]) is None:
         return
     needed = [_global(block, wanted) for block in blocks(wanted.shape, wanted.start, wanted.end)]
     for block in blocks(stored.shape, stored.start, stored.end):
-        there = _global(block, stored)
-        for want in needed:
-            common = intersection(there, want)
+        stored_box = _global(block, stored)
+        for wanted_box in needed:
+            common = intersection(stored_box, wanted_box)
             if common is not None:
                 yield common
 
@@ -177,7 +176,7 @@ def _flat(offset: Shape, origin: Shape, strides: Shape) -> int:
 
 
 def _flattened(shape: Shape, one: Shape, other: Shape) -> tuple[Shape, Shape, Shape]:
-    """Return extents and strides with axes merged wherever both sides lie without a gap."""
+    """Return extents and strides; axes that are contiguous on both sides are merged."""
     merged: list[tuple[int, int, int]] = []
     for n, step, other_step in zip(shape, one, other, strict=True):
         if n == 1:

@@ -1,4 +1,4 @@
-"""What a save took, of one rank and of all. Plain numbers: they stand in records and manifests."""
+"""Timings of a save, per rank and combined; commit records and manifests store these structs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 PlanOrigin = Literal["computed", "found", "kept"]
-"""How a rank came by its plan: computed it, found another rank's, or kept that of its last save."""
+"""Origin of a rank's plan: computed, found at the agent, or kept from the rank's last save."""
 
 
 class Plans(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,46 +20,47 @@ class Plans(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a save took on one rank."""
+    """Timings of a save on one rank, in seconds after `started_at`."""
 
     started_at: float
-    """When training called for it, in seconds since 1970."""
+    """Time of the call of `save_checkpoint`, in seconds since 1970."""
     blocked_s: float
-    """Seconds that the training loop waited: in Megatron's `save_checkpoint_and_time`, which
-    synchronizes the GPU and all ranks, or, where that was not replaced, in `save_checkpoint`."""
+    """Seconds that the training loop waited in Megatron's `save_checkpoint_and_time`, which
+    synchronizes the GPU and all ranks; or in `save_checkpoint`, if the former was not replaced."""
     staged_s: float
-    """Until all was in host memory."""
+    """Seconds until host memory held all tensors."""
     persisted_s: float | None = None
-    """Until the shard was durable; None: it is not, yet."""
+    """Seconds until the shard was durable; None before that."""
     plan: PlanOrigin | None = None
-    """None: not recorded."""
+    """None if not recorded."""
 
 
 class SaveCost(msgspec.Struct, frozen=True, kw_only=True):
-    """What a save took on the rank for which it took longest, phase by phase."""
+    """Timings of a save over all ranks: each phase's longest, in seconds after `started_at`."""
 
     nbytes: int
-    """Of all shards."""
+    """Total size of all shards."""
     started_at: float
-    """When rank 0 called for it, in seconds since 1970."""
+    """Time of rank 0's call of `save_checkpoint`, in seconds since 1970."""
     blocked_s: float
     staged_s: float
     persisted_s: float
     slowest: int
-    """The rank whose shard was durable last."""
+    """The rank whose shard became durable last."""
     durable_s: float
-    """Until all of it was committed; never less than `persisted_s`."""
+    """Seconds until the checkpoint was committed; at least `persisted_s`."""
     plans: Plans | None = None
-    """None: not recorded."""
+    """None if not recorded."""
 
 
 def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> SaveCost | None:
-    """Return the cost of a save from those of its ranks, as far as they are known.
+    """Return the timings of a save from the known timings of its ranks.
 
-    None if that of rank 0 is not: it did not live to say.
+    Returns None if rank 0 reported no timings because it died.
 
     Args:
-        committed_at: by the clock of rank 0's node, in seconds since 1970.
+        nbytes: total size of all shards.
+        committed_at: time of the commit by the clock of rank 0's node, in seconds since 1970.
     """
     first = costs.get(0)
     if first is None:
@@ -73,8 +74,8 @@ def combine(costs: Mapping[int, RankCost], nbytes: int, committed_at: float) -> 
         staged_s=max(cost.staged_s for cost in costs.values()),
         persisted_s=persisted_s,
         slowest=slowest,
-        # Ranks do not call at the same moment, and nodes' clocks differ, but no save is committed
-        # before its last shard is durable.
+        # Ranks start at different moments and node clocks differ, but a commit always follows
+        # the last durable shard.
         durable_s=max(persisted_s, committed_at - first.started_at),
         plans=_plans([cost.plan for cost in costs.values()]),
     )

@@ -1,7 +1,7 @@
-"""What all ranks stored of some tensors, as columns of numbers: one row per stored run.
+"""Index of the runs that all ranks stored: one row per run, columns of numbers.
 
-A large job leaves millions of runs, of which one rank needs a few thousand. Rows that cannot meet
-what is wanted are left out before anything is looked at one by one.
+A large job stores millions of runs, and one rank needs a few thousand of them. Vectorised
+comparisons drop the rows that cannot overlap the wanted pieces before any row is visited singly.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Name = tuple[str, str]
 """Kind and key."""
 Variant = tuple[Shape, str]
 """Global shape and element type."""
-#: The sum of two numbers below it fits into 64 bits.
+#: Upper bound of stored numbers: the sum of two smaller numbers fits into 64 bits.
 LIMIT = 2**62
-#: Up to so many ranks that share a template, and so many runs of a tensor, numbers are looked at
-#: one by one: to make arrays of them takes longer than it saves.
+#: Up to this many ranks per template, and runs per tensor, plain loops are used: making arrays
+#: takes longer than it saves.
 _FEW_USERS, _FEW_ROWS = 8, 64
 
 
@@ -45,34 +45,36 @@ class StoredRun(NamedTuple):
 
 
 class Rows(list[StoredRun]):
-    """Stored runs of one tensor, those of a few ranks."""
+    """Stored runs of one tensor, for templates that few ranks share."""
 
     def meeting(self, wanted: Run) -> list[StoredRun]:
-        """Return all runs that have something of `wanted`, and perhaps more."""
+        """Return all runs that overlap `wanted`, possibly with others."""
         if len(self) <= 1:
             return self
-        # In the layout that was saved: the same box, and no other can have anything of it.
-        if self._apart is not None and (found := self._apart.get(wanted[:2])) is not None:
-            return found
+        # Under the saved layout the box is equal, and disjoint from all others.
+        if self._apart is not None and (equal_box := self._apart.get(wanted[:2])) is not None:
+            return equal_box
         if len(self) > _FEW_ROWS:
             return self._columns.meeting(wanted)
         low, high = bounds(wanted)
-        return [row for row, its in zip(self, self._bounds, strict=True) if _meet(*its, low, high)]
+        pairs = zip(self, self._bounds, strict=True)
+        return [row for row, row_bounds in pairs if _meet(*row_bounds, low, high)]
 
     @functools.cached_property
     def _apart(self) -> dict[Box, list[StoredRun]] | None:
         """The runs by box; None if boxes may overlap.
 
-        They do not if all have one shape and begin at multiples of it, as in nearly every layout.
+        Boxes are disjoint if all have one shape and start at multiples of it, which holds in nearly
+        every layout.
         """
         shape = self[0].run.shape
-        found: dict[Box, list[StoredRun]] = defaultdict(list)
+        by_box: dict[Box, list[StoredRun]] = defaultdict(list)
         for row in self:
             run = row.run
             if run.shape != shape or not all(shape) or any(map(operator.mod, run.offset, shape)):
                 return None
-            found[run[:2]].append(row)
-        return found
+            by_box[run[:2]].append(row)
+        return by_box
 
     @functools.cached_property
     def _bounds(self) -> list[_Hull]:
@@ -104,7 +106,7 @@ class Columns:
         return cls(*(np.array(column, np.int64) for column in columns))
 
     def meeting(self, wanted: Run) -> list[StoredRun]:
-        """See `Rows.meeting`."""
+        """Return all runs that overlap `wanted`, possibly with others."""
         low, high = bounds(wanted)
         meets = ((self.low < np.array(high)) & (self.high > np.array(low))).all(axis=1)
         return [self._row(row) for row in np.flatnonzero(meets).tolist()]
@@ -116,31 +118,32 @@ class Columns:
 
 
 def hulls(wanted: list[Piece]) -> dict[Name, _Hull]:
-    """Return the smallest box, as low and high corner, that holds all that is wanted by name."""
-    found: dict[Name, _Hull] = {}
+    """Return, by name, the low and high corner of the smallest box around all wanted pieces."""
+    corners: dict[Name, _Hull] = {}
     for piece in wanted:
         name = piece.kind, piece.key
         low, high = piece.offset, tuple(map(operator.add, piece.offset, piece.shape))
-        if name in found:
-            low = tuple(map(min, low, found[name][0]))
-            high = tuple(map(max, high, found[name][1]))
-        found[name] = low, high
-    return found
+        if name in corners:
+            low = tuple(map(min, low, corners[name][0]))
+            high = tuple(map(max, high, corners[name][1]))
+        corners[name] = low, high
+    return corners
 
 
 def stored_columns(
     sources: Iterable[Source], hulls: dict[Name, _Hull], place: str
 ) -> dict[Name, dict[Variant, Rows | Columns]]:
-    """Return the runs that meet the `hulls` of the tensors they belong to, by shape and type.
+    """Return the runs that overlap the `hulls` of their tensors, by global shape and type.
 
-    Side state has another length, so another global shape, on every rank. A tensor of the model has
-    one shape, unless ranks contradict each other, but its layers may be of several types.
+    Side state has a different length, hence a different global shape, on every rank. A tensor of
+    the model has one shape (otherwise ranks contradict each other) and may have layers of several
+    types.
     """
     sharing: dict[int, list[Source]] = defaultdict(list)
     for source in sources:
         sharing[id(source.template)].append(source)
-    found: dict[Name, dict[Variant, list[Rows | Columns]]]
-    found = defaultdict(lambda: defaultdict(list))
+    tensors: dict[Name, dict[Variant, list[Rows | Columns]]]
+    tensors = defaultdict(lambda: defaultdict(list))
     for users in sharing.values():
         items = users[0].template.items
         numbers = _placements(users, placement_length(items), place)
@@ -157,10 +160,10 @@ def stored_columns(
                 part = _rows(item, users, hull, place)
             else:
                 part = _columns(item, numbers[:, item.place], ranks, hull, place)
-            found[item.kind, item.key][item.global_shape, item.dtype].append(part)
+            tensors[item.kind, item.key][item.global_shape, item.dtype].append(part)
     return {
         name: {variant: _joined(parts) for variant, parts in variants.items()}
-        for name, variants in found.items()
+        for name, variants in tensors.items()
     }
 
 
@@ -176,7 +179,7 @@ def _placements(users: list[Source], length: int, place: str) -> Numbers:
 
 
 def outside_error(item: TemplateItem, rank: int, place: str) -> CorruptCheckpointError:
-    """Return the error that says that `item` cannot lie where `rank` says."""
+    """Return the error for an `item` whose position on `rank` is impossible."""
     return CorruptCheckpointError(
         f"{place}: {item.kind}/{item.key} lies outside of its box, tensor or file on rank {rank}; "
         f"{OLDER}"
@@ -184,8 +187,8 @@ def outside_error(item: TemplateItem, rank: int, place: str) -> CorruptCheckpoin
 
 
 def _rows(item: TemplateItem, users: list[Source], hull: _Hull, place: str) -> Rows:
-    """Return the runs that `item` is on the ranks of `users`, as far as they meet `hull`."""
-    found = Rows()
+    """Return the runs of `item` on the ranks of `users` that overlap `hull`."""
+    rows = Rows()
     shape, where = item.shape, item.place
     last_start = math.prod(shape) - item.numel
     comparable = len(hull[0]) == len(shape)
@@ -202,8 +205,8 @@ def _rows(item: TemplateItem, users: list[Source], hull: _Hull, place: str) -> R
         ):
             raise outside_error(item, user.rank, place)
         run = Run(offset, shape, start, start + item.numel)
-        found.append(StoredRun(user.rank, item.byte_offset, run))
-    return found
+        rows.append(StoredRun(user.rank, item.byte_offset, run))
+    return rows
 
 
 def _meet(low: Shape, high: Shape, other_low: Shape, other_high: Shape) -> bool:
@@ -213,13 +216,13 @@ def _meet(low: Shape, high: Shape, other_low: Shape, other_high: Shape) -> bool:
 def _columns(
     item: TemplateItem, placed: Numbers, ranks: Numbers, hull: _Hull, place: str
 ) -> Columns:
-    """Return what `_rows` does, of many ranks.
+    """Return the runs of `item` that overlap `hull`, vectorised for many ranks (see `_rows`).
 
     Args:
-        placed: per rank the offset of its box and the start of its range.
+        placed: one row per rank: the offset of its box, then the start of its range.
     """
     shape = np.array(item.shape, np.int64)
-    if len(hull[0]) == len(shape):  # else there is a difference, for which all are of interest
+    if len(hull[0]) == len(shape):  # otherwise shapes differ, and the error lists all runs
         offset = placed[:, :-1]
         low, high = (np.array(corner, np.int64) for corner in hull)
         meets = ((offset < high) & (offset > low - shape)).all(axis=1)
@@ -249,10 +252,10 @@ def _columns(
 
 
 def bounds(run: Run) -> _Hull:
-    """Return corners of a box that holds `run`.
+    """Return the low and high corner of a box around `run`.
 
-    They are tight along the first axis that has an extent: the distributed optimizer cuts a layer's
-    matrix into bands of rows.
+    The corners are tight along the first axis longer than 1: the distributed optimizer shards a
+    layer's matrix into bands of rows.
     """
     low, high = list(run.offset), list(map(operator.add, run.offset, run.shape))
     if (axis := _first_extent(run.shape)) is not None:
@@ -267,7 +270,7 @@ def _first_extent(shape: Shape) -> int | None:
 
 
 def _possible(item: TemplateItem) -> bool:
-    """Return whether `item` can lie anywhere, and be counted in 64 bits."""
+    """Return whether the sizes of `item` are consistent and fit into 64 bits."""
     if len(item.shape) != len(item.global_shape):
         return False
     for n, size in zip(item.shape, item.global_shape, strict=True):

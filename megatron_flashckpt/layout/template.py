@@ -1,13 +1,13 @@
-"""A rank's layout: the same bytes in memory and in the file.
+"""A rank's layout: the order of its tensors, equal in host memory and in the file.
 
-A layout is a *template* (what lies where) plus a *placement* (which part of the global tensors it
-is). Ranks of one tensor group and like pipeline stages have equal templates, because Megatron
-stacks layers along a prepended axis: only the placement tells layer 3 from layer 7. So a template,
-with the part of the file header that belongs to it, is computed once and shared through the agent.
+A layout is a *template* (names, types, sizes and byte offsets) plus a *placement* (the position of
+each tensor in its global tensor). Ranks of one tensor group, and pipeline stages with equal layers,
+have equal templates: Megatron stacks layers along a prepended axis, so only the placement
+distinguishes layer 3 from layer 7. One rank computes a template with its part of the file header;
+the agent shares it.
 
-A cached layout is used only for pieces that are equal to its own, offsets included. The fingerprint
-of a template covers everything that it stands for. Anything else is a miss, never an error and
-never a guess.
+A cached layout is used only for pieces equal to its own, offsets included. The fingerprint of a
+template covers every field of it. Any difference is a cache miss, never an error and never a guess.
 """
 
 from __future__ import annotations
@@ -35,30 +35,31 @@ class TemplateItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
     numel: int
     byte_offset: int
     placed_at: int
-    """Where in a placement its numbers begin. A weight's master and moments have the same ones."""
+    """Index of the item's first number in a placement. A weight, its master and its moments share
+    these numbers."""
 
     @property
     def place(self) -> slice:
-        """Which numbers of a placement are its own."""
+        """The item's numbers in a placement."""
         return slice(self.placed_at, self.placed_at + len(self.shape) + 1)
 
 
 class Template(msgspec.Struct, frozen=True, array_like=True):
-    """What lies where, and the encoded part of the file header that follows from it."""
+    """The tensors of a file with their byte offsets, and the file header derived from them."""
 
     items: tuple[TemplateItem, ...]
     nbytes: int
     header_entries: bytes
-    """JSON object of the safetensors header without `__metadata__`."""
+    """The safetensors header as a JSON object, without `__metadata__`."""
 
 
 Placement = tuple[int, ...]
-"""Which part of the global tensors a template's items are: for each that is placed like none before
-it, its box's offset (one number per axis), then its range's start. Flat, because a large job has
-millions of them."""
+"""Position of a template's items in their global tensors: the offset of the box (one number per
+axis), then the start of the range. Items at equal positions share their numbers. The tuple is flat
+because a large job has millions of positions."""
 
 
-#: A line of the processor's cache, and more than any vector instruction takes.
+#: Bytes of a CPU cache line; no vector instruction needs more.
 _WELL_ALIGNED = 64
 
 
@@ -77,7 +78,7 @@ class Layout(msgspec.Struct, frozen=True):
     placement: Placement
     template_fingerprint: str
     encoded_template: bytes
-    """As every save hands it on."""
+    """The template as every save sends it to the agent."""
 
     @property
     def nbytes(self) -> int:
@@ -93,20 +94,20 @@ class Source(NamedTuple):
 
 
 def stored_items(sources: Iterable[Source]) -> Iterable[TemplateItem]:
-    """Yield the items of every template once; ranks share templates."""
+    """Yield the items of every distinct template once; ranks share templates."""
     templates = {id(source.template): source.template for source in sources}
     for template in templates.values():
         yield from template.items
 
 
 def order(pieces: list[Piece]) -> list[int]:
-    """Return the positions of `pieces` in layout order: those that keep what follows aligned first.
+    """Return the positions of `pieces` in layout order, which aligns tensors without padding.
 
-    By the largest power of two that divides their bytes, at most `_WELL_ALIGNED`, and by element
-    size within that; otherwise the caller's order stays. So every tensor is aligned to its element,
-    and nearly all, and all large ones of usual models, to what copies are fast at, without padding,
-    which safetensors forbids. A kernel that copied to an address that was 16 bytes off, beyond
-    multiples of 32, took 1.9 times as long; 8 bytes off, 3.4 times.
+    Pieces are sorted by the largest power of two that divides their size in bytes (at most
+    `_WELL_ALIGNED`), then by element size, both descending; the sort is stable. Every tensor is
+    then aligned to its element, and the large tensors of usual models to a cache line. safetensors
+    forbids padding. A copy to an address 16 bytes past a multiple of 32 took 1.9 times as long, 8
+    bytes past it 3.4 times.
     """
 
     def rank(piece: Piece) -> int:
@@ -114,21 +115,21 @@ def order(pieces: list[Piece]) -> list[int]:
         nbytes = (piece.end - piece.start) * width
         return (min(nbytes & -nbytes, _WELL_ALIGNED) or _WELL_ALIGNED) * 256 + width
 
-    return sorted(range(len(pieces)), key=[rank(it) for it in pieces].__getitem__, reverse=True)
+    return sorted(range(len(pieces)), key=[rank(p) for p in pieces].__getitem__, reverse=True)
 
 
 def pieces_of(template: Template, placement: Placement) -> list[Piece]:
     """Return the pieces that a template and a placement describe, in layout order."""
     if len(placement) != placement_length(template.items):
         raise LayoutError(
-            f"a placement of {len(placement)} numbers for a template that takes "
+            f"the placement has {len(placement)} numbers, its template needs "
             f"{placement_length(template.items)}"
         )
     return [piece_of(item, placement) for item in template.items]
 
 
 def piece_of(item: TemplateItem, placement: Placement) -> Piece:
-    """Return the piece that an item of a template is with such a placement."""
+    """Return the piece that `item` describes at its position in `placement`."""
     *offset, start = placement[item.place]
     return Piece(
         item.key,
@@ -143,10 +144,10 @@ def piece_of(item: TemplateItem, placement: Placement) -> Piece:
 
 
 def placed(pieces: Iterable[Piece]) -> tuple[list[int], Placement]:
-    """Return where each piece's numbers begin in the placement of `pieces`, and the placement.
+    """Return the index of each piece's first number in the placement, and the placement.
 
-    Pieces of one key that are the same part of equal tensors have them in common: of Adam's four
-    kinds three say nothing new.
+    Pieces of one key at equal positions of equally shaped tensors share their numbers: a weight,
+    its master and Adam's two moments need one entry.
     """
     positions: dict[object, int] = {}
     numbers: list[int] = []
@@ -161,15 +162,15 @@ def placed(pieces: Iterable[Piece]) -> tuple[list[int], Placement]:
 
 
 def placement_length(items: Iterable[_Placed]) -> int:
-    """Return how many numbers the placement of a template's `items` has."""
+    """Return the length of a placement for a template's `items`."""
     return max((item.placed_at + len(item.shape) + 1 for item in items), default=0)
 
 
 def tensor_names(items: list[tuple[str, str]]) -> list[str]:
     """Return file-unique tensor names for `(kind, key)` pairs.
 
-    Layers of one stage share a key, so the n-th occurrence is numbered: `weight/decoder.x#1`.
-    Names say nothing of the placement, or like stages could not share a template.
+    Layers of one stage share a key, so names carry the number of the occurrence:
+    `weight/decoder.x#1`. Names omit the placement, so that equal stages can share a template.
     """
     seen: dict[tuple[str, str], int] = {}
     names = []
@@ -181,7 +182,7 @@ def tensor_names(items: list[tuple[str, str]]) -> list[str]:
 
 
 def build_template(pieces: list[Piece], placed_at: list[int]) -> Template:
-    """Return the template of `pieces`, which must be in layout order, with what `placed` said."""
+    """Return the template of `pieces` (in layout order); `placed_at` comes from `placed`."""
     items = []
     entries = {}
     position = 0
@@ -209,7 +210,7 @@ def build_template(pieces: list[Piece], placed_at: list[int]) -> Template:
     return Template(tuple(items), position, msgspec.json.encode(entries))
 
 
-#: Layouts kept per rank: a job has one, a few more while batch-size-dependent state changes.
+#: Layouts kept per rank. A job has one; state that depends on the batch size adds a few.
 _KEPT_LAYOUTS = 8
 
 
@@ -218,7 +219,7 @@ def _digest(value: object) -> str:
 
 
 class PlanCounters(msgspec.Struct):
-    """How often a layout was found in this process, at the agent, or computed."""
+    """Numbers of layouts found in this process, found at the agent, and computed."""
 
     local_hits: int = 0
     shared_hits: int = 0
@@ -229,10 +230,9 @@ _TEMPLATE = msgspec.msgpack.Decoder(Template)
 
 
 class PlanCache:
-    """The latest layouts; templates also through the agent.
+    """Cache of one rank's latest layouts, backed by the agent's templates; not thread-safe.
 
-    Used by one rank; not thread-safe. `fetch` and `publish` reach the agent's template store and
-    may be `None` when there is none.
+    `fetch` and `publish` access the agent's template store; `None` if there is no agent.
     """
 
     def __init__(
@@ -248,19 +248,19 @@ class PlanCache:
         self._publish = publish
 
     def take_origin(self) -> PlanOrigin:
-        """Return how layouts came about since the last call: by the most expensive way taken."""
+        """Return the most expensive origin of the layouts returned since the last call."""
         origin, self._origin = self._origin, "kept"
         return origin
 
     def order(self, pieces: list[Piece]) -> list[int]:
-        """Return `order(pieces)`, at once if they are those of the last call."""
+        """Return `order(pieces)`, from the cache if the pieces equal those of the last call."""
         if self._ordered[0] != pieces:
             self._ordered = (list(pieces), order(pieces))
         return self._ordered[1]
 
     def layout(self, pieces: list[Piece]) -> Layout:
         """Return the layout of `pieces`, which must be in layout order (see `order`)."""
-        # Nearly always the same objects (`Geometry.parts`), which takes no look into them.
+        # Usually the pieces are the same objects (`Geometry.parts`), which compare by identity.
         for known, cached in self._kept:
             if known == pieces:
                 self.counters.local_hits += 1

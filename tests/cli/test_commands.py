@@ -488,7 +488,8 @@ def test_verify_finds_what_two_ranks_saved_both(run: Run, save: Path) -> None:
     make(save, ranks=ranks)
     ran = run("verify", save)
     assert ran.status == 1
-    assert "buffer/layers.bias: box at (0,) of shape (3,): elements 0-2 are there twice " in ran.out
+    twice = "buffer/layers.bias: box at (0,) of shape (3,): elements 0-2 are stored twice "
+    assert twice in ran.out
     assert "(ranks 0 and 1)" in ran.out
 
 

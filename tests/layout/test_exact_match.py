@@ -142,14 +142,14 @@ def test_a_contradiction_that_nobody_minds_gives_each_rank_its_own_and_no_other_
     sources = sources_of([[layer], [layer], []])
     for rank in range(2):
         assert read_plan([layer], sources, PLACE, held=held(sources, rank)).reads.keys() == {rank}
-    with pytest.raises(MissingStateError, match="not there exactly once"):
+    with pytest.raises(MissingStateError, match="not stored exactly once"):
         read_plan([layer], sources, PLACE, held=held(sources, 2))
 
 
 def test_a_rank_that_has_stored_the_same_piece_twice_is_not_believed():
     layer = whole("w", "exp_avg", "F32", (2, 4), (0, 0), (1, 4))
     sources = sources_of([[layer, layer]])
-    with pytest.raises(MissingStateError, match="not there exactly once"):
+    with pytest.raises(MissingStateError, match="not stored exactly once"):
         read_plan([layer], sources, PLACE, held=held(sources, 0))
 
 
@@ -163,7 +163,7 @@ def test_ranks_that_share_a_template_count_each():
     alone = whole("w", "weight", "F32", (1, 4), (0, 0), (1, 4))
     sources = [source(0, [alone]), source(0, [alone])._replace(rank=1)]
     shared = [it._replace(template=sources[0].template) for it in sources]
-    with pytest.raises(MissingStateError, match="not there exactly once"):
+    with pytest.raises(MissingStateError, match="not stored exactly once"):
         read_plan([alone], shared, PLACE, held=held(shared, 0))
 
 

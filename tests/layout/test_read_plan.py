@@ -311,7 +311,7 @@ def test_a_gap_in_a_tensor_of_another_size_is_noticed():
     stored = [[run(matrix((0, 0), (4, 6)), 0, 23)]]
     wanted = matrix((0, 0), (5, 6), (5, 6))
     (line,) = problems([wanted], stored, resizable=[0])
-    assert line == "weight/w: elements 0 to 30 of the box at (0, 0) are not there exactly once"
+    assert line == "weight/w: elements 0 to 30 of the box at (0, 0) are not stored exactly once"
 
 
 # ---------------------------------------------------------------------- what is not as it should be
@@ -353,7 +353,7 @@ def test_an_element_stored_twice_in_two_different_boxes_is_noticed(data, drawn):
         piece.key, piece.kind, piece.dtype, piece.global_shape, element, (1,) * len(element)
     )
     (line,) = problems([piece], [stored, [again]])
-    assert "are not there exactly once" in line
+    assert "are not stored exactly once" in line
 
 
 @pytest.mark.parametrize("element", [(0, 1), (1, 0), (3, 5)])
@@ -361,7 +361,7 @@ def test_a_gap_is_not_made_up_for_by_an_element_that_is_there_twice(element):
     """As many elements as wanted, none of them stored twice in the same box."""
     stored = [[run(matrix((0, 0), (4, 6)), 1, 24)], [matrix(element, (1, 1))]]
     (line,) = problems([matrix((0, 0), (4, 6))], stored)
-    assert line == "weight/w: elements 0 to 24 of the box at (0, 0) are not there exactly once"
+    assert line == "weight/w: elements 0 to 24 of the box at (0, 0) are not stored exactly once"
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_a_gap_is_not_made_up_for_by_an_element_that_is_there_twice(element):
 def test_gaps_and_overlaps_name_the_elements_that_were_wanted(stored):
     weight = box("w")
     (line,) = problems([weight], [[run(weight, 0, 0)], *([run(weight, *r)] for r in stored)])
-    assert line == "weight/w: elements 0 to 8 of the box at (0,) are not there exactly once"
+    assert line == "weight/w: elements 0 to 8 of the box at (0,) are not stored exactly once"
 
 
 def test_a_gap_or_overlap_outside_the_wanted_range_does_not_matter():
@@ -527,7 +527,7 @@ def test_every_difference_is_named_in_one_error():
         "weight/absent: not in the checkpoint; the model has shape (8,)",
         "weight/shape: (9,) F32 in the checkpoint, (8,) F32 in the model",
         "weight/type: (8,) I32 in the checkpoint, (8,) F32 in the model",
-        "weight/gap: elements 0 to 8 of the box at (0,) are not there exactly once",
+        "weight/gap: elements 0 to 8 of the box at (0,) are not stored exactly once",
     ]
 
 

@@ -92,7 +92,7 @@ def test_a_layout_gives_back_the_pieces_that_it_was_made_of(ordered):
 
 def test_a_placement_of_another_length_than_the_template_is_refused():
     layout = layout_of([PIECE, moved(PIECE, 1)])
-    with pytest.raises(LayoutError, match="a placement of 2 numbers for a template that takes 6"):
+    with pytest.raises(LayoutError, match="placement has 2 numbers, its template needs 6"):
         pieces_of(layout.template, layout.placement[:2])
 
 
