@@ -38,6 +38,8 @@ setup(
         "redundancy": ["pyzmq>=25"],
         # `flashckpt report --png`, `scripts/bench save --png`
         "plot": ["matplotlib>=3.7"],
+        # `scripts/docs`: the documents as a site. 110 MB, so the tests do without it.
+        "docs": ["zensical>=0.0.70"],
         # The tests, and what they check code and scripts with.
         "dev": [
             "hypothesis",
