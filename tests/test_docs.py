@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_flashckpt import config
 from megatron_flashckpt.config import Config, load_config
+from megatron_flashckpt.failpoints import VARIABLE as FAULT_VARIABLE
 from tests import reference_pages
 
 REPO = Path(__file__).resolve().parents[1]
@@ -113,3 +115,21 @@ def test_every_file_of_the_repository_that_a_page_names_exists(document: Path) -
     folders = "tests|scripts|configs|patches|benchmarks|examples"
     paths = re.findall(rf"`((?:{folders})/[\w./]*[\w/])", document.read_text())
     assert [path for path in paths if not (REPO / path).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_every_command_and_setting_that_a_page_names_exists(document: Path) -> None:
+    text = document.read_text()
+    page = (reference_pages.DIRECTORY / "command-line.md").read_text()
+    known = {title.split()[0] for title in re.findall(r"^## flashckpt (.+)$", page, re.M)}
+    assert set(re.findall(r"(?:^ *|`|\$ |&& )flashckpt ([a-z]+)", text, re.M)) <= known
+    fields = set(config._FIELDS)
+    sections = r"`((?:agent|replicated|retention|trace)\.[a-z_]+)[`:]"
+    assert set(re.findall(sections, text)) - {"agent.log", "agent.sock"} <= fields
+    variables = {"FLASHCKPT_" + field.replace(".", "__").upper() for field in fields}
+    named_here = {name.rstrip("_") for name in re.findall(r"\bFLASHCKPT_[A-Z_]+", text)}
+    assert named_here <= {*variables, config.FILE_VARIABLE, FAULT_VARIABLE, "FLASHCKPT"}
+
+
+def test_the_readme_fits_on_a_screen_and_a_half() -> None:
+    assert len((REPO / "README.md").read_text().splitlines()) <= 120
