@@ -27,11 +27,14 @@ from megatron_flashckpt.errors import (
 REPO = Path(__file__).resolve().parents[1]
 PACKAGE = REPO / "megatron_flashckpt"
 PAGE = REPO / "docs/reference/errors.md"
+HOW_TO = sorted((REPO / "docs/how-to").glob("*.md"))
 #: Stands for a field in messages and headings alike.
 _FIELD = "\0"
 _FIELDS = re.compile(f"{_FIELD}+")
 _FORMAT = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?[sdgrfx]")
 _HEADING = re.compile(r"^### `(.+)`$", re.M)
+#: Bold code in how-to pages: `- **`message`**: what it means`. Settings and flags have no space.
+_QUOTED = re.compile(r"\*\*`([^`]+ [^`]+)`\*\*")
 #: Words without fields that a heading needs at least: fewer would be found in any message.
 _LETTERS = 14
 #: What users cause, and only they: each of these messages has a heading.
@@ -54,6 +57,11 @@ _INTERNAL = {
 
 def headings() -> list[str]:
     return _HEADING.findall(PAGE.read_text())
+
+
+def quoted() -> list[str]:
+    """Return the messages that how-to pages quote."""
+    return [message for page in HOW_TO for message in _QUOTED.findall(page.read_text())]
 
 
 def normal(text: str) -> str:
@@ -105,6 +113,12 @@ def nearest(heading: str) -> str:
 def test_every_heading_is_a_message_of_the_package() -> None:
     foreign = [heading for heading in headings() if not is_in_a_message(heading)]
     assert {heading: nearest(heading) for heading in foreign} == {}
+
+
+def test_every_message_that_a_how_to_page_quotes_is_one_of_the_package() -> None:
+    assert len(quoted()) > 15
+    foreign = [message for message in quoted() if not is_in_a_message(message)]
+    assert {message: nearest(message) for message in foreign} == {}
 
 
 def test_every_heading_has_words_to_search_for() -> None:
