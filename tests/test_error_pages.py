@@ -43,15 +43,15 @@ _CAUSED = (AgentError, ConfigError, OtherWriterError, UnsupportedError)
 _INTERNAL = {
     "is not WHO:POINT:COUNT",
     "is not of this protocol",
-    "was asked for before a slab",
+    "before a slab was attached",
     "the agent answered",
     "the agent refused",
     "has no slot",
     "not STAGED",
     "may still write to this slab",
     "so the agent keeps it for a restart",
-    "changes all the time",
-    "other agents come and go",
+    "all the time; set 'runtime_dir'",
+    "other agents",
 }
 
 
