@@ -22,7 +22,7 @@ from tests.agent.conftest import Node
 from tests.support.persisting import persisted
 from tests.support.trainer import eventually, held_back, is_alive, new_save_id, remove_tree
 
-REMOVED = "another process removed the directory meanwhile"
+REMOVED = "another process removed the directory: find that process"
 MEMORY = "dmesg tells; lower 'slots' or give the job more memory"
 
 
