@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 
 #: `cudaStreamCaptureModeRelaxed` of the CUDA runtime.
 _RELAXED = 2
-#: A wheel adds a digest to the name of a library that it bundles.
+#: A wheel adds a digest to the names of its bundled libraries.
 _NAME = re.compile(r"libcudart(-[0-9a-f]+)?\.so[.0-9]*")
-#: The library, once it was found.
+#: The library, set when it is first found.
 _runtime: Any = None
 
 
