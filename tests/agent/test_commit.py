@@ -99,7 +99,7 @@ def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
         "garbage": (b"\xc1 not msgpack", "is not a commit record"),
         "empty": (b"", "is not a commit record"),
         "deeply nested": (nested(b"\x91" * 100_000), "is not a commit record"),
-        "flipped": (changed()[:-1] + b"\0", "its digest is another"),
+        "flipped": (changed()[:-1] + b"\0", "its digest does not match"),
         "doubled": (
             changed(rank=0),
             f"is the record of (iteration, save, rank, file) (1, '{me}', 0",
