@@ -23,7 +23,7 @@ from tests.support.persisting import persisted
 from tests.support.trainer import eventually, held_back, is_alive, new_save_id, remove_tree
 
 REMOVED = "another process removed the directory: find that process"
-MEMORY = "dmesg tells; lower 'slots' or give the job more memory"
+MEMORY = "see dmesg; lower 'slots' or give the job more memory"
 
 
 def test_a_save_directory_that_is_removed_while_a_shard_is_written(node: Node, root: Path) -> None:
