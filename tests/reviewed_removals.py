@@ -90,7 +90,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.incarnations",
         (
             "SecondStarts.write",
-            "draft.write_bytes(msgspec.json.encode(told))",
+            "draft.write_bytes(msgspec.json.encode(entries))",
             PRIVATE,
             "agent/test_second_start.py::test_the_file_of_second_starts_ends_with_the_job",
         ),
@@ -223,7 +223,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.takeover",
         (
             "take",
-            "claims.put(storage, made, check)",
+            "claims.put(storage, new_claim, check)",
             "the claim of a run that has ended or is to be overtaken: see `_await_end`",
             "agent/test_takeover.py::test_a_refused_start_names_the_writer_and_changes_nothing",
         ),
@@ -277,7 +277,7 @@ REVIEWED: dict[Call, Reason] = {
         "agent.tidying",
         (
             "tidy",
-            "_superfluous_files(save, pending).remove(storage)",
+            "_obsolete_files(save, pending).remove(storage)",
             "of `_is_of_an_attempt` or another save's id, which is not under way; see `Leftovers.remove`",
             "agent/test_tidying.py::test_a_save_of_the_same_iteration_that_is_under_way_is_spared",
         ),
