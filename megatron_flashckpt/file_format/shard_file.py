@@ -29,8 +29,8 @@ from megatron_flashckpt.layout.template import Placement, Template, TemplateItem
 
 #: Bytes of the data section that one digest covers.
 CHUNK_NBYTES = 4 * 1024 * 1024
-#: The data section starts at a multiple of this, so that O_DIRECT and mmap can use it, or of the
-#: page size of the machine that wrote the file, if that is larger.
+#: The data section starts at a multiple of this, for O_DIRECT and mmap. If the writing machine has
+#: larger pages, it starts at a multiple of their size.
 ALIGNMENT = 4096
 #: Larger headers are refused; safetensors itself stops at 100 MB.
 MAX_HEADER_NBYTES = 100_000_000

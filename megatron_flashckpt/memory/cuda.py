@@ -53,9 +53,9 @@ def enter_thread(device: int | None) -> None:
 def _leave_captures_alone() -> None:
     """Keep this thread's calls from invalidating graph captures of other threads.
 
-    While a thread captures in global mode, a wait for an event or a page-locking in any other
-    thread fails and invalidates the capture, unless that other thread is in relaxed mode. PyTorch
-    does the same for NCCL's watchdog (pytorch/pytorch#148594).
+    While a thread captures in global mode, other threads must be in relaxed mode. Otherwise their
+    waits for events and their page-locking fail and invalidate the capture. PyTorch does the same
+    for NCCL's watchdog (pytorch/pytorch#148594).
     """
     exchange = getattr(runtime_library(), "cudaThreadExchangeStreamCaptureMode", None)
     if exchange is None:

@@ -30,7 +30,7 @@ _TURN_S = 0.02
 #: Seconds that `close` waits for the thread, which may be inside the driver.
 _CLOSE_S = 1.0
 #: Memory that was closed without being unlocked. It stays mapped: if other memory were mapped at
-#: its address, CUDA would go on copying to the old pages.
+#: its address, CUDA would still copy to the old pages.
 _still_locked: list[memoryview] = []
 
 

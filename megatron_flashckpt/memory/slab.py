@@ -1,7 +1,7 @@
 """Staging memory of one rank: a memfd, handed to the agent by file descriptor.
 
-A memfd is independent of the size of /dev/shm, has no name that other processes could open or that
-could leak, and is freed when its last holder ends.
+A memfd is independent of the size of /dev/shm and is freed when its last holder ends. It has no
+name that other processes could open or that could leak.
 """
 
 from __future__ import annotations

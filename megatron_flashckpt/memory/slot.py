@@ -78,7 +78,7 @@ class _Meta(msgspec.Struct, Generic[_T], frozen=True, kw_only=True):
     """Megatron's `--save-retain-interval`."""
     retention: Retention = Retention()
     metrics: dict[str, float] = {}
-    """What training code on this rank has reported of the model."""
+    """Metrics of the model that training code on this rank has reported."""
     differing: tuple[str, ...] = ()
     sums: tuple[CopySum, ...] | None = None
     """As in `CommitRecord`. In a STAGING slot the sums are placeholders of the final size."""

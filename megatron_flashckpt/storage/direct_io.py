@@ -35,8 +35,8 @@ ALIGNMENT = max(4096, mmap.PAGESIZE)
 _TRIAL_NBYTES = 1024 * 1024
 #: Chunks written each way before one way is chosen.
 _TRIALS = 6
-#: Direct writes are chosen if they take at most this multiple of the other time, because they save
-#: a copy and keep the data loader's files in the page cache.
+#: Direct writes are chosen if they take at most this multiple of the other time. They save a copy
+#: and leave the page cache to the data loader.
 _MARGIN = 1.5
 
 DirectMode = Literal["auto", "always", "never"]

@@ -59,8 +59,8 @@ class PosixWriter:
     """See `storage.base.Writer`.
 
     Whole pages of aligned memory bypass the page cache where that is faster. All other bytes go
-    through the page cache and are dropped from it once they are durable, because checkpoints must
-    not evict the files that the data loader has cached.
+    through the page cache and are dropped from it once they are durable. Checkpoints must not evict
+    the files that the data loader has cached.
     """
 
     def __init__(self, path: Path, nbytes: int, direct_io: DirectIo) -> None:
