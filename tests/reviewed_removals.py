@@ -253,7 +253,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "Sweeper.sweep",
-            "found.remove(self._storage)",
+            "leftovers.remove(self._storage)",
             "see `Leftovers.remove`; a checkpoint without its manifest is none of them",
             "agent/test_cleanup.py::test_a_checkpoint_whose_manifest_somebody_moved_away_is_no_half_save",
         ),

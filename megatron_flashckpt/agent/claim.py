@@ -111,7 +111,7 @@ def decode(encoded: bytes, place: str) -> Claim:
     """Return the claim in the contents of the file `place`.
 
     Raises:
-        CorruptCheckpointError: the contents are no claim.
+        CorruptCheckpointError: the contents are not a claim.
     """
     try:
         # The last field is text, so the claim does not end with a zero byte.
@@ -134,7 +134,7 @@ def read(storage: Storage) -> Claim | None:
     """Return the claim to a save directory; None if there is none.
 
     Raises:
-        CorruptCheckpointError: the file is no claim.
+        CorruptCheckpointError: the file is not a claim.
     """
     # `present` opens the directory first, so that NFS asks its server for the current file.
     if CLAIM not in storage.present("", [CLAIM]):

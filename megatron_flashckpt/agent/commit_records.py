@@ -104,9 +104,9 @@ def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecor
 
 
 def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> str | None:
-    """Return the names of this node's removed records as an error; None if all are present.
+    """Return an error that names this node's removed records; None if none was removed.
 
-    Without them no agent can commit the save. If the history knows the save, `save.past` gets its
+    No agent can commit a save without them. If the history knows the save, `save.past` gets its
     entry, because retention may have removed the files. A listing during another host's changes may
     lack a name, so a record counts as removed after `_GONE_S`.
 

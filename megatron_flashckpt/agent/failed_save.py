@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _NOTE_RETRIES_S = (0.2, 1.0, 3.0)
 _NOTE_NBYTES = 2**16
 #: Seconds that a node waits, after training has abandoned a save, for rank 0's node to learn of it.
-#: Applies if a job started meanwhile without this node, so that nobody has kept the save.
+#: Used where a job started meanwhile without this node, so that no agent has kept the save.
 _MISSED_S = 5.0
 
 

@@ -61,7 +61,7 @@ class Fence:
         return self._newest
 
     def hold(self, key: RunKey, *, has_rank_0: bool) -> None:
-        """Also work for run `key`, once storage has its claim."""
+        """Work for run `key` in addition to earlier ones, once storage has its claim."""
         with self._changed:
             if key not in self._reported:
                 self._newest, self._is_put = key, False

@@ -20,7 +20,7 @@ _ENTRIES_PER_NAME = 8
 
 
 def look(save: PendingSave) -> set[str]:
-    """Return the present files in the directory of `save`, as far as this node needs them.
+    """Return the files in the directory of `save`, as far as this node needs to know them.
 
     The node of rank 0 waits for the records of all ranks. While many records are missing it lists
     the directory; the last ones it requests by name, because file systems with coarse times may

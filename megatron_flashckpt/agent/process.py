@@ -39,8 +39,9 @@ _VARIABLES = (
 )
 _SELF = Path("/proc/self")
 _ALL_CPUS = Path("/sys/devices/system/cpu")
-#: Change of the OOM score (range -1000 to 1000). The agent is spared while its slots take less than
-#: half of the memory. The slots are shared with the trainers: killing the agent would free nothing.
+#: Value of the agent's `oom_score_adj` (range -1000 to 1000). The agent is spared while its slots
+#: take less than half of the memory. The slots are shared with the trainers: killing the agent
+#: would free nothing.
 _OOM_SCORE_ADJ = -500
 #: From linux/mempolicy.h, and the numbers of a system call that the C library does not wrap.
 _MPOL_DEFAULT = 0

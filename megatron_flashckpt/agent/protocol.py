@@ -223,7 +223,7 @@ class OpenPeers(msgspec.Struct, frozen=True, tag=True):
     threads: int
     """Threads that encrypt and decrypt."""
     identity: Identity | None = None
-    """Identity of a dead agent, which this agent replaces with its port."""
+    """Identity of a dead agent that this agent replaces, on the same port."""
     port: int | None = None
 
 

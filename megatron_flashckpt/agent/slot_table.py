@@ -28,7 +28,7 @@ class SlotInfo:
     claimed: bool = False
     """The trainer has sent the "staged" message, or the agent has taken the slot without it."""
     inherited: bool = False
-    """Another agent had the slot before and may have persisted or committed it in part."""
+    """Another agent had the slot before, and may have persisted or committed its save."""
     digests: tuple[str, ...] | None = None
     digesting: bool = False
     """The slot is being read only for its digests, and must not be overwritten."""

@@ -1,4 +1,4 @@
-"""The meeting point of an agent and its trainers: a private directory per save directory.
+"""Private directory of an agent, one per save directory, with the socket for its trainers.
 
     <base>/<16 hex digits of the save directory>/agent.sock   the socket
                                                  lock         held by the agent; holds its pid
