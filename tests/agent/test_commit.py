@@ -83,7 +83,10 @@ def test_a_record_of_an_earlier_attempt_does_not_stand_in_for_one_of_this(
     assert [shard.file for shard in stored(root, 1).manifest.shards] == [
         file_names.shard_name(rank, this) for rank in range(2)
     ]
-    assert not [name for name in files_of_ours(root) if earlier in name]
+    eventually(
+        "nothing of the earlier attempt is left",
+        lambda: not [name for name in files_of_ours(root) if earlier in name],
+    )
 
 
 def _tampered(record: CommitRecord) -> dict[str, tuple[bytes, str]]:
