@@ -1,4 +1,4 @@
-"""How the command line prints: alike for people at a terminal and for `cut` and `awk` in a pipe."""
+"""Output of the command line, for terminals and for `cut` and `awk` in a pipe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def complain(message: str, status: int) -> int:
 
 
 class _Complaints(logging.Handler):
-    """Prints each warning once."""
+    """Log handler that prints each warning once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -38,7 +38,7 @@ class _Complaints(logging.Handler):
 
 @contextlib.contextmanager
 def log_as_complaints() -> Iterator[None]:
-    """Print what the package logs meanwhile like other complaints, from level WARNING on."""
+    """Print the package's log records of level WARNING and above to stderr, inside the context."""
     logger, handler = logging.getLogger("megatron_flashckpt"), _Complaints()
     logger.addHandler(handler)
     try:
@@ -48,7 +48,7 @@ def log_as_complaints() -> Iterator[None]:
 
 
 def progress_bar() -> Progress:
-    """Return a bar that counts bytes; it shows at a terminal only, and is gone afterwards."""
+    """Return a progress bar in bytes; a terminal shows it until it is done, a pipe never."""
     err = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
     return Progress(
@@ -57,7 +57,7 @@ def progress_bar() -> Progress:
 
 
 def new_table(*columns: str) -> Table:
-    """Return a table that looks right in a terminal and that `cut` and `awk` can take apart."""
+    """Return an empty table without borders, so that `cut` and `awk` can split its rows."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         right = column in ("ranks", "size", "pieces", "iteration", "rank")
@@ -89,6 +89,6 @@ def human_time(seconds: float) -> str:
 
 
 def printable(text: str, encoding: str) -> str:
-    """Return `text` so that names from a hostile file cannot send the terminal commands."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+    """Return `text` with control characters escaped: a hostile file must not steer the terminal."""
+    escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return escaped.encode(encoding, "backslashreplace").decode(encoding)

@@ -111,7 +111,7 @@ def test_an_iteration_that_was_saved_again_is_replaced(
 
 
 def test_an_empty_directory_and_none_at_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert "nothing is known of any save" in report(capsys, tmp_path)
+    assert "no saves recorded" in report(capsys, tmp_path)
     assert main(["report", str(tmp_path / "nowhere")]) == 1
     assert "give what --save names" in capsys.readouterr().err
 
@@ -132,7 +132,7 @@ def test_a_drawing_replaces_no_file_that_is_none(
     manifest = saves / "iter_0000004" / "manifest.json"
     before = manifest.read_bytes()
     assert main(["report", str(saves), "--png", str(manifest)]) == 1
-    assert f"{manifest}: exists and is no PNG; nothing was changed" in capsys.readouterr().err
+    assert f"{manifest}: exists and is not a PNG, so it was not replaced" in capsys.readouterr().err
     assert manifest.read_bytes() == before
 
 

@@ -167,7 +167,7 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path, save: Path) -> No
         [sys.executable, "-c", script, *command], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.startswith("flashckpt: there is no torch in this environment")
+    assert done.stderr.startswith("flashckpt: torch is not installed in this environment")
     assert len(done.stderr.splitlines()) == 1
 
 

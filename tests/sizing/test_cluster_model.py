@@ -135,7 +135,9 @@ def test_the_command_prints_host_memory_over_gpus(capsys: pytest.CaptureFixture)
     words = ["plan", "--gpus", "16", "--parameters", "8e9", "--host-memory-gb", "100"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    begin = lines.index("host memory per node, by slots and redundancy; !: more than its 100 GB")
+    begin = lines.index(
+        "host memory per node, by slots and redundancy; !: more than the node's 100 GB"
+    )
     rows = {line.split()[0]: re.split(r" {2,}", line.strip()) for line in lines[begin + 2 :]}
     assert list(rows) == ["4", "8", "16", "32", "64"]
     assert [cell.endswith("!") for cell in rows["16"][1:]] == [False] * 4 + [True] * 2
@@ -218,7 +220,7 @@ def test_too_little_host_memory_is_status_1_after_the_figures(
     printed = capsys.readouterr()
     assert "8.000 billion" in printed.out or '"parameters": 8000000000' in printed.out
     assert re.fullmatch(
-        r"flashckpt: 2 slots of a node's ranks take .* GiB of host memory, which is more than "
+        r"flashckpt: 2 slots of a node's ranks need .* GiB of host memory, more than "
         r"--host-memory-gb 100: .*\n",
         printed.err,
     )
