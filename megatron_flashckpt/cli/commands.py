@@ -50,7 +50,15 @@ _PIPE_COLUMNS = 4096
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status (wrong usage raises SystemExit(2))."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        hint = "; write Megatron's arguments after '--'" if args.run is plan.run else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if sys.stdout is None:  # the shell closed stdout: `flashckpt ls DIR >&-`
         return complain("standard output is closed; nothing was done", 1)
     # Rich assumes 80 columns for a pipe; tables in a pipe must not be folded.
@@ -72,8 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flashckpt",
         description="Inspect, verify, prune and convert checkpoints of Megatron-LM jobs.",
+        epilog="exit status: 0 success; 1 the checkpoint is damaged or missing, or the command "
+        "failed; 2 wrong usage or configuration; 130 interrupted",
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("-V", "--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     directory = argparse.ArgumentParser(add_help=False)
     directory.add_argument("directory", metavar="DIR", help="save directory (Megatron's --save)")

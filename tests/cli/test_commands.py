@@ -673,7 +673,6 @@ def test_a_directory_without_permission_is_one_line(run: Run, save: Path) -> Non
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
         ["frobnicate"],
         ["ls"],
         ["ls", "a", "b"],
@@ -684,6 +683,7 @@ def test_a_directory_without_permission_is_one_line(run: Run, save: Path) -> Non
         ["verify", "a", "--iteration", "-3"],
         ["verify", "a", "--iteration", "9" * 5000],
         ["inspect", "a", "--yaml"],
+        ["plan", "--gpus", "8", "--num-layers", "2"],
     ],
 )
 def test_wrong_usage_is_explained_with_status_2(
@@ -698,9 +698,28 @@ def test_wrong_usage_is_explained_with_status_2(
     assert re.search(r"^flashckpt.*: error: ", said.err, re.MULTILINE)
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_at_all_shows_the_help_with_status_2(run: Run) -> None:
+    ran = run()
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("usage: flashckpt")
+    for command in ("ls", "inspect", "verify", "prune", "convert", "plan", "report", "config"):
+        assert re.search(rf"^ +{command} ", ran.err, re.MULTILINE), command
+    assert "exit status: 0 success" in ran.err
+
+
+def test_megatrons_arguments_without_dashes_before_them_get_a_hint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, is_hinted in ((["plan", "--gpus", "8"], True), (["ls", "a"], False)):
+        with pytest.raises(SystemExit):
+            main([*arguments, "--num-layers", "2"])
+        assert ("Megatron's arguments after '--'" in capsys.readouterr().err) is is_hinted
+
+
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_the_version_is_told(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["--version"])
+        main([option])
     assert caught.value.code == 0
     assert capsys.readouterr().out.strip() == __version__
 

@@ -155,7 +155,7 @@ def test_too_little_memory_for_redundancy_is_status_1(capsys: pytest.CaptureFixt
     words = ["plan", "--gpus", "16", "--parameters", "8e9", "--host-memory-gb", "100"]
     assert main([*words, "--redundancy", "copy"]) == 1
     said = capsys.readouterr().err
-    assert "2 slots of a node's ranks, with 'redundancy: copy', take" in said
+    assert "2 slots of a node's ranks, with 'redundancy: copy', need" in said
     assert "(--slots 1, --redundancy xor, --weights derive)" in said
     assert main([*words, "--redundancy", "copy", "--slots", "1"]) == 0
     assert main([*words, "--redundancy-group", "1"]) == 2
