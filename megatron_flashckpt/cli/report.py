@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import time
@@ -31,6 +32,13 @@ REMOVED, REPLACED, FAILED = "removed", "replaced", "failed"
 _PNG = b"\x89PNG\r\n\x1a\n"
 #: Most saves that a drawing shows: more bars would be thinner than a pixel.
 _MAX_BARS = 200
+#: Colors of a drawing's phases. Failures are red, so no phase is.
+_PHASES = {
+    "blocked_s": "tab:orange",
+    "staged_s": "tab:blue",
+    "persisted_s": "tab:cyan",
+    "durable_s": "tab:green",
+}
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,16 +188,25 @@ def run(args: argparse.Namespace, out: Console) -> int:
     return 0
 
 
+#: Terminals with fewer characters per line get a table without `_DETAILS`: rich would fold cells.
+_WIDE = 130
+_DETAILS = ("size", "persisted", "GB/s", "slowest rank", "plans")
+
+
 def _print(report_rows: list[Row], out: Console, *, with_rules: bool) -> None:
     columns = ["iteration", "state", "ended", "size", "blocked", "staged", "persisted", "durable"]
     columns += ["GB/s", "slowest rank", "plans", *(["kept by"] if with_rules else []), "remark"]
-    table = new_table(*columns)
+    is_wide = out.width >= _WIDE
+    shown = [is_wide or column not in _DETAILS for column in columns]
+    table = new_table(*itertools.compress(columns, shown))
     for row in report_rows:
-        cells = [str(row.iteration), row.state, _clock(row.ended_at), *_cells(row)]
+        ended = _clock(row.ended_at, "%Y-%m-%d %H:%M:%S" if is_wide else "%m-%d %H:%M")
+        cells = [str(row.iteration), row.state, ended, *_cells(row)]
         if with_rules:
             nothing = "nothing" if row.state == listing.COMMITTED else ""
             cells.append(", ".join(row.kept_by) or nothing)
-        add_row(table, out, *cells, row.error or row.remark)
+        cells.append(row.error or row.remark)
+        add_row(table, out, *itertools.compress(cells, shown))
     out.print(table)
     failed = f"{sum(row.state == FAILED for row in report_rows)} failed"
     problems = sum(row.state in (listing.DAMAGED, listing.UNREADABLE) for row in report_rows)
@@ -213,10 +230,10 @@ def _plans(cost: SaveCost) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def _clock(seconds: float | None) -> str:
+def _clock(seconds: float | None, form: str) -> str:
     if seconds is None:
         return ""
-    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.datetime.fromtimestamp(seconds).strftime(form)
 
 
 def draw(report_rows: list[Row], file: str | os.PathLike[str]) -> None:
@@ -238,12 +255,11 @@ def draw(report_rows: list[Row], file: str | os.PathLike[str]) -> None:
     FigureCanvasAgg(figure)  # needs no display, whatever backend matplotlib is configured for
     axes = figure.add_subplot()
     starts = [0.0] * len(last_rows)
-    for name in ("blocked_s", "staged_s", "persisted_s", "durable_s"):
+    for name, color in _PHASES.items():
         ends = [getattr(row.cost, name) if row.cost is not None else 0.0 for row in last_rows]
         widths = [max(0.0, end - begin) for begin, end in zip(starts, ends, strict=True)]
-        axes.barh(
-            range(len(last_rows)), widths, left=starts, label=f"until {name.removesuffix('_s')}"
-        )
+        label = f"until {name.removesuffix('_s')}"
+        axes.barh(range(len(last_rows)), widths, left=starts, label=label, color=color)
         starts = [begin + width for begin, width in zip(starts, widths, strict=True)]
     failed = [n for n, row in enumerate(last_rows) if row.state == FAILED]
     axes.plot([0.0] * len(failed), failed, "rx", label="failed")
