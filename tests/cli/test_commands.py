@@ -561,10 +561,10 @@ def test_config_check_takes_the_file_that_the_environment_names(
     [
         (
             b"slotts: 3",
-            r".*mine\.yaml: unknown setting slotts; correct or remove it; known ones: .*",
+            r".*mine\.yaml: unknown setting slotts \(did you mean slots\?\); correct or remove it",
         ),
         (b"slots: 0", r".*mine\.yaml: .*slots must be at least 1, got 0.*"),
-        (b"slots: many", r".*mine\.yaml: .*Expected `int`, got `str`.*"),
+        (b"slots: many", r".*mine\.yaml: slots must be a whole number .*, got \"many\".*"),
         (b"- slots", r".*mine\.yaml: must hold 'field: value' lines, holds list"),
         (b"slots: [1", r".*mine\.yaml: is not valid YAML .*"),
         (b"a: b: c", r".*mine\.yaml: is not valid YAML .*"),
@@ -588,7 +588,7 @@ def test_a_wrong_variable_is_one_line_and_status_2(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_SLOTTS", "3")
-    only_line(run("config", "check"), r"environment: unknown setting FLASHCKPT_SLOTTS; .*", 2)
+    only_line(run("config", "check"), r"environment: unknown setting FLASHCKPT_SLOTTS .*", 2)
 
 
 def test_a_missing_configuration_file_is_one_line_and_status_2(run: Run, tmp_path: Path) -> None:

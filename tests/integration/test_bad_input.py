@@ -394,7 +394,7 @@ def test_an_unknown_setting_stops_the_job_before_training(tmp_path: Path) -> Non
     )
     assert result.returncode != 0
     assert (
-        "unknown setting FLASHCKPT_SLOTTS; correct or remove it; known ones: runtime_dir"
+        "unknown setting FLASHCKPT_SLOTTS (did you mean FLASHCKPT_SLOTS?); correct or remove it"
         in result.log
     )
 
