@@ -173,10 +173,23 @@ def test_bytes_per_day_are_those_of_the_recommended_interval() -> None:
     assert 0.9 * 86400e9 < plan(sizes(), slow).ours.nbytes_per_day <= 86400e9
 
 
-@pytest.mark.parametrize("field", ["slots", "pcie_gb_s", "memory_share", "iteration_s"])
-def test_numbers_that_cannot_be_are_refused(field: str) -> None:
-    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}"):
-        Cluster(**{field: -1})
+@pytest.mark.parametrize(
+    ("field", "value", "range_"),
+    [
+        ("slots", -1, "above 0"),
+        ("pcie_gb_s", 0, "above 0"),
+        ("iteration_s", float("inf"), "a finite number above 0"),
+        ("restart_s", -1, "at least 0"),
+        ("memory_share", -1, "at least 0"),
+        ("memory_share", 1.5, "from 0 to 1"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_with_the_range(
+    field: str, value: float, range_: str
+) -> None:
+    option = f"--{field.replace('_', '-')}"
+    with pytest.raises(ConfigError, match=f"{option}: out of range; give .*{range_}"):
+        Cluster(**{field: value})
 
 
 def test_the_command_prints_a_table_and_json(capsys: pytest.CaptureFixture) -> None:
