@@ -115,7 +115,7 @@ def test_an_iteration_that_was_saved_again_is_replaced(
 def test_an_empty_directory_and_none_at_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "no saves recorded" in report(capsys, tmp_path)
     assert main(["report", str(tmp_path / "nowhere")]) == 1
-    assert "give what --save names" in capsys.readouterr().err
+    assert "give Megatron's --save directory" in capsys.readouterr().err
 
 
 def test_a_drawing_without_matplotlib_says_what_to_install(

@@ -287,7 +287,10 @@ def test_nothing_goes_that_is_newer_uncommitted_linked_foreign_or_megatrons(
     assert not (root / file_names.iteration_dir(30)).exists()
     assert read_rank(stored(root, 99), trainer) == content(0, 99, trainer.layout.nbytes)
     assert_intact(root, 40, [trainer])
-    assert f"{root}/iter_0000020: stays without a checkpoint" in log.read_text()
+    assert (
+        f"{root}/iter_0000020: the checkpoint was removed, but the directory stays"
+        in log.read_text()
+    )
     assert "notes.txt" in log.read_text()
 
 

@@ -112,7 +112,7 @@ def test_ls_says_that_a_removal_was_cut_short(run: Run, save: Path) -> None:
     manifest = save / "iter_0000010/manifest.json"
     manifest.rename(save / removal_name(10, made.save_id))
     assert run("ls", save).row("10", "not committed")[-1] == (
-        "its removal was cut short; the next commit ends it"
+        "its removal was interrupted; the next commit completes it"
     )
 
 
@@ -331,7 +331,7 @@ def test_prune_says_once_what_it_leaves_alone(
     ran = run("prune", save)
     assert (ran.status, ran.out) == (0, "iter_0000020: removed\n")
     assert re.fullmatch(
-        r"flashckpt: retention leaves iteration 10 alone: .* is not a manifest \(.*\)\n", ran.err
+        r"flashckpt: retention keeps iteration 10, because .* is not a manifest \(.*\)\n", ran.err
     )
 
 
@@ -604,7 +604,7 @@ def test_a_directory_that_is_not_there_is_one_line(run: Run, tmp_path: Path, com
     (tmp_path / "file").write_text("")
     for name in ("nowhere", "file", "file/below"):
         ran = run(command, tmp_path / name)
-        only_line(ran, rf"{tmp_path / name}: is not a directory; give what --save names")
+        only_line(ran, rf"{tmp_path / name}: is not a directory; give Megatron's --save directory")
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "report", "prune"])
@@ -617,7 +617,7 @@ def test_an_empty_path_is_not_the_working_directory(
     before = snapshot(save)
     monkeypatch.chdir(save)
     monkeypatch.setenv("FLASHCKPT_RETENTION__LATEST", "1")
-    only_line(run(command, path), r"' ?': names no directory; give what --save names")
+    only_line(run(command, path), r"' ?': names no directory; give Megatron's --save directory")
     assert snapshot(save) == before
 
 
@@ -652,7 +652,10 @@ def test_a_directory_without_a_checkpoint_is_one_line(
 def test_megatrons_own_format_is_one_line(run: Run, save: Path, command: str) -> None:
     (save / "iter_0000005/mp_rank_00").mkdir(parents=True)
     (save / TRACKER).write_text("5")
-    only_line(run(command, save), r".*iter_0000005: is in Megatron's own format 'torch', .*")
+    only_line(
+        run(command, save),
+        r".*iter_0000005: is in Megatron's own format 'torch', .*'flashckpt convert' converts it",
+    )
 
 
 def test_a_damaged_manifest_is_one_line_of_inspect(run: Run, save: Path) -> None:

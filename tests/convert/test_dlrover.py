@@ -296,11 +296,11 @@ def test_a_commit_without_any_file_is_told_wherever_the_directory_is_named(
     ):
         assert commands.main(command) == 1
         said = capsys.readouterr().err.replace("\n", "")
-        assert f"{NEWEST}: DLRover committed it with no files in it; go on from another" in said
+        assert f"{NEWEST}: DLRover committed this iteration without any file; resume from" in said
         assert "(2 there)" in said
     assert not destination.exists()
     assert commands.main(["ls", str(broken)]) == 0
-    assert "committed with no files in it" in capsys.readouterr().out
+    assert "committed without any file" in capsys.readouterr().out
 
 
 def test_commands_call_the_format_by_its_name_and_say_what_to_do(

@@ -132,7 +132,7 @@ CASES: dict[str, tuple[Callable[[Path], None] | None, dict, str | None, list[str
         dlrovers_without_files,
         {},
         "UnsupportedError",
-        [r"iter_0000002: DLRover committed it with no files in it", r"none there"],
+        [r"iter_0000002: DLRover committed this iteration without any file", r"available: none"],
     ),
 }
 
