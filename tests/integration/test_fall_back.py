@@ -284,7 +284,7 @@ def test_storage_that_is_away_stops_all_ranks_and_loses_no_iteration(ran: Ran) -
         assert event["error"] is not None
         assert event["error"][0] == "StorageError"
         assert "rank_0000" in event["error"][1]
-        assert "storage is away: look at" in event["error"][1]
+        assert "storage is unavailable: check" in event["error"][1]
     assert ran.blocks(AWAY) == []
 
 
