@@ -108,7 +108,7 @@ def test_arguments_that_lack_the_model_or_are_none_are_one_line(
     save_as_ranks(made, source, replicas=1)
     status, out, err = run(capsys, source, tmp_path / "other", "--to", "torch_dist")
     assert (status, out) == (1, "")
-    assert re.fullmatch(r"flashckpt: .* holds None in the place of training arguments; .*\n", err)
+    assert re.fullmatch(r"flashckpt: .* holds None instead of training arguments; .*\n", err)
 
 
 def test_a_damaged_source_is_one_line_with_the_commands_own_option(
