@@ -37,7 +37,7 @@ class MissingStateError(FlashCkptError, KeyError):
     """A checkpoint lacks state that the model needs; the message names every key."""
 
     differences: tuple[str, ...] = ()
-    """One line per missing key, if the keys were compared one by one."""
+    """Lines that describe the missing keys, if the keys were compared one by one."""
 
     def __str__(self) -> str:  # KeyError would print the repr of the message
         return str(self.args[0]) if self.args else ""

@@ -32,7 +32,7 @@ _MOST_OPEN = 16
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """One phase."""
+    """Start and duration of a phase."""
 
     name: str
     thread: str

@@ -24,7 +24,7 @@ _MAX_NBYTES = 2**24
 
 
 class PastSave(msgspec.Struct, frozen=True, kw_only=True):
-    """One save to storage that was committed or has failed."""
+    """Save to storage that was committed or has failed."""
 
     iteration: int
     save_id: str

@@ -57,7 +57,7 @@ _SMALL_NBYTES = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """One iteration directory."""
+    """Iteration directory and its state."""
 
     directory: str
     iteration: int | None
@@ -309,7 +309,7 @@ def _some(items: Sequence[object]) -> str:
 
 
 class TensorSummary(msgspec.Struct, frozen=True):
-    """One global tensor, as recorded in the manifest."""
+    """Global tensor, as recorded in the manifest."""
 
     key: str
     kind: str
@@ -321,7 +321,7 @@ class TensorSummary(msgspec.Struct, frozen=True):
 
 
 class FileSummary(msgspec.Struct, frozen=True):
-    """One shard file, as recorded in the manifest."""
+    """Shard file, as recorded in the manifest."""
 
     rank: int
     coordinates: Coordinates

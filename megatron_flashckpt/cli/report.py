@@ -42,7 +42,7 @@ _PHASES = {
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One save to storage."""
+    """Save to storage, with its state and timings."""
 
     iteration: int
     save_id: str | None

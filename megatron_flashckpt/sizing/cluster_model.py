@@ -175,7 +175,7 @@ def _allowed_range(wrong: list[str]) -> str:
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to save, at its best interval. Seconds."""
+    """Costs of a kind of save at its best interval, in seconds."""
 
     blocked_s: float
     """Training time lost per save."""

@@ -168,23 +168,23 @@ def _pattern(text: str) -> list[int]:
             case ast.List(elts=elements):
                 return [layers for element in elements if isinstance(layers := value(element), int)]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                one, other = value(left), value(right)
-                if isinstance(one, list) and isinstance(other, list):
-                    return one + other
-                if isinstance(one, int) and isinstance(other, int):
-                    return one + other
+                left_value, right_value = value(left), value(right)
+                if isinstance(left_value, list) and isinstance(right_value, list):
+                    return left_value + right_value
+                if isinstance(left_value, int) and isinstance(right_value, int):
+                    return left_value + right_value
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                one, other = value(left), value(right)
-                if isinstance(one, int):
-                    one, other = other, one
-                if isinstance(one, int) and isinstance(other, int):
-                    return one * other
-                if isinstance(one, list) and isinstance(other, int):
-                    if len(one) * other > _MOST_LAYERS:
+                left_value, right_value = value(left), value(right)
+                if isinstance(left_value, int):
+                    left_value, right_value = right_value, left_value
+                if isinstance(left_value, int) and isinstance(right_value, int):
+                    return left_value * right_value
+                if isinstance(left_value, list) and isinstance(right_value, int):
+                    if len(left_value) * right_value > _MOST_LAYERS:
                         raise ConfigError(
                             f"--moe-layer-freq {text}: has more than {_MOST_LAYERS} layers"
                         )
-                    return one * other
+                    return left_value * right_value
         raise ConfigError(f"--moe-layer-freq {text}: is neither a number nor a list")
 
     try:
@@ -258,11 +258,11 @@ def _linears(args: argparse.Namespace, width: int, ways: int) -> RankPart:
 def _experts(args: argparse.Namespace) -> RankPart:
     """Return a layer's router and shared expert, and a rank's routed experts."""
     ways = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    one = _linears(args, args.moe_ffn_hidden_size or _ffn(args), ways)
+    expert = _linears(args, args.moe_ffn_hidden_size or _ffn(args), ways)
     local = args.num_experts // args.expert_model_parallel_size
     parts = [
         RankPart(0, args.num_experts * args.hidden_size, 0, 1),
-        RankPart(0, 0, local * one.numel, local * one.tensors),
+        RankPart(0, 0, local * expert.numel, local * expert.tensors),
     ]
     if args.moe_shared_expert_intermediate_size:
         shared = args.moe_shared_expert_intermediate_size

@@ -20,7 +20,7 @@ from megatron_flashckpt.layout.reshard import Box, intersection
 
 @dataclasses.dataclass(frozen=True)
 class GlobalTensor:
-    """One global tensor of the model or the optimizer."""
+    """Global tensor of the model or the optimizer."""
 
     key: str
     """Megatron's key in its sharded state dict; equal layers are stacked along leading axes."""

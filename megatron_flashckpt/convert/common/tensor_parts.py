@@ -25,7 +25,7 @@ def by_kind(tensors: Iterable[GlobalTensor]) -> dict[str, ByKey]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One local tensor of one rank: a parameter, or optimizer state of its shape."""
+    """Local tensor of one rank: a parameter, or optimizer state of its shape."""
 
     geometry: Geometry
     kind: str

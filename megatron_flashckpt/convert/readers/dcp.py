@@ -65,7 +65,7 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the checkpoint, as stored."""
+    """Tensor of the checkpoint, as stored."""
 
     dtype: torch.dtype
     shape: Shape

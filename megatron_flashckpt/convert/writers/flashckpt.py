@@ -38,7 +38,7 @@ from megatron_flashckpt.storage.opening import open_storage
 
 @dataclasses.dataclass
 class _Shard:
-    """One file: its boxes, and the coordinates of the rank that it represents."""
+    """File of the result: its boxes, and the coordinates of the rank that it represents."""
 
     coordinates: Coordinates
     boxes: list[tuple[GlobalTensor, Box]]

@@ -34,7 +34,7 @@ _EXPERTS = re.compile(r"\.experts\.experts\.(?!\d+\.)")
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """One tensor of the result: a region of a global tensor without its stacking axes."""
+    """Tensor of the result: a region of a global tensor without its stacking axes."""
 
     name: str
     source: GlobalTensor
