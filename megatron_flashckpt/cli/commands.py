@@ -133,8 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument(
         "--foreground",
         action="store_true",
-        help="serve trainers until SIGTERM, or until no trainer has connected for 'agent.grace_s' "
-        "seconds; staged checkpoints are written before the agent exits",
+        help="serve trainers until SIGTERM (staged checkpoints are written first), or until no "
+        "trainer has connected for 'agent.grace_s' seconds",
     )
     mode.add_argument(
         "--wait",

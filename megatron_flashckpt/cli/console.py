@@ -7,7 +7,15 @@ import logging
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -47,12 +55,20 @@ def log_as_complaints() -> Iterator[None]:
         logger.removeHandler(handler)
 
 
+class _Speed(ProgressColumn):
+    """Column of the transfer speed, in the binary units of the sizes next to it."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{human_size(int(speed))}/s")
+
+
 def progress_bar() -> Progress:
     """Return a progress bar in bytes; a terminal shows it until it is done, a pipe never."""
     err = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True))
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), _Speed())
     return Progress(
-        *columns, TransferSpeedColumn(), console=err, transient=True, disable=not err.is_terminal
+        *columns, TimeRemainingColumn(), console=err, transient=True, disable=not err.is_terminal
     )
 
 

@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "plan",
         help="estimate checkpoint size, save times, host memory and the best save interval",
-        description="Estimate checkpoint size, save times, host memory and the best save interval "
+        description="Estimate checkpoint size, save times, host memory and the best save interval\n"
         "of a job, from its Megatron arguments (after '--') and the figures of a cluster.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,17 +11,19 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.progress import ProgressColumn, Task, TaskID, TimeRemainingColumn
 
 from megatron_flashckpt import FORMAT_VERSION, __version__
 from megatron_flashckpt.agent import claim as claims
 from megatron_flashckpt.cli import commands
 from megatron_flashckpt.cli.commands import main
-from megatron_flashckpt.cli.console import printable
+from megatron_flashckpt.cli.console import printable, progress_bar
 from megatron_flashckpt.config import Config, load_config
 from megatron_flashckpt.file_format.file_names import (
     TRACKER,
@@ -510,6 +512,14 @@ def test_verify_shows_a_progress_bar_on_a_terminal_only(save: Path, run: Run) ->
     out, _ = process.communicate()
     assert process.returncode == 0
     assert out.decode() == quiet.stdout == run("verify", save).out
+
+
+def test_a_progress_bar_shows_one_unit_system_and_the_time_left() -> None:
+    columns = [column for column in progress_bar().columns if isinstance(column, ProgressColumn)]
+    task = Task(TaskID(0), "iter", 2**30, 0, _get_time=time.monotonic, finished_speed=3.0 * 2**20)
+    shown = [str(column.render(task)) for column in columns]
+    assert shown[2:4] == ["0.0/1.0 GiB", "3.0 MiB/s"]
+    assert isinstance(columns[4], TimeRemainingColumn)
 
 
 def test_an_interrupted_verify_says_so(
