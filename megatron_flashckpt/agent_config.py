@@ -53,8 +53,8 @@ class SentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     them. `never`: nowhere. `auto`: where they are supported and the first chunks are not slower."""
 
     commit_timeout_s: Annotated[float, msgspec.Meta(ge=1, le=MOST)] = 1800.0
-    """Seconds from the first staged shard after which a save that is not committed counts as
-    failed, because shards of other nodes are missing or the storage hangs."""
+    """Seconds from the first staged shard until a save counts as failed if it is not committed:
+    shards of other nodes are missing, or the storage hangs."""
 
     slow_save_s: Seconds = 300.0
     """Seconds after which the log reports that a save is not durable yet, and why. Rank 0 logs it,

@@ -97,7 +97,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slots: Count = 2
     """Checkpoints that a rank keeps in host memory. With 2 or more the last one stays in memory
     while the next one is staged. With 1 a save waits until the last one is committed or has failed
-    (see `busy`), and a job that crashes while a save copies resumes from storage."""
+    (see `busy`). A job that crashes while a save copies then resumes from storage."""
 
     staging: Literal["deferred", "blocking"] = "deferred"
     """`deferred`: `save` returns while optimizer-owned state is still being copied, and the next
@@ -140,14 +140,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     permission, or an operation that the file system does not support."""
 
     exit_nonzero_unless_durable: bool = True
-    """Exit with status 1 if the job's last save to storage is not durable when the job ends, as
-    stock Megatron does when a save fails. A nonzero status or an exception of the script stays as
-    it is. `false`: saves do not change the exit status."""
+    """Exit with status 1 if the last save to storage is not durable when the job ends; stock
+    Megatron does so if a save fails. A nonzero status or an exception of the script stays as it is.
+    `false`: saves do not change the exit status."""
 
     probe_wait_s: Seconds | None = 60.0
     """Seconds that rank 0 waits for the storage probe. Before the first step every node writes,
-    renames and reads a small file in the save directory, and rank 0 waits until it sees the files
-    of all nodes. `None`: no probe."""
+    renames and reads a small file in the save directory. Rank 0 waits until it sees the files of
+    all nodes. `None`: no probe."""
 
     other_writer: Literal["refuse", "take_over"] = "refuse"
     """Action if another running job saves to this directory: `refuse` to start, or `take_over`,

@@ -1,8 +1,8 @@
 """Recognition of results of earlier conversions; `--overwrite` replaces only those.
 
-A result in a foreign format has a list of its files, `.flashckpt-export.json`, which identifies a
-file by its name, its size and the second of its last write. A converted checkpoint in our own
-format is marked in its manifest, and its files have the id of their save.
+A result in a foreign format has a list of its files, `.flashckpt-export.json`. The list identifies
+a file by name, size and the second of its last write. A converted checkpoint in our own format is
+marked in its manifest, and its files have the id of their save.
 """
 
 from __future__ import annotations
