@@ -358,7 +358,7 @@ REVIEWED: dict[Call, Reason] = {
         "convert.common.output_dir",
         (
             "new_directory",
-            "shutil.rmtree(around, ignore_errors=True)",
+            "shutil.rmtree(temporary, ignore_errors=True)",
             RANDOM,
             "convert/test_overwrite.py::test_an_export_that_lost_files_is_replaced_and_one_that_was_interrupted_is_in_nobodys_way",
         ),
@@ -394,7 +394,7 @@ REVIEWED: dict[Call, Reason] = {
         ),
         (
             "move_tracker",
-            "storage.put(TRACKER, named.encode())",
+            "storage.put(TRACKER, new_text.encode())",
             "Megatron's tracker, which never goes back",
             "convert/test_ours.py::test_the_tracker_never_goes_back",
         ),

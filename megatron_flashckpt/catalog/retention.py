@@ -136,7 +136,7 @@ def hide(
 
     The committing agent calls this while the tracker cannot move.
     """
-    for commit in superfluous(
+    for commit in removable(
         storage,
         rules,
         retain_interval=retain_interval,
@@ -155,7 +155,7 @@ def finish(storage: Storage) -> None:
             _attempt(storage, *removed, _clear)
 
 
-def superfluous(
+def removable(
     storage: Storage,
     rules: Retention,
     *,

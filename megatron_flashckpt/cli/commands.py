@@ -21,7 +21,7 @@ from megatron_flashckpt import __version__
 from megatron_flashckpt.agent import claim, foreground
 from megatron_flashckpt.agent.takeover import is_live
 from megatron_flashckpt.catalog import listing
-from megatron_flashckpt.catalog.retention import retire, superfluous
+from megatron_flashckpt.catalog.retention import removable, retire
 from megatron_flashckpt.catalog.tracker import tracked_iteration, tracker_text
 from megatron_flashckpt.catalog.verify import nbytes_to_read, verify
 from megatron_flashckpt.cli import convert, plan, report
@@ -307,7 +307,7 @@ def _prune(args: argparse.Namespace, out: Console) -> int:
             "applies its own 'retention'; end that job first"
         )
     candidates = [
-        iteration_dir(commit.iteration) for commit in superfluous(storage, rules, **context)
+        iteration_dir(commit.iteration) for commit in removable(storage, rules, **context)
     ]
     remaining: list[str] = []
     if not args.dry_run:

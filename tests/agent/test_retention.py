@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_flashckpt import report_metric
-from megatron_flashckpt.catalog.retention import committed, retire, superfluous, why_kept
+from megatron_flashckpt.catalog.retention import committed, removable, retire, why_kept
 from megatron_flashckpt.config import Best, Retention
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.file_format.manifest import CommitFacts
@@ -442,7 +442,7 @@ def test_a_clock_that_is_set_forward_makes_no_checkpoint_old(
     storage, rules = PosixStorage(root), Retention(max_age_hours=1)
 
     def gone() -> list[int]:
-        found = superfluous(storage, rules, retain_interval=None, tracked=3, previous=2)
+        found = removable(storage, rules, retain_interval=None, tracked=3, previous=2)
         return [commit.iteration for commit in found]
 
     now, steady = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
