@@ -165,7 +165,7 @@ def test_a_single_unknown_setting_reads_in_the_singular(write):
 
 @pytest.mark.parametrize("text", ["agent: 5", "agent: null", "agent: [grace_s]", "agent: x"])
 def test_a_section_that_is_no_section_is_refused(write, text):
-    with pytest.raises(ConfigError, match="agent must be a section .fields: grace_s, "):
+    with pytest.raises(ConfigError, match=r"agent must be a section \(fields: grace_s, "):
         load_config(write(text), {"FLASHCKPT_AGENT__GRACE_S": "1"})
 
 
