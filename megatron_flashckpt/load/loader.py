@@ -16,7 +16,7 @@ from megatron_flashckpt.load.chunk_reader import ChunkReader
 from megatron_flashckpt.load.plan import LoadPlan, plan_load
 from megatron_flashckpt.load.request import LoadRequest, refuse_missing_optimizer
 from megatron_flashckpt.load.side_state import SideState, read_side_state
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Loaded:
     report: ReadReport
 
 
-@held_off()
+@gc_paused()
 def load(request: LoadRequest, source: CheckpointSource) -> Loaded:
     """Fill the model and optimizer of `request`; return what else the checkpoint holds. Collective.
 

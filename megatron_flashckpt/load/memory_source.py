@@ -25,7 +25,7 @@ from megatron_flashckpt.load.rank_exchange import buffers_nbytes, exchange
 from megatron_flashckpt.load.slot_source import HeldSlot
 from megatron_flashckpt.load.source_job import SavedJob
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MemorySource:
         """Do nothing: slots hold what the ranks staged, all of it or no offer."""
 
 
-@held_off()
+@gc_paused()
 def open_memory(checkpoint: InMemory, config: Config) -> MemorySource:
     """Return the checkpoint that the slots of all ranks hold. Collective.
 

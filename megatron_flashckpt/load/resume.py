@@ -25,7 +25,7 @@ from megatron_flashckpt.load.storage_source import open_stored
 from megatron_flashckpt.megatron_lm import announcements
 from megatron_flashckpt.megatron_lm.model_state import ModelState
 from megatron_flashckpt.megatron_lm.stock import LoadCall, checkpointing, unwrap
-from megatron_flashckpt.save.gc_pause import held_off
+from megatron_flashckpt.save.gc_pause import gc_paused
 from megatron_flashckpt.save.session import session
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.storage.patient import PatientStorage
@@ -176,7 +176,7 @@ def _load_first_undamaged(
         announcements.announce_loading(margs, load_dir, iteration)
         try:
             # Around both steps: a collection between them would walk all that was decoded.
-            with held_off():
+            with gc_paused():
                 return loader.load(request, _opened(candidates))
         except FlashCkptError as error:
             candidates.refuse(error)
@@ -212,7 +212,7 @@ def _saves_where_it_loads(margs: Any, load_dir: str | None) -> bool:
 
 def _forget_saves(margs: Any) -> None:
     """Have the agent drop all that is in memory or on its way to storage: it must not come back."""
-    session.checkpointer(margs.save).link.adopt(None, 0)
+    session.checkpointer(margs.save).link.resume_from(None, 0)
 
 
 def _continue_from(loaded: Loaded, margs: Any, *, is_other_history: bool) -> None:
@@ -225,7 +225,7 @@ def _continue_from(loaded: Loaded, margs: Any, *, is_other_history: bool) -> Non
     if is_other_history:
         _forget_saves(margs)
     origin = loaded.origin
-    session.checkpointer(margs.save).link.adopt(origin.save_id, origin.iteration)
+    session.checkpointer(margs.save).link.resume_from(origin.save_id, origin.iteration)
     if origin.source == "storage":
         session.resumed(margs.save, origin.iteration)
     reach("load.adopted")

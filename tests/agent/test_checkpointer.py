@@ -248,7 +248,7 @@ def test_a_late_write_is_promised_only_if_there_is_an_agent(
         assert job.save(1) is None
     session = Session(config)
     reports = SaveReports(job.checkpointer.root, 0)
-    reports.wanted(2)
+    reports.requested(2)
     reports.skipped(2, "no reason")
     startup = Startup(job.checkpointer, session.note_nodes)
     session._open[job.checkpointer.root] = _Open(job.checkpointer, reports, startup)
