@@ -51,10 +51,10 @@ class StorageSource:
 
 @gc_paused()
 def open_stored(storage: Storage, iteration: int, config: Config) -> StorageSource:
-    """Return a committed checkpoint; rank 0 alone reads its manifest. Collective.
+    """Open a committed checkpoint; rank 0 alone reads its manifest. Collective.
 
     Raises:
-        FlashCkptError: on every rank alike, if the checkpoint is not there, or damaged.
+        FlashCkptError: the checkpoint is missing or damaged; on every rank alike.
     """
     encoded, common_state = from_first(lambda: _manifest_and_common_state(storage, iteration))
     stored, job = together(lambda: _decoded(storage, iteration, encoded))

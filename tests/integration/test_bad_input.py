@@ -368,7 +368,9 @@ def test_strict_lists_what_is_missing_and_superfluous_and_otherwise_loads_what_f
         events = result.named(name)
         assert [(event["result"], event["error"]) for event in events] == [(2, None)] * RANKS
     assert all(event["weights_changed"] for event in result.named("not strict"))
-    said = re.findall(r"not strict: left as they are: (.*); not read: (.*)", result.log)
+    said = re.findall(
+        r"missing state keeps its values: (.*); unexpected state is not read: (.*)", result.log
+    )
     assert len(said) == 2, "once per load, on rank 0"
     for absent, superfluous in said:
         assert "weight/output_layer.weight" in absent
