@@ -45,7 +45,7 @@ class AgentConnection:
         self._client: AgentClient | None = None
         self._has_lost_one = False
         self._key: RunKey | None = None
-        self._run: BeginRun | None = None
+        self._begun: BeginRun | None = None
         self._opened: PeersOpened | None = None
         self._peers: JoinPeers | None = None
 
@@ -78,8 +78,8 @@ class AgentConnection:
             client.end_peers()
         else:
             self._join_again(client)
-        if self._run is not None:
-            client.begin_run(self._run)
+        if self._begun is not None:
+            client.begin_run(self._begun)
 
     def hold(self, key: RunKey) -> None:
         """Tell the agent, and every replacement, which run this rank belongs to."""
@@ -89,7 +89,7 @@ class AgentConnection:
 
     def begin_run(self, run: BeginRun) -> None:
         """Tell the agent, and every later one, which ranks the run has on this node."""
-        self._run = run
+        self._begun = run
         if self._client is not None:
             with contextlib.suppress(AgentError):  # the replacement gets this message
                 self._client.begin_run(run)

@@ -126,10 +126,7 @@ class Checkpointer:
                 self.run.begin(run)
 
     def agree(self) -> str:
-        """Return the id of this run; all ranks agree on it in the first call. Collective.
-
-        The id distinguishes this run's commit records from those of an earlier run.
-        """
+        """Return the id of this run; all ranks agree on it in the first call. Collective."""
         if self.run.id is None:
             self.run.begin(run_id.agreed())
         assert self.run.id is not None
@@ -213,10 +210,7 @@ class Checkpointer:
         return request.iteration, self.hook.steps, request.memory_only
 
     def _is_repeat(self, request: SaveRequest) -> bool:
-        """Return whether this state was saved before.
-
-        Megatron may save the same state at the interval and at the end of training.
-        """
+        """Return whether this state was saved before: Megatron may save its last state twice."""
         mark = self._mark(request)
         return self._last in (mark, (*mark[:2], False))
 

@@ -30,9 +30,9 @@ class SaveRequest:
     memory_only: bool = False
     """Keep the save in host memory; do not write it to storage."""
     blocking: bool = False
-    """Copy everything before `save` returns, whatever `staging` says."""
+    """Copy everything before `save` returns, independent of `staging`."""
     must_wait: bool = False
-    """Wait for a free slot, whatever `busy` says. Equal on all ranks."""
+    """Wait for a free slot, even with `busy: skip`. Equal on all ranks."""
     in_loop: bool = False
     """True if the caller measures how long the training loop waits (`SaveReport.recorder`)."""
 

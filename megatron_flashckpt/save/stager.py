@@ -7,8 +7,8 @@ possible, and the training thread continues. Tensors that the next forward may c
 before `stage` returns (`Copy.early`).
 
 Late copies are enqueued in parts, at most two of them unfinished. So training waits for less than
-two parts, not for gigabytes, when it synchronizes the GPU (Megatron's timers do so after every
-save) or copies a loss to the host.
+two parts, not for gigabytes, when it synchronizes the GPU or copies a loss to the host. Megatron's
+timers synchronize the GPU after every save.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from megatron_flashckpt import forks
 class StepHook:
     """Waits before each step, and counts the steps. Installs itself once per optimizer.
 
-    The hook covers the inner torch optimizers (by their own pre-hooks) and the optimizer that
-    training calls, which changes masters before the inner step if gradients are scaled. It never
-    wraps a sub-optimizer's `step`, because chained optimizers do not call that method.
+    The hook covers the inner torch optimizers, by their own pre-hooks. It also covers the optimizer
+    that training calls, which changes masters before the inner step if gradients are scaled. It
+    never wraps a sub-optimizer's `step`, because chained optimizers do not call that method.
     """
 
     def __init__(self, wait: Callable[[], None]) -> None:

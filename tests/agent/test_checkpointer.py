@@ -185,7 +185,7 @@ def test_an_agent_that_refuses_one_save_is_not_taken_for_dead(
         outcomes[2].error or ""
     )
     assert checkpointer.link.current is client
-    assert "takes over" not in caplog.text
+    assert "a new agent adopts" not in caplog.text
     assert job.save(3) is None
     job.assert_stored(root, 3)
 

@@ -155,7 +155,7 @@ def test_an_agent_that_is_gone_or_hangs_is_reported_on_every_rank(
     _, result = lost_agents
     for rank in range(RANKS):
         said = re.findall(
-            rf"rank {rank}: (the agent of this node is gone.*); another one takes over", result.log
+            rf"rank {rank}: (the agent of this node is gone.*); a new agent adopts", result.log
         )
         assert len(said) == 2
         assert all("agent.log" in each for each in said)
