@@ -29,7 +29,7 @@ from tests.megatron_lm.test_model_state import Job
 WITHOUT_MASTER = (
     "FP8 or FP4 weights without fp32 masters in a DistributedOptimizer of this rank: layer.matrix"
 )
-NOT_FILLED = "FP8 or FP4 weights that this Megatron does not make of their masters: layer.matrix"
+NOT_FILLED = "FP8 or FP4 weights that this Megatron does not make from their masters: layer.matrix"
 UNKNOWN = (
     "weights of a tensor class into which this Megatron cannot quantize masters: "
     "layer.matrix (QuantizedDouble)"
