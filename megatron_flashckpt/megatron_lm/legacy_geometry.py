@@ -1,8 +1,8 @@
-"""How parameters of Megatron's legacy GPT lie in the global tensors (`megatron.model`, early 2024).
+"""Positions of the legacy GPT's parameters in global tensors (`megatron.model`, early 2024).
 
-That model has no `sharded_state_dict`. What is needed is in the attributes that its layers set on
-their parameters (`tensor_model_parallel`, `partition_dim`, `partition_stride`) and in each layer's
-own `layer_number`. Keys are the names in its state dict, like layers stacked along a first axis.
+The legacy model has no `sharded_state_dict`. Its layers set the needed attributes on their
+parameters (`tensor_model_parallel`, `partition_dim`, `partition_stride`), and each layer has a
+`layer_number`. Keys are names of the state dict; equal layers are stacked along a first axis.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def parameters(chunk: Any) -> list[tuple[torch.nn.Parameter, Geometry]]:
     """Return every parameter of an unwrapped model chunk with its geometry. No communication.
 
     Raises:
-        UnsupportedError: another model than GPT, experts, or a cut that is not known.
+        UnsupportedError: the model is no GPT, has experts, or is sharded in an unknown way.
     """
     language_model = getattr(chunk, "language_model", None)
     if getattr(language_model, "encoder", None) is None or getattr(language_model, "decoder", None):
