@@ -71,7 +71,7 @@ def unaccounted(chunks: list[Any], optimizer: Any) -> list[str]:
     names = _names(chunks)
     for sub, of_sub in entries:
         defects += _wrong_entries(sub, of_sub, names)
-    elsewhere = {id(parameter) for parameter in optimizer_state.dealt_out(optimizer)}
+    elsewhere = {id(parameter) for parameter in optimizer_state.assigned_parameters(optimizer)}
     return defects + list(_wrong_parameters(chunks, entries, names, elsewhere))
 
 

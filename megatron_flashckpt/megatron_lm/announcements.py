@@ -84,7 +84,7 @@ def announce_left_to_megatron(flag: str) -> None:
     """Log once that Megatron's own functions save and load in this job."""
     checkpointing().print_rank_0(
         f"  flashckpt: with {flag} the model shards its parameters itself, which this release "
-        "neither saves nor loads: Megatron's own functions do, as if flashckpt were not there"
+        "does not support: Megatron's own functions save and load this job"
     )
 
 

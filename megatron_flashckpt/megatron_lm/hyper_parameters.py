@@ -193,11 +193,11 @@ def check(optimizer: Any, saved: Saved, geometry: ModelGeometry | None = None) -
     ]
     if unmatched:
         known = [group for entry in saved for group in entry["param_groups"]]
-        telling = differing(known)
+        differing_names = differing(known)
         raise MissingStateError(
             "the checkpoint has no param group that is certainly meant for "
-            f"{', '.join(described(group, telling) for group in unmatched)}; it has "
-            f"{', '.join(described(group, telling) for group in known)}; use the optimizer "
+            f"{', '.join(described(group, differing_names) for group in unmatched)}; it has "
+            f"{', '.join(described(group, differing_names) for group in known)}; use the optimizer "
             "settings of the saving run, or --no-load-optim"
         )
 
@@ -258,8 +258,8 @@ def _matches(
     subs = sub_optimizers(optimizer)
     pairs = [(sub.optimizer, group) for sub in subs for group in sub.optimizer.param_groups]
     held = () if geometry is None else [keys for sub in subs for keys in held_keys(sub, geometry)]
-    found = matches([group for _, group in pairs], saved, held)
-    return [(*pair, match) for pair, match in zip(pairs, found, strict=True)]
+    saved_matches = matches([group for _, group in pairs], saved, held)
+    return [(*pair, match) for pair, match in zip(pairs, saved_matches, strict=True)]
 
 
 def _step_of(entry: dict[str, Any], group: dict[str, Any]) -> Any:

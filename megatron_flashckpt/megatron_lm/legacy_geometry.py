@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_flashckpt.errors import UnsupportedError
 from megatron_flashckpt.megatron_lm import parallel
-from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import Cut, Layer, geometry
+from megatron_flashckpt.megatron_lm.rebuild.legacy_gpt import Layer, Sharding, geometry
 from megatron_flashckpt.megatron_lm.stock import checkpointing
 from megatron_flashckpt.megatron_lm.tensor_geometry import Geometry
 
@@ -56,15 +56,15 @@ def _geometry(
         module = modules[f"{match['layers']}.{match['index']}"]
         layer = Layer(module.layer_number - 1, args.num_layers)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    cut = None
+    sharding = None
     if getattr(parameter, "tensor_model_parallel", False):
         size = parallel_state.get_tensor_model_parallel_world_size()
-        cut = Cut(parameter.partition_dim, size, rank, parameter.partition_stride)  # type: ignore[attr-defined]
+        sharding = Sharding(parameter.partition_dim, size, rank, parameter.partition_stride)  # type: ignore[attr-defined]
     return geometry(
         name,
         tuple(parameter.shape),
         layer=layer,
-        cut=cut,
+        sharding=sharding,
         swiglu=bool(getattr(args, "swiglu", False)),
         tensor_rank=rank,
         replica=parallel.data_parallel()[1],

@@ -174,13 +174,13 @@ class ModelState:
             self._replicated, self._share, geometry, derived, tensors_of, is_written
         )
         pieces: list[LocalPiece] = []
-        for sub, dealt in optimizer_state.parts(optimizer):
+        for sub, assigned in optimizer_state.parts(optimizer):
             known = geometry.repeats.get(sub) if repeats else None
             repeated = None if known is None else known.pieces(sub, derived)
             if repeated is not None:
                 pieces += repeated
                 continue
-            written = collector.own_parts(optimizer_state.entries_of(sub, dealt=dealt))
+            written = collector.own_parts(optimizer_state.entries_of(sub, assigned=assigned))
             for part in written:
                 pieces += own_pieces(part)
             if repeats and (repeat := Repeat.of(sub, derived, written)) is not None:

@@ -122,7 +122,7 @@ def sub_optimizers(optimizer: Any) -> list[Any]:
     return [sub for sub, _ in parts(optimizer)]
 
 
-def parts(optimizer: Any, dealt: bool = False) -> Iterator[tuple[Any, bool]]:
+def parts(optimizer: Any, assigned: bool = False) -> Iterator[tuple[Any, bool]]:
     """Yield the optimizers that hold state, and whether parameters are assigned to replicas.
 
     Layer-wise optimizers assign every parameter completely to one replica, whose optimizer lists
@@ -131,15 +131,15 @@ def parts(optimizer: Any, dealt: bool = False) -> Iterator[tuple[Any, bool]]:
     if optimizer is None:
         return
     if isinstance(optimizer, ChainedOptimizer):
-        dealt = any(
+        assigned = any(
             kind.__name__ == "LayerWiseDistributedOptimizer" for kind in type(optimizer).mro()
         )
         for part in optimizer.chained_optimizers:
-            yield from parts(part, dealt)
+            yield from parts(part, assigned)
     elif not getattr(optimizer, "is_stub_optimizer", False):
         _refuse_unknown(optimizer)
         if optimizer.optimizer is not None:
-            yield optimizer, dealt
+            yield optimizer, assigned
 
 
 def _refuse_unknown(optimizer: Any) -> None:
@@ -177,16 +177,16 @@ def sharded(optimizer: Any) -> Iterator[torch.nn.Parameter]:
 
     Includes parameters whose optimizer state lies entirely on other replicas.
     """
-    for sub, dealt in parts(optimizer):
+    for sub, assigned in parts(optimizer):
         if isinstance(sub, DistributedOptimizer):
             for buffer in gradient_buffers(sub):
                 yield from buffer.param_index_map
-        elif dealt:
+        elif assigned:
             yield from (entry.parameter for entry in entries(sub))
-    yield from dealt_out(optimizer)
+    yield from assigned_parameters(optimizer)
 
 
-def dealt_out(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+def assigned_parameters(optimizer: Any) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters that a layer-wise optimizer has assigned to any replica.
 
     With one replica the optimizer has no such lists, so nothing is yielded.
@@ -195,7 +195,7 @@ def dealt_out(optimizer: Any) -> Iterator[torch.nn.Parameter]:
         for of_replica in getattr(optimizer, name, None) or ():
             yield from of_replica
     for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else ():
-        yield from dealt_out(part)
+        yield from assigned_parameters(part)
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -205,16 +205,16 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 def entries(optimizer: Any) -> Iterator[OptimizerEntry]:
     """Yield the entries of `optimizer` (chained or not) for all parameters on this rank."""
-    for sub, dealt in parts(optimizer):
-        yield from entries_of(sub, dealt=dealt)
+    for sub, assigned in parts(optimizer):
+        yield from entries_of(sub, assigned=assigned)
 
 
-def entries_of(sub: Any, *, dealt: bool) -> Iterator[OptimizerEntry]:
+def entries_of(sub: Any, *, assigned: bool) -> Iterator[OptimizerEntry]:
     """Yield the entries of `sub` for all parameters on this rank.
 
     Args:
         sub: one of the optimizers from `parts`.
-        dealt: second value from `parts`.
+        assigned: second value from `parts`.
     """
     if isinstance(sub, DistributedOptimizer):
         yield from _distributed(sub)
@@ -222,18 +222,18 @@ def entries_of(sub: Any, *, dealt: bool) -> Iterator[OptimizerEntry]:
         for models, masters in zip(sub.float16_groups, sub.fp32_from_float16_groups, strict=True):
             for model, master in zip(models, masters, strict=True):
                 yield OptimizerEntry(
-                    model, 0, model.numel(), master, True, sub.optimizer, dealt, True
+                    model, 0, model.numel(), master, True, sub.optimizer, assigned, True
                 )
         for models in sub.fp32_from_fp32_groups:
-            yield from _in_place(models, sub, dealt)
+            yield from _in_place(models, sub, assigned)
     else:
         for group in sub.optimizer.param_groups:
-            yield from _in_place(group["params"], sub, dealt)
+            yield from _in_place(group["params"], sub, assigned)
 
 
-def _in_place(parameters: list[Any], sub: Any, dealt: bool) -> Iterator[OptimizerEntry]:
+def _in_place(parameters: list[Any], sub: Any, assigned: bool) -> Iterator[OptimizerEntry]:
     for model in parameters:
-        yield OptimizerEntry(model, 0, model.numel(), model, False, sub.optimizer, dealt, True)
+        yield OptimizerEntry(model, 0, model.numel(), model, False, sub.optimizer, assigned, True)
 
 
 def _distributed(sub: Any) -> Iterator[OptimizerEntry]:

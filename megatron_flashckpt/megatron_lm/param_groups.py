@@ -98,15 +98,15 @@ def matches(
         held: global keys of the parameters that each of these groups holds on this rank.
     """
     known = [(entry, group) for entry in saved for group in entry["param_groups"]]
-    telling = differing([group for _, group in known])
+    differing_names = differing([group for _, group in known])
 
     def exact(group: Group) -> Identity:
         settings = constants(group)
-        return (*_basics(group), *(settings.get(name) for name in telling))
+        return (*_basics(group), *(settings.get(name) for name in differing_names))
 
     def exact_but_expert(group: Group) -> Identity:
         settings = constants(group)
-        others = (settings.get(name) for name in telling if name != EXPERT)
+        others = (settings.get(name) for name in differing_names if name != EXPERT)
         return (*_basics(group)[1:], *others)
 
     result: list[Match | None] = [None] * len(groups)
@@ -141,14 +141,14 @@ def differing(groups: Sequence[Group]) -> list[str]:
     return [name for name in names if len({of_group.get(name) for of_group in settings}) > 1]
 
 
-def described(group: Group, telling: Sequence[str]) -> str:
+def described(group: Group, differing_names: Sequence[str]) -> str:
     """Return a description of a group for a message.
 
     Args:
-        telling: names of the settings that differ between groups.
+        differing_names: names of the settings that differ between groups.
     """
     settings = constants(group)
-    names = dict.fromkeys([*IDENTIFIERS, *telling])
+    names = dict.fromkeys([*IDENTIFIERS, *differing_names])
     return "(" + ", ".join(f"{name} {settings.get(name)}" for name in names) + ")"
 
 

@@ -28,10 +28,11 @@ def _models(args: argparse.Namespace) -> Iterator[str]:
         yield f"with {flag} Megatron's own functions save and load"
     if args.moe_use_legacy_grouped_gemm:
         yield (
-            "--moe-use-legacy-grouped-gemm stores the weights of experts transposed; start without"
+            "--moe-use-legacy-grouped-gemm stores the weights of experts transposed; start "
+            "without this flag"
         )
     if args.use_legacy_models and args.num_experts:
-        yield "--use-legacy-models has experts that are not saved; start without"
+        yield "--use-legacy-models has experts that are not saved; start without this flag"
 
 
 def _states(args: argparse.Namespace) -> Iterator[str]:
@@ -88,6 +89,6 @@ def notes(args: argparse.Namespace) -> list[str]:
     if (instances := args.num_distributed_optimizer_instances) > 1:
         lines.append(
             f"--num-distributed-optimizer-instances {instances}: ranks of the first instance write "
-            f"more than is said here, up to {instances} times as much, and the others less"
+            f"more than these figures, up to {instances} times as much, and the other ranks less"
         )
     return lines

@@ -157,7 +157,7 @@ def own_pieces(written: Written) -> list[LocalPiece]:
     return pieces
 
 
-#: One share for each kind of stream; the geometry that it follows from seldom changes.
+#: Cached shares of the streams; the sizes of their tensors seldom change between saves.
 _equal_shares = functools.lru_cache(maxsize=8)(equal_shares)
 
 

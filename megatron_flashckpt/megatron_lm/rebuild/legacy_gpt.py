@@ -36,7 +36,7 @@ _EMBEDDING = "embedding"
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class Sharding:
     """Sharding of a parameter by tensor parallelism."""
 
     axis: int
@@ -67,7 +67,7 @@ def geometry(
     shape: Shape,
     *,
     layer: Layer | None,
-    cut: Cut | None,
+    sharding: Sharding | None,
     swiglu: bool,
     tensor_rank: int,
     replica: int,
@@ -77,7 +77,7 @@ def geometry(
     Args:
         shape: shape of the local tensor.
         layer: None for a parameter outside the layers.
-        cut: None for a parameter that is equal on all tensor-parallel ranks.
+        sharding: None for a parameter that is equal on all tensor-parallel ranks.
         tensor_rank: this rank; tensor rank 0 has the main copy of equal parameters.
 
     Raises:
@@ -87,12 +87,12 @@ def geometry(
     if layer is not None:
         _, _, rest = name.removeprefix(f"{_LAYERS}.").partition(".")
         key = f"{_LAYERS}.{rest}"
-    if cut is not None and swiglu and name.endswith(_FUSED):
-        cut = dataclasses.replace(cut, strides=cut.strides * 2)
-    duplicate = (int(name == TIED), tensor_rank if cut is None else 0)
+    if sharding is not None and swiglu and name.endswith(_FUSED):
+        sharding = dataclasses.replace(sharding, strides=sharding.strides * 2)
+    duplicate = (int(name == TIED), tensor_rank if sharding is None else 0)
     return Geometry(
         name=name,
-        runs=tuple(_runs(name, key, shape, layer, cut)),
+        runs=tuple(_runs(name, key, shape, layer, sharding)),
         main=not any(duplicate),
         replica=replica,
         resizable=name in _RESIZABLE,
@@ -100,22 +100,24 @@ def geometry(
     )
 
 
-def _runs(name: str, key: str, shape: Shape, layer: Layer | None, cut: Cut | None) -> Iterator[Run]:
+def _runs(
+    name: str, key: str, shape: Shape, layer: Layer | None, sharding: Sharding | None
+) -> Iterator[Run]:
     """Yield one run per stride: local part `i` is global part `i * TP + rank`."""
-    cut = cut or Cut(axis=0, size=1, rank=0)
-    if cut.strides > 1 and cut.axis != 0:
+    sharding = sharding or Sharding(axis=0, size=1, rank=0)
+    if sharding.strides > 1 and sharding.axis != 0:
         raise UnsupportedError(
-            f"{name}: is cut along axis {cut.axis} in {cut.strides} strides, which this release "
-            "does not save; use --use-mcore-models"
+            f"{name}: is sharded along axis {sharding.axis} in {sharding.strides} strides, which "
+            "this release does not save; use --use-mcore-models"
         )
     local = list(shape)
-    full = [extent * (cut.size if n == cut.axis else 1) for n, extent in enumerate(local)]
-    local[cut.axis] //= cut.strides
+    full = [extent * (sharding.size if n == sharding.axis else 1) for n, extent in enumerate(local)]
+    local[sharding.axis] //= sharding.strides
     numel = math.prod(local)
     stacked = () if layer is None else ((layer.count, layer.number),)
-    for part in range(cut.strides):
+    for part in range(sharding.strides):
         offset = [0] * len(local)
-        offset[cut.axis] = (part * cut.size + cut.rank) * local[cut.axis]
+        offset[sharding.axis] = (part * sharding.size + sharding.rank) * local[sharding.axis]
         yield Run(
             key,
             (*(extent for extent, _ in stacked), *full),
@@ -186,7 +188,7 @@ def _chunk(args: Any, tp: int, pp: int, number: int) -> Chunk:
             name,
             shape,
             layer=layer,
-            cut=None if axis is None else Cut(axis, ways, tp),
+            sharding=None if axis is None else Sharding(axis, ways, tp),
             swiglu=args.swiglu,
             tensor_rank=tp,
             replica=0,
