@@ -84,10 +84,10 @@ def missing(args: Any) -> list[str]:
     ]
     if (half := half_swapped()) is not None:
         lines.append(half)
-    return [*lines, *_gone(stock), *_parameters(args), *_args(args)]
+    return [*lines, *_missing_optional(stock), *_parameters(args), *_args(args)]
 
 
-def _gone(stock: Any) -> Iterator[str]:
+def _missing_optional(stock: Any) -> Iterator[str]:
     """Yield one line per missing name if a name of the same or a later release exists."""
     later: str | None = None
     for names in reversed(_OPTIONAL):

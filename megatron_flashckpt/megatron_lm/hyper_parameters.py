@@ -114,9 +114,9 @@ def merge(of_ranks: list[Saved]) -> Saved:
             for group, identity in zip(groups, identities(groups), strict=True):
                 if (number, identity) not in seen:
                     seen.add((number, identity))
-                    fresh.append(_holding(group, held.get(identity)))
+                    fresh.append(_with_held(group, held.get(identity)))
             if fresh:
-                merged.append(_counted(entry, fresh, made))
+                merged.append(_with_steps(entry, fresh, made))
     return merged
 
 
@@ -132,17 +132,17 @@ def completed(saved: Saved, others: Saved) -> Saved:
     for entry in saved:
         groups = entry["param_groups"]
         known = [
-            _holding(group, held.get(identity))
+            _with_held(group, held.get(identity))
             for group, identity in zip(groups, identities(groups), strict=True)
         ]
-        entries.append(_counted(entry, known, made))
+        entries.append(_with_steps(entry, known, made))
     return entries
 
 
 def without_held(saved: Saved) -> Saved:
     """Return `saved` with groups in Megatron's form, without names of parameters."""
     return [
-        {**entry, "param_groups": [_holding(group, None) for group in entry["param_groups"]]}
+        {**entry, "param_groups": [_with_held(group, None) for group in entry["param_groups"]]}
         for entry in saved
     ]
 
@@ -159,13 +159,15 @@ def _held(of_ranks: list[Saved]) -> dict[Identity, set[str]]:
     return held
 
 
-def _holding(group: dict[str, Any], keys: set[str] | None) -> dict[str, Any]:
+def _with_held(group: dict[str, Any], keys: set[str] | None) -> dict[str, Any]:
     """Return the group with the names `keys` of its parameters; without names if None."""
     bare = {name: value for name, value in group.items() if name != HELD}
     return bare if keys is None else {**bare, HELD: sorted(keys)}
 
 
-def _counted(entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts) -> dict[str, Any]:
+def _with_steps(
+    entry: dict[str, Any], groups: list[dict[str, Any]], made: _Counts
+) -> dict[str, Any]:
     """Return `entry` with `groups`; a group without a step gets the step in `made`, if any."""
     known = [
         {**group, "step": step}
@@ -223,7 +225,7 @@ def load_hyper_parameters(
                 scalers.setdefault(id(inner), entry["grad_scaler"])
             step = _step_of(entry, values)
             configured = constants(group)
-            _take(inner, group, values, made.of(values) if step is None else step)
+            _apply(inner, group, values, made.of(values) if step is None else step)
             loaded = constants(group)
             changed = [name for name, value in configured.items() if loaded[name] != value]
             if changed:
@@ -304,7 +306,7 @@ def _family(group: dict[str, Any]) -> _Family:
     return setting_names(group), bool(value_of(group, EXPERT))
 
 
-def _take(
+def _apply(
     inner: torch.optim.Optimizer, group: dict[str, Any], values: dict[str, Any], step: Any
 ) -> None:
     own = (*IDENTIFIERS, *(f"pre_{key}" for key in IDENTIFIERS), *OWN_SETTINGS)

@@ -107,7 +107,7 @@ class Repeat:
         owned = [shard for _, shard, _ in table]
         if (
             list(map(id, parameters)) != self._parameters
-            or not _are(owned, self._owned)
+            or not _are_same(owned, self._owned)
             or list(map(torch.Tensor.numel, owned)) != self._owned_numels
         ):
             return None
@@ -122,7 +122,7 @@ class Repeat:
         tensors = self._tensors(owned, values)
         numbers = itertools.compress(values, self._is_number)
         if (
-            not _are(tensors, self._known)
+            not _are_same(tensors, self._known)
             or _forms(tensors) != self._forms
             or _kinds_of_numbers(numbers) != self._numbers
         ):
@@ -191,7 +191,8 @@ def _kinds_of_numbers(values: Iterable[Any]) -> list[Any]:
     return [value.numel() if isinstance(value, torch.Tensor) else value for value in values]
 
 
-def _are(tensors: list[torch.Tensor], known: list[weakref.ref[torch.Tensor]]) -> bool:
+def _are_same(tensors: list[torch.Tensor], known: list[weakref.ref[torch.Tensor]]) -> bool:
+    """Return whether `tensors` are the tensors of the references, all alive."""
     alive = [ref() for ref in known]
     # An optimizer may hold None instead of a tensor, and a dead reference also returns None.
     is_same = len(tensors) == len(alive) and all(map(operator.is_, tensors, alive))

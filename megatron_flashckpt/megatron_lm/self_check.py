@@ -40,10 +40,10 @@ def check(args: Any, state: ModelState, chunks: list[Any], optimizer: Any) -> No
     # After a failed check the later checks are skipped: they would fail for the same reason.
     lines = (
         compat.missing(args)
-        or _of_geometry(state, chunks) + unaccounted(chunks, optimizer)
-        or _of_quantized(chunks, optimizer)
+        or _geometry_problems(state, chunks) + unaccounted(chunks, optimizer)
+        or _quantized_problems(chunks, optimizer)
         or of_derived(state, chunks, optimizer)
-        or _of_tensors(state, chunks, optimizer)
+        or _tensor_problems(state, chunks, optimizer)
     )
     if lines:
         raise refusal(lines)
@@ -71,12 +71,12 @@ def of_derived(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str
     return underivable(chunks, optimizer, derivable, reason)
 
 
-def _of_quantized(chunks: list[Any], optimizer: Any) -> list[str]:
+def _quantized_problems(chunks: list[Any], optimizer: Any) -> list[str]:
     lines = unquantizable(chunks, optimizer)
     return [*lines, QUANTIZED_REMEDY] if lines else []
 
 
-def _of_geometry(state: ModelState, chunks: list[Any]) -> list[str]:
+def _geometry_problems(state: ModelState, chunks: list[Any]) -> list[str]:
     try:
         state.geometry(chunks)
     except FlashCkptError as error:
@@ -84,7 +84,7 @@ def _of_geometry(state: ModelState, chunks: list[Any]) -> list[str]:
     return []
 
 
-def _of_tensors(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
+def _tensor_problems(state: ModelState, chunks: list[Any], optimizer: Any) -> list[str]:
     try:
         state.owned(state.geometry(chunks), chunks, optimizer)
         refuse_unfillable(state.geometry(chunks), chunks, optimizer)

@@ -27,8 +27,8 @@ from megatron_flashckpt.megatron_lm.model_geometry import ModelGeometry
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_VERSION = 3.0
-#: The encoded rank state is padded to a multiple of this size in bytes, so that an additional digit
-#: of a counter does not change the layout.
+#: The encoded rank state is padded to a multiple of this many bytes, so that a longer counter does
+#: not change the layout.
 RANK_STATE_STEP = 16 * 1024
 #: Bytes reserved for one module's extra state. TransformerEngine's takes 2 KiB plus the history of
 #: absolute maxima; it is empty before the first step.

@@ -202,7 +202,7 @@ def _chunk(args: Any, tp: int, pp: int, number: int) -> Chunk:
             positions = "language_model.embedding.position_embeddings.weight"
             add(positions, (args.max_position_embeddings, hidden), None)
     for index, layer in enumerate(_layers(args, pp, number)):
-        for name, shape, axis in _of_layer(args):
+        for name, shape, axis in _layer_entries(args):
             if name.endswith(_EXTRA):
                 state_names.append(f"{_LAYERS}.{index}.{name}")
             else:
@@ -230,7 +230,7 @@ _Entry = tuple[str, Shape, int | None]
 """Name in the layer, local shape, axis that tensor parallelism shards."""
 
 
-def _of_layer(args: Any) -> Iterator[_Entry]:
+def _layer_entries(args: Any) -> Iterator[_Entry]:
     hidden, ways = args.hidden_size, args.tensor_model_parallel_size
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     projections = args.kv_channels * (args.num_attention_heads + 2 * groups)

@@ -1,8 +1,8 @@
 """Local models of all ranks of a job, rebuilt from its args in one process.
 
 Formats that store local tensors do not store their positions in the global tensors; Megatron's
-model has them. So the model of each rank is built on the meta device (no storage, no CUDA, no
-launched ranks), with the fake process groups of torch's own tests. Its sharded state dict is read.
+model has them. So the model of each rank is built on the meta device, without storage or CUDA, and
+its sharded state dict is read. The process groups are the fake groups of torch's own tests.
 """
 
 from __future__ import annotations
