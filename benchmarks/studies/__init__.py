@@ -13,8 +13,10 @@ from benchmarks.studies import (
     writers,
 )
 from benchmarks.study import Study
+from benchmarks.train import study as train
 
 STUDIES: tuple[Study, ...] = (
+    train.STUDY,
     growth.STUDY,
     plan.STUDY,
     exchange.STUDY,
