@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from benchmarks.train import chart, figures, job, report, study, systems
+from benchmarks.train import chart, figures, report, study, systems
 from benchmarks.train.job import JobError, Megatron, running
 from benchmarks.train.measure import Measured, Restart, Schedule, Session
 from benchmarks.train.progress import Progress
@@ -279,7 +280,7 @@ raise ValueError("no such thing")
     assert not psutil.pid_exists(int(line.split()[1])) or (
         psutil.Process(int(line.split()[1])).status() == psutil.STATUS_ZOMBIE
     )
-    assert job._processes(made.name) == []
+    assert made.processes() == []
 
 
 def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
@@ -289,7 +290,21 @@ def test_a_job_that_hangs_is_ended_at_its_deadline(tmp_path: Path) -> None:
         running(started(tmp_path, script), (sys.executable,), [], {}, print) as made,
     ):
         made.wait(time.perf_counter() + 0.2)
-    assert job._processes(made.name) == []
+    assert made.processes() == []
+
+
+def test_an_agent_is_ended_with_its_job_although_it_has_another_environment(tmp_path: Path) -> None:
+    script = """
+kept = {"FLASHCKPT_RUNTIME_DIR": os.environ["FLASHCKPT_RUNTIME_DIR"]}
+if rank:
+    subprocess.Popen(["/bin/sleep", "1000"], env=kept, start_new_session=True, stdout=2)
+"""
+    agents = {"FLASHCKPT_RUNTIME_DIR": str(tmp_path / "agents")}
+    with running(started(tmp_path, script), (sys.executable,), [], agents, print) as made:
+        made.wait(time.perf_counter() + 60)
+        (agent,) = made.processes()
+    assert made.processes() == []
+    assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
 
 
 def test_dlrover_is_left_out_with_what_is_missing(
@@ -336,5 +351,8 @@ def test_real_megatron_trains_saves_and_restarts_from_storage_and_memory(tmp_pat
     assert ours["figures"].keys() == figures.LABELS.keys()
     assert 0.01 < ours["figures"]["gb"]["median"] < 0.1
     assert not list(scratch.iterdir())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            assert str(scratch) not in str(process.cmdline()), "an agent was left behind"
     after = published.stat().st_mtime_ns if published.exists() else None
     assert after == before, "a quick run does not replace the published figures"

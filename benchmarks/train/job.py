@@ -20,8 +20,9 @@ import psutil
 from tests.forked.job import free_port
 
 RANKS = 2
-#: Every process of a job has the job's name in its environment under this key, its agent too.
-_JOB_KEY = "BENCHMARK_TRAIN_JOB"
+#: The processes of a job have the job's name in their environment, or, as an agent does, the
+#: directory where the job's agents are found.
+_JOB_KEY, _AGENTS_KEY = "BENCHMARK_TRAIN_JOB", "FLASHCKPT_RUNTIME_DIR"
 _ITERATION = re.compile(r" iteration +(\d+)/")
 _LOAD_TIME = re.compile(r"load-checkpoint \.+: \(([\d.]+), ([\d.]+)\)")
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)$", re.M)
@@ -64,6 +65,9 @@ class Job:
         self.name = f"train-{uuid.uuid4().hex[:12]}"
         self.ended_at: dict[int, float] = {}
         """By iteration: when its log line arrived. A save begins after that line."""
+        self._marks = {(_JOB_KEY, self.name)}
+        if _AGENTS_KEY in env:
+            self._marks.add((_AGENTS_KEY, env[_AGENTS_KEY]))
         self._lines: list[str] = []
         self._on_iteration = on_iteration
         job = {
@@ -178,7 +182,7 @@ class Job:
     def end(self) -> None:
         """Kill every process of this job, and remove what killed processes leave in memory."""
         self.kill()
-        for process in _processes(self.name):
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         for rank in self._ranks:
@@ -193,22 +197,21 @@ class Job:
     def await_agent(self) -> None:
         """Return when no process of this ended job is left, after some seconds in any case."""
         deadline = time.monotonic() + _LEAVE_S
-        while _processes(self.name) and time.monotonic() < deadline:
+        while self.processes() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the living processes of this job, its agent included."""
+        result = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if self._marks & process.environ().items():
+                    result.append(process)
+        return result
 
     def _join_readers(self) -> None:
         for reader in getattr(self, "_readers", []):
             reader.join(timeout=0.5)
-
-
-def _processes(name: str) -> list[psutil.Process]:
-    """Return the processes that have a job's name in their environment."""
-    result = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(_JOB_KEY) == name:
-                result.append(process)
-    return result
 
 
 @contextlib.contextmanager
