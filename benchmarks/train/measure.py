@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +101,9 @@ class Session:
         where = self.root / "run"
         where.mkdir()
         try:
-            return _Measuring(self, system, megatron, where).measure()
+            # A short name: the path of a socket has 107 bytes at most.
+            with tempfile.TemporaryDirectory(prefix="fc") as agents:
+                return _Measuring(self, system, megatron, where, Path(agents)).measure()
         finally:
             shutil.rmtree(where, ignore_errors=True)
             # No system writes while the next one trains.
@@ -108,12 +111,14 @@ class Session:
 
 
 class _Measuring:
-    def __init__(self, session: Session, system: System, megatron: Megatron, where: Path) -> None:
+    def __init__(
+        self, session: Session, system: System, megatron: Megatron, where: Path, agents: Path
+    ) -> None:
         self._session = session
         self._schedule = session.schedule
         self._system = system
         self._megatron = megatron
-        self._where = where
+        self._where, self._agents = where, agents
         self._checkpoints = where / "checkpoints"
 
     def measure(self) -> Measured:
@@ -196,7 +201,7 @@ class _Measuring:
             arguments += ["--load", str(self._checkpoints)]
         env = {
             "LOSS_LOG": str(self._where / f"{name}-losses"),
-            "FLASHCKPT_RUNTIME_DIR": str(self._where / "agents"),
+            "FLASHCKPT_RUNTIME_DIR": str(self._agents),
             "TMPDIR": str(self._where),
         }
         kind = {"whole": "training", "storage": "restart from storage"}.get(
