@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks import study
 from benchmarks.compare import driver, report, targets
 from benchmarks.peak_memory import with_peak_mb
-from benchmarks.studies import STUDIES, writers
+from benchmarks.studies import STUDIES, redundancy, writers
 
 REPO = Path(__file__).resolve().parents[1]
 MEASURED = (
@@ -239,6 +239,21 @@ def test_writers_are_compared_on_every_kind_of_storage() -> None:
     for kind, row in zip(writers.KINDS, rows, strict=True):
         assert kind.name in row
         assert all(float(seconds) > 0 for seconds in row.split()[-len(writers.POLICIES) :])
+
+
+def test_redundancy_is_measured_by_scheme_and_number_of_nodes() -> None:
+    """Parity has at least three nodes; a scheme costs the agents more than none."""
+    printed = io.StringIO()
+    carry_out(redundancy.STUDY, printed, "--mib", "8", "--rounds", "1", "--nodes", "2", "3")
+    rows = [row.split() for row in printed.getvalue().splitlines()[2:]]
+    assert [tuple(row[:2]) for row in rows] == [
+        *(("2", "none"), ("2", "copy")),
+        *(("3", "none"), ("3", "copy"), ("3", "xor")),
+    ]
+    assert all(float(row[2]) > 0 for row in rows)
+    cpu = {tuple(row[:2]): float(row[3]) for row in rows}
+    assert cpu["2", "none"] < cpu["2", "copy"]
+    assert cpu["3", "none"] < min(cpu["3", "copy"], cpu["3", "xor"])
 
 
 def test_every_way_of_writing_covers_each_element_once() -> None:
