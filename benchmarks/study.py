@@ -93,7 +93,7 @@ class Study:
 def show(out: Console, result: Result) -> None:
     """Print a line or a table."""
     if isinstance(result, str):
-        out.print(result)
+        out.print(result, markup=False)
     elif isinstance(result, Table):
         out.print(result.title)
         printed = rich.table.Table(*result.columns, box=None)

@@ -210,7 +210,7 @@ def test_a_study_that_ends_early_keeps_its_results_and_no_files(tmp_path: Path) 
 
     def measure(options: argparse.Namespace, directory: Path) -> Iterator[study.Result]:
         (directory / "shard").touch()
-        yield "a line"
+        yield "a line [/of] it"
         yield table
         yield {"every": [options.rounds]}
         raise SystemExit(1)
@@ -223,9 +223,9 @@ def test_a_study_that_ends_early_keeps_its_results_and_no_files(tmp_path: Path) 
     with pytest.raises(SystemExit):
         carry_out(made, printed, "--rounds", "7", *files)
     lines = [line.split() for line in printed.getvalue().splitlines()]
-    assert lines == [["a", "line"], ["times"], ["s", "ratio"], ["a", "1.50", "-"]]
+    assert lines == [["a", "line", "[/of]", "it"], ["times"], ["s", "ratio"], ["a", "1.50", "-"]]
     line, as_json, more = json.loads(figures.read_text())
-    assert (line, more) == ("a line", {"every": ["7"]})
+    assert (line, more) == ("a line [/of] it", {"every": ["7"]})
     assert as_json["rows"] == [["a", 1.5, None]]
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert not list(scratch.iterdir())
