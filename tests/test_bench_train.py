@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -51,6 +52,10 @@ def test_training_lost_per_save_leaves_out_the_first_save_and_the_last() -> None
     assert figures.lost_per_save(SCHEDULE, run, run_of()) == pytest.approx(LATER_S)
     assert figures.first_save_step_s(SCHEDULE, run) == pytest.approx(FIRST_S + STEP_S)
     assert figures.lost_in_all(run, run_of()) == pytest.approx(FIRST_S + 3 * LATER_S + 3.0)
+    late = {iteration: at + 6.0 for iteration, at in run.ended_at.items()}
+    assert figures.lost_in_all(dataclasses.replace(run, ended_at=late), run_of()) == pytest.approx(
+        FIRST_S + 3 * LATER_S + 9.0
+    ), "a slower start is lost, too"
     assert figures.usual_step_s(run_of()) == pytest.approx(STEP_S)
 
 

@@ -64,10 +64,8 @@ def lost_per_save(schedule: Schedule, run: Measured, baseline: Measured) -> floa
 
 
 def lost_in_all(run: Measured, baseline: Measured) -> float:
-    """Return how much longer the run took from its first iteration's end until it had ended."""
-    seconds = [
-        max(each.ended_at.values()) - each.ended_at[1] + each.exit_s for each in (run, baseline)
-    ]
+    """Return how much longer the run took, from the start of its ranks to its end."""
+    seconds = [max(each.ended_at.values()) + each.exit_s for each in (run, baseline)]
     return seconds[0] - seconds[1]
 
 

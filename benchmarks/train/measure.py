@@ -109,6 +109,14 @@ class Session:
             # No system writes while the next one trains.
             os.sync()
 
+    def warm_up(self, megatron: Megatron) -> None:
+        """Train one iteration, so that the first run of a study does not start slower."""
+        nothing = System("warm-up", "warm-up", saves=False)
+        session = dataclasses.replace(self, schedule=Schedule(interval=2, saves=0))
+        # What fails here is reported by the run that comes after it.
+        with contextlib.suppress(JobError):
+            session.measure(nothing, megatron)
+
 
 class _Measuring:
     def __init__(

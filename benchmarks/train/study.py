@@ -85,6 +85,9 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     series = _Series(systems, megatrons, schedule)
     with Progress(rounds * len(systems)) as progress:
         session = Session(schedule, root, options.timeout_s, progress.detail)
+        if not options.quick:
+            for name in sorted({system.megatron for system in systems if not system.saves}):
+                session.warm_up(megatrons[name])
         for number in range(rounds):
             series.round(session, number, rounds, progress)
     yield from series.errors

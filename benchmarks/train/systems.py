@@ -128,6 +128,9 @@ def old_trees(root: Path, site_parent: Path, *, quick: bool) -> dict[str, Megatr
         )
     try:
         tree = Tree.extract(Path(clone), OLD, TAGS[OLD], root / "old")
+        # Both copies have the dataset helper that the first job would compile.
+        compiling = ["make", "-C", str(tree.root / "megatron/core/datasets")]
+        subprocess.run(compiling, env=tree.environment(root), check=True, capture_output=True)
         site = real_dlrover.install(site_parent)
     except (subprocess.CalledProcessError, OSError) as error:
         raise UnavailableError(f"{error} {getattr(error, 'stderr', '') or ''}".strip()) from error
