@@ -23,6 +23,7 @@ from benchmarks.train.job import JobError, Megatron, running
 from benchmarks.train.measure import Measured, Restart, Schedule, Session
 from benchmarks.train.progress import Progress
 from benchmarks.train.systems import System
+from tests.agent.trainer import eventually
 
 REPO = Path(__file__).resolve().parents[1]
 SCHEDULE = Schedule(interval=5, saves=4)
@@ -310,6 +311,29 @@ if rank:
         (agent,) = made.processes()
     assert made.processes() == []
     assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_benchmark_that_is_ended_takes_its_ranks_along(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.mkdir()
+    script = f"open(r'{ranks}/' + str(os.getpid()), 'w').close(); time.sleep(1000)"
+    megatron = started(tmp_path, script)
+    code = f"""
+import os, signal, sys, time
+from pathlib import Path
+from benchmarks.train.job import Megatron, running
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+megatron = Megatron(Path({str(megatron.script)!r}), (), dict(os.environ), Path({str(tmp_path)!r}))
+with running(megatron, (sys.executable,), [], {{}}, print) as job:
+    job.wait(time.perf_counter() + 1000)
+"""
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(REPO)}, cwd=REPO
+    )
+    eventually("two ranks", lambda: len(list(ranks.iterdir())) == 2, within_s=60.0)
+    benchmark.terminate()
+    assert benchmark.wait(60) == 1
+    assert not any(psutil.pid_exists(int(rank.name)) for rank in ranks.iterdir())
 
 
 def test_dlrover_is_left_out_with_what_is_missing(

@@ -228,12 +228,22 @@ def running(
     try:
         yield job
     finally:
-        # A second signal must not leave the rest of the processes behind.
-        former = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
+        with _undisturbed():
             job.end()
-        finally:
-            signal.signal(signal.SIGTERM, former)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore signals that end this process: a second one would leave the job's processes behind."""
+    ignored = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            ignored[number] = signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
 
 
 def kept_environment() -> dict[str, str]:

@@ -19,6 +19,8 @@ class Progress:
             rich.progress.TextColumn("left:"),
             rich.progress.TimeRemainingColumn(),
             console=self._out,
+            # Drawing must not take the cores that train.
+            refresh_per_second=1,
             transient=True,
             disable=not self._out.is_terminal,
         )
