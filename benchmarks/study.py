@@ -96,7 +96,11 @@ def show(out: Console, result: Result) -> None:
         out.print(result, markup=False)
     elif isinstance(result, Table):
         out.print(result.title)
-        printed = rich.table.Table(*result.columns, box=None)
+        # What identifies a row stays in a line; other columns wrap.
+        columns = [
+            rich.table.Column(name, no_wrap=not at) for at, name in enumerate(result.columns)
+        ]
+        printed = rich.table.Table(*columns, box=None)
         for cells in result.cells():
             printed.add_row(*cells)
         out.print(printed)

@@ -22,6 +22,7 @@ from benchmarks.train import chart, figures, report, study, systems
 from benchmarks.train.job import JobError, Megatron, running
 from benchmarks.train.measure import Measured, Restart, Schedule, Session
 from benchmarks.train.progress import Progress
+from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
 from tests.agent.trainer import eventually
 
@@ -340,7 +341,7 @@ def test_dlrover_is_left_out_with_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("MEGATRON_LM", raising=False)
-    options = argparse.Namespace(quick=True, dlrover=None)
+    options = argparse.Namespace(quick=True, dlrover=None, replicated_optimizer=False)
     chosen = study._chosen(["dlrover", "flashckpt"])
     assert [system.name for system in chosen] == ["none", "flashckpt", "none-old", "dlrover"]
     megatrons, left_out = study._megatrons(chosen, tmp_path, options)
@@ -349,6 +350,32 @@ def test_dlrover_is_left_out_with_what_is_missing(
     monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
     with pytest.raises(systems.UnavailableError):
         systems.old_trees(tmp_path, tmp_path, quick=True)
+
+
+def test_processes_share_a_storage_of_limited_bandwidth(tmp_path: Path) -> None:
+    limited, free = tmp_path / "limited", tmp_path / "free"
+    limited.mkdir()
+    free.mkdir()
+    limit = StorageLimit.made(tmp_path, mb_s=20)
+    code = "import os, sys; open(sys.argv[1], 'wb').write(bytes(4_000_000)); "
+    code += "assert len(open(sys.argv[1], 'rb').read()) == 4_000_000"
+
+    def seconds(directory: Path) -> float:
+        env = {**os.environ, **limit.environment(limited)}
+        started_at = time.perf_counter()
+        processes = [
+            subprocess.Popen([sys.executable, "-c", code, str(directory / str(n))], env=env)
+            for n in range(2)
+        ]
+        assert [process.wait(60) for process in processes] == [0, 0]
+        return time.perf_counter() - started_at
+
+    assert seconds(limited) >= 16 / 20, "16 MB, written and read by the two"
+    assert (limited.parent / "limited.clock").read_bytes() != bytes(8)
+    seconds(free)
+    assert (limited.parent / "limited.clock").read_bytes() == bytes(8), "nothing is limited there"
+    assert limit.was_passed(40_000_000, 1.0)
+    assert not limit.was_passed(40_000_000, 2.0)
 
 
 # ---------------------------------------------------------------------- one real run

@@ -70,7 +70,8 @@ class Job:
             self._marks.add((_AGENTS_KEY, env[_AGENTS_KEY]))
         self._lines: list[str] = []
         self._on_iteration = on_iteration
-        job = {
+        self._command, self._cwd = command, cwd
+        self._env = {
             **env,
             _JOB_KEY: self.name,
             "MASTER_ADDR": "localhost",
@@ -82,30 +83,30 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "PYTHONUNBUFFERED": "1",
         }
-        self.started_at = time.perf_counter()
+        self.started_at = 0.0
         self._ranks: list[subprocess.Popen[str]] = []
-        try:
-            for rank in map(str, range(RANKS)):
-                self._ranks.append(
-                    subprocess.Popen(
-                        command,
-                        env={**job, "RANK": rank, "LOCAL_RANK": rank},
-                        cwd=cwd,
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                        errors="replace",
-                    )
+        self._readers: list[threading.Thread] = []
+
+    def start(self) -> None:
+        """Start the ranks. `end` ends them, even if this was interrupted."""
+        self.started_at = time.perf_counter()
+        for rank in map(str, range(RANKS)):
+            self._ranks.append(
+                subprocess.Popen(
+                    self._command,
+                    env={**self._env, "RANK": rank, "LOCAL_RANK": rank},
+                    cwd=self._cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
                 )
-        except BaseException:
-            self.end()
-            raise
-        self._readers = [
-            threading.Thread(target=self._read, args=(rank,), daemon=True) for rank in self._ranks
-        ]
-        for reader in self._readers:
+            )
+        for process in self._ranks:
+            reader = threading.Thread(target=self._read, args=(process,), daemon=True)
             reader.start()
+            self._readers.append(reader)
 
     def _read(self, rank: subprocess.Popen[str]) -> None:
         assert rank.stdout is not None
@@ -182,9 +183,11 @@ class Job:
     def end(self) -> None:
         """Kill every process of this job, and remove what killed processes leave in memory."""
         self.kill()
-        for process in self.processes():
+        rest = self.processes()
+        for process in rest:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        psutil.wait_procs(rest, timeout=_LEAVE_S)
         for rank in self._ranks:
             if rank.stdout is not None:
                 self._join_readers()
@@ -210,7 +213,7 @@ class Job:
         return result
 
     def _join_readers(self) -> None:
-        for reader in getattr(self, "_readers", []):
+        for reader in self._readers:
             reader.join(timeout=0.5)
 
 
@@ -226,6 +229,7 @@ def running(
     command = [*runner, str(megatron.script), *megatron.flags, *arguments]
     job = Job(command, {**megatron.env, **env}, megatron.cwd, on_iteration)
     try:
+        job.start()
         yield job
     finally:
         with _undisturbed():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.resources import drop_from_cache
 from benchmarks.train.job import Job, JobError, Megatron, running
+from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
 from tests.compat.tree import Run as Printed
 
@@ -91,6 +92,7 @@ class Session:
     """The longest that any job may take."""
     progress: Callable[[str], None]
     """Is told what goes on."""
+    limit: StorageLimit | None = None
 
     def measure(self, system: System, megatron: Megatron) -> Measured:
         """Run a system once, and restart from its checkpoints.
@@ -135,7 +137,15 @@ class _Measuring:
             self._cut_back(self._schedule.resumed_from)
             drop_from_cache(self._files(self._checkpoints))
             self._restart(result)
+            self._check_limit(result)
         return result
+
+    def _check_limit(self, result: Measured) -> None:
+        """Raise JobError if the last save or the load went past the storage's limit."""
+        times = {"save": result.exit_s, "load": result.restarts["storage"].load_s}
+        for what, seconds in times.items():
+            if self._session.limit and self._session.limit.was_passed(result.nbytes, seconds):
+                raise JobError(f"its {what} took {seconds:.1f} s: the storage's limit did not hold")
 
     def _whole_run(self) -> Measured:
         last = self._schedule.iterations
@@ -212,6 +222,8 @@ class _Measuring:
             "FLASHCKPT_RUNTIME_DIR": str(self._agents),
             "TMPDIR": str(self._where),
         }
+        if limit := self._session.limit:
+            env |= limit.environment(self._checkpoints)
         kind = {"whole": "training", "storage": "restart from storage"}.get(
             name, f"restart from {name}"
         )

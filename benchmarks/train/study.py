@@ -26,6 +26,7 @@ from benchmarks.train.job import RANKS, JobError, Megatron
 from benchmarks.train.measure import Measured, Schedule, Session
 from benchmarks.train.progress import Progress
 from benchmarks.train.report import cells, markdown, read_figures, usual_steps
+from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import SYSTEMS, System, UnavailableError, installed, old_trees
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -47,6 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dlrover", type=Path, help="directory in which DLRover is installed once, and kept"
+    )
+    parser.add_argument(
+        "--storage-mb-s", type=float, metavar="MB", help="limit the storage's bandwidth to this"
+    )
+    parser.add_argument(
+        "--replicated-optimizer", action="store_true", help="no --use-distributed-optimizer"
     )
     parser.add_argument("--timeout-s", type=float, default=240.0, help="of each job")
     parser.add_argument(
@@ -71,6 +78,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     systems = _chosen(options.systems)
     megatrons, left_out = _megatrons(systems, root, options)
     systems = [system for system in systems if system.megatron in megatrons]
+    limit = StorageLimit.made(root, options.storage_mb_s) if options.storage_mb_s else None
     load = os.getloadavg()[0]
     for name, reason in left_out.items():
         yield f"{name}: left out: {reason}"
@@ -84,7 +92,7 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     began_at = time.time()
     series = _Series(systems, megatrons, schedule)
     with Progress(rounds * len(systems)) as progress:
-        session = Session(schedule, root, options.timeout_s, progress.detail)
+        session = Session(schedule, root, options.timeout_s, progress.detail, limit)
         if not options.quick:
             for name in sorted({system.megatron for system in systems if not system.saves}):
                 session.warm_up(megatrons[name])
@@ -97,6 +105,8 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
         "machine": machine(root),
         "load_before": load,
         "quick": options.quick,
+        "storage_mb_s": options.storage_mb_s,
+        "distributed_optimizer": not options.replicated_optimizer,
         "ranks": RANKS,
         "schedule": dataclasses.asdict(schedule),
         "rounds": rounds,
@@ -106,7 +116,8 @@ def run(options: argparse.Namespace, root: Path) -> Iterator[Result]:
     }
     yield table_of(figures)
     yield figures
-    if not options.quick and options.systems is None:
+    changed = (options.quick, options.systems, options.storage_mb_s, options.replicated_optimizer)
+    if not any(changed):
         # Only a whole run replaces the published figures.
         options.json = options.json or RESULTS / "train.json"
         options.png = options.png or RESULTS / "train.png"
@@ -123,12 +134,13 @@ def _megatrons(
     systems: list[System], root: Path, options: argparse.Namespace
 ) -> tuple[dict[str, Megatron], dict[str, str]]:
     """Return the Megatrons by name, and why systems cannot run, by their label."""
-    megatrons = {"installed": installed(quick=options.quick)}
+    model = {"quick": options.quick, "distributed": not options.replicated_optimizer}
+    megatrons = {"installed": installed(**model)}
     left_out = {}
     if any(system.megatron != "installed" for system in systems):
         where = options.dlrover or root
         try:
-            megatrons |= old_trees(root, where, quick=options.quick)
+            megatrons |= old_trees(root, where, **model)
         except UnavailableError as error:
             left_out["DLRover"] = str(error)
     return megatrons, left_out

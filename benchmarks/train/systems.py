@@ -19,7 +19,7 @@ OLD = "cb995d5"
 
 _COMMON = (
     "--micro-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 1000 --lr-warmup-iters 2 "
-    "--weight-decay 0.01 --clip-grad 1.0 --bf16 --use-distributed-optimizer --vocab-size 8000 "
+    "--weight-decay 0.01 --clip-grad 1.0 --bf16 --vocab-size 8000 "
     "--tokenizer-type NullTokenizer --mock-data --split 99,1,0 --num-workers 0 "
     "--transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
     "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
@@ -95,12 +95,17 @@ SYSTEMS: tuple[System, ...] = (
 )
 
 
-def installed(*, quick: bool) -> Megatron:
+def _flags(*, quick: bool, distributed: bool) -> tuple[str, ...]:
+    model = _QUICK_MODEL if quick else _USUAL_MODEL
+    return (*_COMMON, *model, *(("--use-distributed-optimizer",) if distributed else ()))
+
+
+def installed(*, quick: bool, distributed: bool = True) -> Megatron:
     """Return the Megatron of this environment, on CPU ranks."""
     path = [str(REPO / "tests/cpu_megatron"), str(REPO)]
     return Megatron(
         script=REPO / "scripts/pretrain_gpt_tiny.py",
-        flags=(*_COMMON, *(_QUICK_MODEL if quick else _USUAL_MODEL), *_NEWER),
+        flags=(*_flags(quick=quick, distributed=distributed), *_NEWER),
         env={
             **kept_environment(),
             "PYTHONPATH": os.pathsep.join(path),
@@ -112,7 +117,9 @@ def installed(*, quick: bool) -> Megatron:
     )
 
 
-def old_trees(root: Path, site_parent: Path, *, quick: bool) -> dict[str, Megatron]:
+def old_trees(
+    root: Path, site_parent: Path, *, quick: bool, distributed: bool = True
+) -> dict[str, Megatron]:
     """Return Megatron cb995d5 as it is (`old`) and with DLRover's save and load (`dlrover`).
 
     Args:
@@ -135,15 +142,16 @@ def old_trees(root: Path, site_parent: Path, *, quick: bool) -> dict[str, Megatr
     except (subprocess.CalledProcessError, OSError) as error:
         raise UnavailableError(f"{error} {getattr(error, 'stderr', '') or ''}".strip()) from error
     trees = {"old": tree, "dlrover": real_dlrover.swapped(tree, root / "dlrover")}
-    return {name: _of_tree(each, root, site, quick=quick) for name, each in trees.items()}
+    flags = _flags(quick=quick, distributed=distributed)
+    return {name: _of_tree(each, root, site, flags) for name, each in trees.items()}
 
 
-def _of_tree(tree: Tree, root: Path, site: Path, *, quick: bool) -> Megatron:
+def _of_tree(tree: Tree, root: Path, site: Path, flags: tuple[str, ...]) -> Megatron:
     env = tree.environment(root)
     kept = {name: value for name, value in env.items() if not name.startswith("FLASHCKPT")}
     return Megatron(
         script=tree.root / "pretrain_gpt.py",
-        flags=(*_COMMON, *(_QUICK_MODEL if quick else _USUAL_MODEL)),
+        flags=flags,
         env={**kept, "PYTHONPATH": f"{env['PYTHONPATH']}{os.pathsep}{site}"},
         cwd=tree.root,
     )
