@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 from benchmarks.study import Result
-from benchmarks.train.report import machine_line, usual_steps
+from benchmarks.train.report import machine_line, rounds_of, usual_steps
 
 _OURS, _OTHERS, _LIMIT = "#1b7f5c", "#9aa5b1", "#c0392b"
 _PANELS = (
@@ -79,8 +79,7 @@ def _draw(figures: dict[str, Any], path: Path) -> None:
         fontsize=12,
     )
     figure.supxlabel(
-        f"medians of {figures['rounds']} interleaved rounds, lines from least to most\n"
-        f"{machine_line(figures)}",
+        f"{rounds_of(figures)}\n{machine_line(figures)}",
         fontsize=7,
     )
     figure.savefig(path, dpi=120)

@@ -134,9 +134,12 @@ class _Measuring:
     def measure(self) -> Measured:
         result = self._whole_run()
         if self._system.saves:
-            self._cut_back(self._schedule.resumed_from)
+            early = [number for number in result.saved if number <= self._schedule.resumed_from]
+            if not early:
+                raise JobError(f"there is no checkpoint before iteration {max(result.ended_at)}")
+            self._cut_back(early[-1])
             drop_from_cache(self._files(self._checkpoints))
-            self._restart(result)
+            self._restart(result, early[-1])
             self._check_limit(result)
         return result
 
@@ -160,9 +163,9 @@ class _Measuring:
                 self._losses("whole", job),
             )
             if self._system.saves:
-                self._await_commit(job, last)
+                newest = self._await_commit(job, last)
                 committed_at = time.perf_counter()
-                for file in self._files(self._directory(last)):
+                for file in self._files(self._directory(newest)):
                     _fsync(file)
                 result.owed_s = time.perf_counter() - committed_at
                 result.exit_s = time.perf_counter() - job.ended_at[last]
@@ -170,14 +173,13 @@ class _Measuring:
                     int(directory.name[5:]) for directory in self._checkpoints.glob("iter_*")
                 )
                 result.nbytes = sum(
-                    file.stat().st_size for file in self._files(self._directory(last))
+                    file.stat().st_size for file in self._files(self._directory(newest))
                 )
             job.await_agent()
         return result
 
-    def _restart(self, result: Measured) -> None:
-        """Start new ranks from storage, and from memory where the system can."""
-        first = self._schedule.resumed_from
+    def _restart(self, result: Measured, first: int) -> None:
+        """Start new ranks from checkpoint `first`, and from memory where the system can."""
         again = self._system.from_memory
         newest = first + self._schedule.interval if again else first
         with self._running("storage", save=again, load=True) as job:
@@ -248,12 +250,16 @@ class _Measuring:
             raise job.error(f"resumed with iteration {first}, not {resumed_from + 1}")
         return job.ended_at[first] - began_at
 
-    def _await_commit(self, job: Job, iteration: int) -> None:
+    def _await_commit(self, job: Job, iteration: int) -> int:
+        """Return the newest checkpoint: that of `iteration`, if the system leaves out no save."""
         deadline = time.perf_counter() + _COMMIT_S
+        if self._system.leaves_out_saves and (newest := self._tracked()) is not None:
+            return newest
         while self._tracked() != iteration:
             if time.perf_counter() > deadline:
                 raise job.error(f"ended, but its newest checkpoint is that of {self._tracked()}")
             time.sleep(0.005)
+        return iteration
 
     def _tracked(self) -> int | None:
         try:
@@ -263,8 +269,6 @@ class _Measuring:
 
     def _cut_back(self, iteration: int) -> None:
         """Remove all checkpoints after that of `iteration`."""
-        if not self._directory(iteration).is_dir():
-            raise JobError(f"there is no checkpoint of iteration {iteration}")
         for directory in self._checkpoints.glob("iter_*"):
             if int(directory.name[5:]) > iteration:
                 shutil.rmtree(directory)

@@ -61,6 +61,13 @@ def machine_line(figures: dict[str, Any]) -> str:
     )
 
 
+def rounds_of(figures: dict[str, Any]) -> str:
+    """Return what the figures are, by the number of rounds."""
+    if figures["rounds"] == 1:
+        return "one round"
+    return f"medians of {figures['rounds']} interleaved rounds (least to most)"
+
+
 def markdown(figures: dict[str, Any]) -> str:
     """Return the table for a document, with a line about the run below it."""
     header = ["", *LABELS.values(), "rounds"]
@@ -70,8 +77,8 @@ def markdown(figures: dict[str, Any]) -> str:
     steps = ", ".join(f"{seconds:.2f} s" for seconds in usual_steps(figures).values())
     lines += [
         "",
-        f"{figures['ranks']} ranks, a save every {schedule['interval']} steps; medians of "
-        f"{figures['rounds']} interleaved rounds (least to most); a step without a save: {steps}. "
+        f"Seconds. {figures['ranks']} ranks, a save every {schedule['interval']} steps; "
+        f"{rounds_of(figures)}; a step without a save: {steps}. "
         f"{machine_line(figures)}; {figures['seconds']} s in all.",
     ]
     lines += [f"\n{name} was left out: {why}." for name, why in figures["left_out"].items()]

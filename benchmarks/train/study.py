@@ -25,7 +25,7 @@ from benchmarks.train.figures import LABELS, figures_of, objections, spreads, us
 from benchmarks.train.job import RANKS, JobError, Megatron
 from benchmarks.train.measure import Measured, Schedule, Session
 from benchmarks.train.progress import Progress
-from benchmarks.train.report import cells, markdown, read_figures, usual_steps
+from benchmarks.train.report import cells, markdown, read_figures, rounds_of, usual_steps
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import SYSTEMS, System, UnavailableError, installed, old_trees
 
@@ -199,7 +199,7 @@ class _Series:
         )
         if not system.saves:
             self._usual_steps.setdefault(system.name, []).append(usual_step_s(run))
-        elif missing := set(self._schedule.saved_at) - set(run.saved):
+        elif missing := {*self._schedule.saved_at, self._schedule.iterations} - {*run.saved}:
             left_out = ", ".join(map(str, sorted(missing)))
             self._note(system, number, f"left out the saves of iterations {left_out}")
 
@@ -230,8 +230,7 @@ def table_of(figures: dict[str, Any]) -> Table:
     labels = {name: system["label"] for name, system in figures["systems"].items()}
     steps = [f"{seconds:.2f} s ({labels[name]})" for name, seconds in usual_steps(figures).items()]
     return Table(
-        f"{figures['ranks']} ranks; seconds, medians over the rounds (least to most); "
-        f"a step: {', '.join(steps)}",
+        f"{figures['ranks']} ranks; seconds, {rounds_of(figures)}; a step: {', '.join(steps)}",
         {"": "", **dict.fromkeys(LABELS.values(), ""), "rounds": ""},
         [tuple(row) for row in cells(figures)],
     )
