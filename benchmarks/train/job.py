@@ -188,9 +188,10 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(rest, timeout=_LEAVE_S)
-        for rank in self._ranks:
-            if rank.stdout is not None:
-                self._join_readers()
+        self._join_readers()
+        for rank, reader in zip(self._ranks, self._readers, strict=False):
+            # Closing waits for a reader, which waits for whoever still has the pipe.
+            if rank.stdout is not None and not reader.is_alive():
                 rank.stdout.close()
         # DLRover's saver has both named after the job.
         for file in Path("/dev/shm").glob(f"{self.name}_*"):

@@ -142,8 +142,13 @@ def old_trees(
         compiling = ["make", "-C", str(tree.root / "megatron/core/datasets")]
         subprocess.run(compiling, env=tree.environment(root), check=True, capture_output=True)
         site = real_dlrover.install(site_parent)
-    except (subprocess.CalledProcessError, OSError) as error:
-        raise UnavailableError(f"{error} {getattr(error, 'stderr', '') or ''}".strip()) from error
+    except subprocess.CalledProcessError as error:
+        printed = error.stderr.decode() if isinstance(error.stderr, bytes) else error.stderr
+        last = printed.strip().splitlines()[-1:] if printed else []
+        command = " ".join(map(str, error.cmd[:4]))
+        raise UnavailableError(": ".join([f"'{command} ...' failed", *last])) from error
+    except OSError as error:
+        raise UnavailableError(str(error)) from error
     trees = {"old": tree, "dlrover": real_dlrover.swapped(tree, root / "dlrover")}
     flags = _flags(quick=quick, distributed=distributed)
     return {name: _of_tree(each, root, site, flags) for name, each in trees.items()}
