@@ -110,7 +110,7 @@ class Job:
 
     def _read(self, rank: subprocess.Popen[str]) -> None:
         assert rank.stdout is not None
-        with contextlib.suppress(ValueError):  # closed by `end`
+        with rank.stdout:
             for line in rank.stdout:
                 now = time.perf_counter()
                 self._lines.append(line)
@@ -188,11 +188,8 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(rest, timeout=_LEAVE_S)
+        # Not for long: a reader ends with the last process that has the pipe, whoever that is.
         self._join_readers()
-        for rank, reader in zip(self._ranks, self._readers, strict=False):
-            # Closing waits for a reader, which waits for whoever still has the pipe.
-            if rank.stdout is not None and not reader.is_alive():
-                rank.stdout.close()
         # DLRover's saver has both named after the job.
         for file in Path("/dev/shm").glob(f"{self.name}_*"):
             file.unlink(missing_ok=True)
