@@ -157,7 +157,7 @@ class _Story:
         self._start(f"agent:{cell.point}:{cell.count}:STOP:{self._reached}")
         self._save(1)
         # One: with those of these rules a shard meets as many as the agent bears.
-        self._faulty.rule(*RULES[cell.trouble], *trouble.errors(self._root, most=1))
+        self._faulty.rule(*RULES[cell.trouble], *trouble.errors(self._root, most=1, within_s=60))
         # Nobody knows whether the agent still answers before it stops.
         self._staging = threading.Thread(target=self._stage_at_last)
         self._staging.start()

@@ -45,7 +45,7 @@ _SEED = "seed "
 _RATE = 100
 _DONE_RATE = 300
 #: Half of what the shortest retries of the package bear.
-_MOST = 2
+_MOST, _WITHIN_S = 2, 10
 _PASSING = sorted(number for number, it in TABLE.items() if it.may_pass)
 #: close(2) names it, and the package takes it for one that may pass.
 _OF_CLOSE = (errno.EIO,)
@@ -59,18 +59,18 @@ def prepare(home: Path, seed: int, cell: object) -> None:
     _write(home, [f"{_SEED}{of_cell}"], of_cell)
 
 
-def errors(root: Path, most: int = _MOST) -> list[str]:
+def errors(root: Path, most: int = _MOST, within_s: int = _WITHIN_S) -> list[str]:
     """Return the rules of the errors that pass, for a cell with faults; none without.
 
     Args:
-        most: how many of them a process meets in ten seconds.
+        most: how many of them a process meets within so many seconds.
     """
     seed = _seed(root.parent)
     if seed is None:
         return []
     refused = [call for call in CALLS if call != "fallocate"]
     return [
-        calm(most, 10_000),
+        calm(most, 1000 * within_s),
         *(
             sometimes(call, _RATE, seed, _OF_CLOSE if call == "close" else _PASSING)
             for call in refused
