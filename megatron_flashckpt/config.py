@@ -130,7 +130,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Action if a save fails in the background: `warn` logs an error (on rank 0 and on the rank
     that failed); `raise` stops training."""
 
-    failures_in_a_row: CountOrZero | None = None
+    failures_in_a_row: Count | None = None
     """With `on_failure: warn`: stop training after this many consecutive failed saves. `None`:
     never stop."""
 

@@ -215,6 +215,7 @@ def test_a_value_of_a_wrong_type_is_refused_with_field_and_origin(write, name, t
         ("agent.start_timeout_s", "0.05", "0.1"),
         ("agent.commit_timeout_s", "0.5", "1"),
         ("drain_timeout_s", "-1", "0"),
+        ("failures_in_a_row", "0", "1"),
         ("redundancy_group", "1", "2"),
         ("read_memory_mib", "63", "64"),
         ("replicated.weight", "0", "1"),
