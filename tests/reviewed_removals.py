@@ -246,8 +246,8 @@ REVIEWED: dict[Call, Reason] = {
             "agent/test_cleanup.py::test_what_is_not_ours_stays_and_links_are_not_followed",
         ),
         (
-            "Leftovers.remove",
-            "storage.delete_directory(directory)",
+            "_delete_directory",
+            "storage.delete_directory(name)",
             EMPTY,
             "agent/test_cleanup.py::test_a_directory_that_holds_nothing_of_ours_stays_even_if_it_is_empty",
         ),

@@ -15,9 +15,12 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from megatron_flashckpt.catalog.manifest_facts import KnownManifests
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names
@@ -26,6 +29,10 @@ from megatron_flashckpt.storage.parallel import for_all
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
+#: Pauses before a removal is repeated after a transient error.
+_RETRIES_S = (0.2, 1.0)
 #: Longest wait for storage while a job waits to resume.
 _LOOK_S = 2.0
 _OF_ATTEMPTS = (".commit", ".failed")
@@ -51,13 +58,33 @@ class Leftovers:
                 files += within
         for_all(lambda name: _delete(storage, name), files)
         for directory in self.incomplete:
-            storage.delete_directory(directory)
+            _delete_directory(storage, directory)
         return len(files)
 
 
+def retried(step: Callable[[], _T]) -> _T:
+    """Return `step()`, a removal, repeated after errors that may pass.
+
+    Storage may remove a file and still report an error. An empty directory is never found again,
+    so an error must not end the removal before the directory is deleted.
+    """
+    for pause_s in _RETRIES_S:
+        try:
+            return step()
+        except OSError as error:
+            if not may_pass(error):
+                raise
+        time.sleep(pause_s)
+    return step()
+
+
 def _delete(storage: Storage, name: str) -> None:
-    storage.delete(name)
+    retried(lambda: storage.delete(name))
     reach("leftover.file")
+
+
+def _delete_directory(storage: Storage, name: str) -> None:
+    retried(lambda: storage.delete_directory(name))
 
 
 class Sweeper:
@@ -182,13 +209,21 @@ class Sweeper:
             if iteration == self._resumed:
                 return
             committed = _committed_once(listed)
-            if committed:
+            removals = {file_names.removal_name(iteration, save_id) for save_id in committed}
+            # Retention has moved the manifests of these, and deletes their files after a commit.
+            removals = self._storage.present("", removals) if removals else set()
+            lost = {
+                save_id
+                for save_id in committed
+                if file_names.removal_name(iteration, save_id) not in removals
+            }
+            if lost:
                 logger.warning(
                     "%s/%s: the manifest of save %s is missing, but the save was committed; its "
                     "files stay; put the manifest back, or remove the directory yourself",
                     self._storage.place,
                     directory,
-                    ", ".join(sorted(committed)),
+                    ", ".join(sorted(lost)),
                 )
             names = [
                 f"{directory}/{name}"

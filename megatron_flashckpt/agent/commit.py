@@ -18,7 +18,12 @@ from collections.abc import Collection
 
 import xxhash
 
-from megatron_flashckpt.agent.commit_records import check_shards, read_records, why_gone
+from megatron_flashckpt.agent.commit_records import (
+    MissingShardsError,
+    check_shards,
+    read_records,
+    why_gone,
+)
 from megatron_flashckpt.agent.failed_save import (
     failure_elsewhere,
     leave_note,
@@ -116,6 +121,8 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
             save.error = save.error or why_gone(save, persisted, present)  # the next call ends it
         save.troubled_since = None
     except (FlashCkptError, OSError) as error:
+        if isinstance(error, MissingShardsError) and _may_come_late(save, error):
+            return _expired(save, timeout_s)
         if may_pass(error) and _is_worth_a_retry(save, error):
             logger.warning("iteration %d: trying again: %s", save.iteration, error)
             return _expired(save, timeout_s)
@@ -174,6 +181,16 @@ def _is_worth_a_retry(save: PendingSave, error: BaseException) -> bool:
     if 0 in save.metas:
         return troubled_s < _TROUBLE_S
     return class_of(error).kind != "damage" or troubled_s < _DEAD_DISK_S
+
+
+def _may_come_late(save: PendingSave, error: MissingShardsError) -> bool:
+    """Return whether missing shards, written by other nodes, may still become visible."""
+    if not error.ranks.isdisjoint(save.metas):
+        return False
+    if save.incomplete_since is None:
+        save.incomplete_since = time.monotonic()
+        logger.warning("iteration %d: trying again: %s", save.iteration, error)
+    return time.monotonic() - save.incomplete_since < _TROUBLE_S
 
 
 def _may_be_told_by_a_writer(save: PendingSave) -> bool:

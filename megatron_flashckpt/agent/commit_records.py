@@ -25,6 +25,14 @@ _SHOWN = 8
 _GONE_S = 2.0
 
 
+class MissingShardsError(CorruptCheckpointError):
+    """Shards have records, but their files are not visible."""
+
+    def __init__(self, message: str, ranks: frozenset[int]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
 def read_records(
     storage: Storage, iteration: int, save_id: str, world_size: int, names: Collection[str]
 ) -> list[CommitRecord]:
@@ -81,14 +89,17 @@ def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecor
     If another job or a person removes a shard while records are read, no manifest may name it.
 
     Raises:
+        MissingShardsError: names the shards that are missing; all others have the right size.
         CorruptCheckpointError: names the shards that are missing or have another size.
     """
     directory = file_names.iteration_dir(iteration)
+    missing: set[int] = set()
 
     def fault(record: CommitRecord) -> str | None:
         try:
-            nbytes = storage.size(f"{directory}/{record.file}")
+            nbytes = _size(storage, directory, record.file)
         except FileNotFoundError:
+            missing.add(record.rank)
             return f"{record.file} is missing"
         if nbytes != record.nbytes:
             return f"{record.file} has {nbytes} bytes instead of {record.nbytes}"
@@ -97,10 +108,23 @@ def check_shards(storage: Storage, iteration: int, records: Sequence[CommitRecor
     faults = [text for text in for_all(fault, records) if text is not None]
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise CorruptCheckpointError(
+        message = (
             f"{storage.place}/{directory}: {'; '.join(faults[:_SHOWN])}{more}: removed or changed "
             "since the shards were written; find the other writer before the next save"
         )
+        if len(missing) == len(faults):
+            raise MissingShardsError(message, frozenset(missing))
+        raise CorruptCheckpointError(message)
+
+
+def _size(storage: Storage, directory: str, name: str) -> int:
+    try:
+        return storage.size(f"{directory}/{name}")
+    except FileNotFoundError:
+        # `present` asks the file system's server, which knows names made a moment ago.
+        if name not in storage.present(directory, [name]):
+            raise
+        return storage.size(f"{directory}/{name}")
 
 
 def why_gone(save: PendingSave, persisted: Sequence[int], present: set[str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from megatron_flashckpt.agent.cleanup import retried
 from megatron_flashckpt.agent.markers import is_committed
 from megatron_flashckpt.agent.pending_save import PendingSave
 from megatron_flashckpt.error_classes import may_pass
@@ -100,14 +101,15 @@ def forget(save: PendingSave) -> None:
 
     def delete(name: str) -> None:
         try:
-            save.storage.delete(f"{save.directory}/{name}")
+            retried(lambda: save.storage.delete(f"{save.directory}/{name}"))
             reach("forget.file")
         except (FlashCkptError, OSError) as error:
             logger.warning("cannot remove a file of a failed save: %s", error)
 
     for_all(delete, own_names)
     try:
-        save.storage.delete_directory(save.directory)  # keeps a directory with other files
+        # Keeps a directory with other files.
+        retried(lambda: save.storage.delete_directory(save.directory))
     except (FlashCkptError, OSError) as error:
         logger.warning("cannot remove the directory of a failed save: %s", error)
 

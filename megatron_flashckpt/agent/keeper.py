@@ -16,12 +16,15 @@ from megatron_flashckpt.agent.claim import ENDED, FINISHING, IDLE, TRAINING, Cla
 from megatron_flashckpt.agent.commit_thread import Committer
 from megatron_flashckpt.agent.incarnations import process_with
 from megatron_flashckpt.agent.state import Node
+from megatron_flashckpt.error_classes import may_pass
 from megatron_flashckpt.errors import FlashCkptError, OvertakenError
 
 logger = logging.getLogger(__name__)
 
 #: Longest wait of a leaving agent for storage to accept its last renewal.
 _LAST_S = 2.0
+#: Pauses before the last renewal is repeated after a transient error.
+_LAST_RETRIES_S = (0.1, 0.3, 0.6)
 
 
 class ClaimKeeper:
@@ -54,17 +57,30 @@ class ClaimKeeper:
                     is_news = functools.partial(self._differs_from, state)
                     self._node.changed.wait_for(is_news, claims.INTERVAL_S)
                 state = ENDED if self._closing else self._state()
-            try:
-                self._renew(state)
-                self._trouble = ""
-            except OvertakenError:
-                pass  # the fence has logged it
-            except (FlashCkptError, OSError) as error:
-                if str(error) != self._trouble:
-                    self._trouble = str(error)
-                    logger.warning("the claim to the save directory is not renewed: %s", error)
-            if state == ENDED:
-                return
+            error = self._try_to_renew(state)
+            if state != ENDED:
+                continue
+            # Without this renewal the next start waits until the claim counts as silent.
+            for pause_s in _LAST_RETRIES_S:
+                if error is None or not may_pass(error):
+                    break
+                time.sleep(pause_s)
+                error = self._try_to_renew(state)
+            return
+
+    def _try_to_renew(self, state: int) -> Exception | None:
+        """Renew the claim; return the error of storage, which is logged once."""
+        try:
+            self._renew(state)
+        except OvertakenError:
+            pass  # the fence has logged it
+        except (FlashCkptError, OSError) as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.warning("the claim to the save directory is not renewed: %s", error)
+            return error
+        self._trouble = ""
+        return None
 
     def _differs_from(self, state: int) -> bool:
         return self._closing or self._state() != state

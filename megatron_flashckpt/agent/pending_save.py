@@ -74,6 +74,8 @@ class PendingSave:
     """Time at which a manifest without this save's marker was first seen; `time.monotonic`."""
     troubled_since: float | None = None
     """Time at which storage began to report transient errors; `time.monotonic`."""
+    incomplete_since: float | None = None
+    """Time at which shards with records were first missing for the committing agent; same clock."""
     listed_all: bool = False
     """True if the last look has listed the directory."""
     gone_since: float | None = None
