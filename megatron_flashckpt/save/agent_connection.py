@@ -81,6 +81,18 @@ class AgentConnection:
         if self._begun is not None:
             client.begin_run(self._begun)
 
+    @property
+    def run(self) -> RunKey | None:
+        """The run of this rank; None if none has claimed the save directory."""
+        return self._key
+
+    def has_living_agent(self) -> bool:
+        """Return whether this node has an agent, though this rank may not be connected to it."""
+        try:
+            return holder(agent_directory(self._root, self._config.runtime_dir)) is not None
+        except OSError:  # an AgentError is one
+            return True
+
     def hold(self, key: RunKey) -> None:
         """Tell the agent, and every replacement, which run this rank belongs to."""
         self._key = key

@@ -12,7 +12,7 @@ from megatron_flashckpt.config import Config
 from megatron_flashckpt.errors import AgentError, FlashCkptError, SaveFailedError
 from megatron_flashckpt.memory import cuda
 from megatron_flashckpt.memory.slab import Slab
-from megatron_flashckpt.memory.slot import COMPLETE
+from megatron_flashckpt.memory.slot import COMPLETE, SlotState
 from megatron_flashckpt.save.agent_connection import AgentConnection
 from megatron_flashckpt.save.new_slab import FIRST_META, new_slab
 from megatron_flashckpt.save.stager import Stager
@@ -333,11 +333,23 @@ class NodeLink:
             return False
         self._prepared()
         self._connection.note_lost()
+        self.seek_agent()
+        return True
+
+    def seek_agent(self) -> None:
+        """Find an agent in the background; it gets the slab, with all that is staged in it."""
+        self._prepared()
         self._preparing = threading.Thread(
             target=self._replace, name="flashckpt-replace", daemon=True
         )
         self._preparing.start()
-        return True
+
+    def withdraw(self, save_id: str) -> None:
+        """Keep later agents from writing a staged save that other ranks are told has failed."""
+        if self._slab is not None and not self._slab.read_only:
+            for slot in self._slab.slots:
+                if (slot.header.save_id, slot.header.state) == (save_id, SlotState.STAGED):
+                    slot.set_state(SlotState.FAILED)
 
     def _replace(self) -> None:
         self.refusal = ""

@@ -385,6 +385,7 @@ class Checkpointer:
         Returns:
             True if there is an agent, which finishes the staged saves.
         """
+        self.saves.close()
         if self._copies_hang:
             has_agent = self.link.current is not None
             self.abandon()

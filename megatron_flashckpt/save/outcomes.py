@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import logging
 import queue
+import time
 
 import msgspec
 
@@ -23,6 +24,7 @@ from megatron_flashckpt.file_format.file_names import iteration_dir
 from megatron_flashckpt.file_format.manifest import Manifest
 from megatron_flashckpt.megatron_lm.copy_check import CopyCheck
 from megatron_flashckpt.save.agent_link import NodeLink
+from megatron_flashckpt.save.failure_notes import FailureNotes
 from megatron_flashckpt.storage.opening import open_storage
 from megatron_flashckpt.tracing import OpenTraces, Recorder
 
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 #: Upper bound of the failures that are kept for the other nodes while there is no agent.
 _CALLS_OFF = 16
+#: Seconds between two attempts of rank 0 to reach an agent that runs and does not serve it.
+_SEEK_S = 30.0
 
 
 class PendingSaves:
@@ -57,6 +61,9 @@ class PendingSaves:
         self._loss = ""
         #: Saves that the next agent must call off, for the other nodes: iteration, id, reason.
         self._lost: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_CALLS_OFF)
+        #: Tells other nodes while there is no agent.
+        self._notes = FailureNotes(root, rank)
+        self._seek_at = 0.0
         self._failed_copies: queue.SimpleQueue[tuple[str, FlashCkptError]] = queue.SimpleQueue()
         self._agent_failures: queue.SimpleQueue[tuple[AgentClient, AgentError]] = (
             queue.SimpleQueue()
@@ -245,7 +252,10 @@ class PendingSaves:
     def _call_off(self, adopted: tuple[str, ...]) -> None:
         """Have the agent tell the other nodes which saves lack this rank's part."""
         client = self._link.current
-        while self._lost and client is not None:
+        if client is None:
+            self._leave_notes()
+            return
+        while self._lost:
             try:
                 if self._lost[0][1] not in adopted:
                     client.abandon(*self._lost[0])
@@ -259,6 +269,29 @@ class PendingSaves:
                 self.lose_agent(client, error)
                 return
             self._lost.popleft()
+
+    def _leave_notes(self) -> None:
+        """Tell the other nodes through storage: this rank has no agent, and may get none again.
+
+        They take a note of rank 0 for the word of the agent that commits, and remove their parts.
+        So rank 0 leaves none while an agent of this node runs, but tries to reach that one.
+        """
+        agent = self._link.agent
+        if not self._lost or (self._rank == 0 and time.monotonic() < self._seek_at):
+            return
+        if self._rank == 0:
+            self._seek_at = time.monotonic() + _SEEK_S
+            if agent.has_living_agent():
+                self._link.seek_agent()
+                return
+        while self._lost:
+            iteration, save_id, reason = self._lost.popleft()
+            self._link.withdraw(save_id)
+            self._notes.put(iteration, save_id, reason, agent.run)
+
+    def close(self) -> None:
+        """Return when the other nodes have been told of failures, or after a bounded wait."""
+        self._notes.close()
 
     def _committed(self, iteration: int, save_id: str) -> Manifest | None:
         """Return the manifest of a save, or None if the save is not committed."""
