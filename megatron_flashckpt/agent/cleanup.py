@@ -90,7 +90,8 @@ def _delete_directory(storage: Storage, name: str) -> None:
 class Sweeper:
     """Finds orphaned files at the right moments, and removes them in the background.
 
-    It remembers checkpoints without orphaned files, so that each directory is listed once.
+    It remembers checkpoints without orphaned files, so that each directory is listed once per
+    start of the job.
     """
 
     def __init__(self, storage: Storage, manifests: KnownManifests | None = None) -> None:
@@ -112,6 +113,8 @@ class Sweeper:
                 manifest before this node does, so its directory is not an incomplete save.
         """
         self._resumed = resumed
+        # Files of an agent on another node may have become visible after the last look.
+        self._clean = set()
         answer: queue.SimpleQueue[Leftovers] = queue.SimpleQueue()
         threading.Thread(
             target=lambda: answer.put(self._find(is_pending, None)), name="look", daemon=True
