@@ -151,6 +151,6 @@ def is_scarce(error: BaseException) -> bool:
     return class_of(error).kind == "scarce"
 
 
-def will_last(error: BaseException) -> bool:
-    """Return whether only a person can remove the cause of `error`."""
+def will_last(error: BaseException | int) -> bool:
+    """Return whether only a person can remove the cause of `error`, or of an error number."""
     return class_of(error).kind in ("full", "refused", "not supported")

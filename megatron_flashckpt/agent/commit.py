@@ -26,6 +26,7 @@ from megatron_flashckpt.agent.commit_records import (
 )
 from megatron_flashckpt.agent.failed_save import (
     failure_elsewhere,
+    lasts_elsewhere,
     leave_note,
     may_remove,
     tell_others,
@@ -90,6 +91,7 @@ def outcome_of(save: PendingSave, timeout_s: float) -> tuple[bool, str | None]:
         present = look(save)
         failure = failure_elsewhere(save, present)
         if failure is not None:
+            save.lasts = save.lasts or lasts_elsewhere(failure)
             save.called_off = file_names.failure_name(0, save.save_id) in present
             if 0 in save.metas and not save.called_off:
                 tell_others(save, 0, failure)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 from megatron_flashckpt.agent.cleanup import retried
 from megatron_flashckpt.agent.markers import is_committed
 from megatron_flashckpt.agent.pending_save import PendingSave
-from megatron_flashckpt.error_classes import may_pass
+from megatron_flashckpt.error_classes import may_pass, will_last
 from megatron_flashckpt.errors import FlashCkptError
 from megatron_flashckpt.failpoints import reach
 from megatron_flashckpt.file_format import file_names
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 #: Pauses before a failure note is written again.
 _NOTE_RETRIES_S = (0.2, 1.0, 3.0)
 _NOTE_NBYTES = 2**16
+#: Prefix of the message of a storage error.
+_ERROR_OF_STORAGE = re.compile(r"\[Errno (\d+)\] ")
 #: Seconds that a node waits, after training has abandoned a save, for rank 0's node to learn of it.
 #: Used where a job started meanwhile without this node, so that no agent has kept the save.
 _MISSED_S = 5.0
@@ -32,6 +35,15 @@ def failure_elsewhere(save: PendingSave, present: set[str]) -> str | None:
             note = save.storage.read(f"{save.directory}/{name}", 0, _NOTE_NBYTES)
             return note.decode(errors="replace")
     return None
+
+
+def lasts_elsewhere(reason: str) -> bool:
+    """Return whether a note states an error of storage that only a person can end.
+
+    What a rank could not stage says nothing of storage: such a note begins with the rank.
+    """
+    match = _ERROR_OF_STORAGE.match(reason)
+    return match is not None and will_last(int(match[1]))
 
 
 def tell_others(save: PendingSave, rank: int, reason: str) -> None:
