@@ -30,18 +30,18 @@ class FailureNotes:
     def __init__(self, root: str, rank: int) -> None:
         self._root = root
         self._rank = rank
-        self._waiting: queue.SimpleQueue[tuple[int, str, str, RunKey | None] | None] = (
+        self._work: queue.SimpleQueue[tuple[int, str, str, RunKey | None] | None] = (
             queue.SimpleQueue()
         )
         self._thread: threading.Thread | None = None
 
-    def put(self, iteration: int, save_id: str, reason: str, run: RunKey | None) -> None:
+    def add(self, iteration: int, save_id: str, reason: str, run: RunKey | None) -> None:
         """Tell the other nodes that a save lacks this rank's part.
 
         Args:
             run: of this rank; nothing is told if another run has claimed the save directory.
         """
-        self._waiting.put((iteration, save_id, reason, run))
+        self._work.put((iteration, save_id, reason, run))
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name="flashckpt-failure-notes", daemon=True
@@ -51,12 +51,12 @@ class FailureNotes:
     def close(self) -> None:
         """Return when storage has taken all notes, or after a bounded wait."""
         if self._thread is not None:
-            self._waiting.put(None)
+            self._work.put(None)
             self._thread.join(_END_S)
             self._thread = None
 
     def _run(self) -> None:
-        while (note := self._waiting.get()) is not None:
+        while (note := self._work.get()) is not None:
             try:
                 self._leave(*note)
             except Exception:  # the notes of later saves must still be left

@@ -287,7 +287,7 @@ class PendingSaves:
         while self._lost:
             iteration, save_id, reason = self._lost.popleft()
             self._link.withdraw(save_id)
-            self._notes.put(iteration, save_id, reason, agent.run)
+            self._notes.add(iteration, save_id, reason, agent.run)
 
     def close(self) -> None:
         """Return when the other nodes have been told of failures, or after a bounded wait."""
