@@ -18,7 +18,7 @@ from benchmarks.train.job import JobError, Megatron, running
 from benchmarks.train.measure import Schedule, Session
 from benchmarks.train.storage_limit import StorageLimit
 from benchmarks.train.systems import System
-from tests.agent.trainer import eventually
+from tests.support.trainer import eventually
 
 REPO = Path(__file__).resolve().parents[1]
 #: Trains nothing, but prints, saves and loads as Megatron does.

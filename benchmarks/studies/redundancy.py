@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks.study import Result, Study, Table
 from megatron_flashckpt.memory.slot import SlotState
-from tests.agent.cluster import Cluster, cluster
-from tests.agent.trainer import content, eventually, new_save_id
+from tests.support.cluster import Cluster, cluster
+from tests.support.trainer import content, eventually, new_save_id
 
 SCHEMES = ("none", "copy", "xor")
 NODES = (2, 3, 4, 8)

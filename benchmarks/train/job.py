@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.forked.job import free_port
+from tests.support.forked.job import free_port
 
 RANKS = 2
 #: The processes of a job have the job's name in their environment, or, as an agent does, the

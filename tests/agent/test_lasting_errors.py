@@ -10,8 +10,8 @@ import pytest
 from megatron_flashckpt.agent.failed_save import lasts_elsewhere
 from megatron_flashckpt.file_format import file_names
 from tests.agent.conftest import Node
-from tests.agent.trainer import new_save_id
 from tests.faulty_storage.preload import FaultyStorage, fail
+from tests.support.trainer import new_save_id
 
 
 @pytest.mark.parametrize("full", [0, 1])

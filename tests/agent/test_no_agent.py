@@ -22,8 +22,8 @@ from megatron_flashckpt.save.agent_link import NodeLink
 from megatron_flashckpt.save.outcomes import PendingSaves
 from megatron_flashckpt.tracing import Recorder
 from tests.agent.conftest import Node
-from tests.agent.test_leftovers import plant
-from tests.agent.trainer import FakeTrainer, eventually, is_alive, new_save_id
+from tests.agent.test_cleanup import plant
+from tests.support.trainer import FakeTrainer, eventually, is_alive, new_save_id
 
 #: The commit timeout of these agents is 60 s.
 SOON_S = 15.0

@@ -21,11 +21,11 @@ from megatron_flashckpt.errors import StorageError
 from megatron_flashckpt.file_format import file_names
 from megatron_flashckpt.storage.posix import PosixStorage
 from tests.agent.conftest import Node
-from tests.agent.persisting import persisted
+from tests.agent.test_cleanup import half_a_save, plant
 from tests.agent.test_faulty_storage import agent_here
-from tests.agent.test_leftovers import half_a_save, plant
-from tests.agent.test_persist import stored
-from tests.agent.trainer import eventually
+from tests.agent.test_shard_writer import stored
+from tests.support.persisting import persisted
+from tests.support.trainer import eventually
 
 SAVE = "a" * 12
 DIRECTORY = file_names.iteration_dir(5)
