@@ -41,7 +41,7 @@ _LETTERS = 14
 _CAUSED = (AgentError, ConfigError, OtherWriterError, UnsupportedError)
 #: Messages of these classes that need none: of a broken program or of a test, not of a user.
 _INTERNAL = {
-    "is not WHO:POINT:COUNT",
+    "must be WHO:POINT:COUNT",
     "is not of this protocol",
     "before a slab was attached",
     "the agent answered",
