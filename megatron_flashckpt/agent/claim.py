@@ -126,7 +126,7 @@ def decode(encoded: bytes, place: str) -> Claim:
         return claim
     except (msgspec.DecodeError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"{place}: is no claim of a writer ({error}); remove it if no job saves here"
+            f"{place}: is not a claim of a writer ({error}); remove it if no job saves here"
         ) from error
 
 

@@ -177,9 +177,11 @@ def awaited_by(save: PendingSave) -> str:
     """Return what `save` is waiting for, as far as is known without asking storage."""
     writing = sorted(set(save.metas) - save.persisted)
     if writing:
+        plural = "s" if len(writing) > 1 else ""
         return (
-            f"the shards of {len(writing)} ranks ({', '.join(map(str, writing[:_SHOWN]))}) are "
-            f"still being written: {save.storage.place} is slow, or hangs"
+            f"the shards of {len(writing)} rank{plural} "
+            f"({', '.join(map(str, writing[:_SHOWN]))}) are still being written: "
+            f"{save.storage.place} is slow, or hangs"
         )
     if save.unpublished:
         return f"the commit records of this node cannot be written: {save.storage.place} is slow"

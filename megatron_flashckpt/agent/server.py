@@ -62,7 +62,7 @@ class Agent:
         #: Latest time to end; set by a signal.
         self._deadline: float | None = None
         self.unfinished = False
-        """True: the agent was told to end, and a save was not durable in time."""
+        """True: a signal ended the agent, and a save was not durable in time."""
         self.all_left = False
         """True: all trainers have ended as planned, and no shard is being written."""
 
@@ -106,7 +106,7 @@ class Agent:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 for save in self._committer.pending.values():
                     logger.error(
-                        "told to end: iteration %d is not durable: %s; it had at most %g s "
+                        "ended by a signal: iteration %d is not durable: %s; the agent had at most %g s "
                         "('agent.sigterm_timeout_s')",
                         *(save.iteration, awaited_by(save), self._node.options.sigterm_timeout_s),
                     )

@@ -296,7 +296,7 @@ def check(manifest: Manifest, place: str) -> None:
         problems.append("a template names a key that is not in the table")
     problems += sorted(
         {
-            f"{item.numel} elements of type {item.dtype!r} cannot be"
+            f"a template has {item.numel} elements of type {item.dtype!r}"
             for items in manifest.templates.values()
             for item in items
             if item.dtype not in ITEMSIZE or item.numel < 0

@@ -326,7 +326,8 @@ class Candidates:
             lost = "nothing is lost"
             if newest is not None and newest.iteration > resumed:
                 at_most = "at most " if newest.gone else ""
-                lost = f"{at_most}{newest.iteration - resumed} iterations are lost"
+                count = newest.iteration - resumed
+                lost = f"{at_most}{count} iteration{'s are' if count > 1 else ' is'} lost"
             lines.append(f"TRAINING RESUMES FROM ITERATION {resumed} in {where}: {lost}")
         lines.append(
             "all damaged data was left unchanged; set 'damaged: stop' to stop the job instead"

@@ -193,8 +193,8 @@ def _require_memory(
         return
     reason = f"{shown(available)} available"
     if others:
-        ranks = ", ".join(f"{shown(nbytes)} by rank {rank}" for rank, nbytes in others.items())
-        reason += f", of which {ranks} is being taken"
+        takes = [f"rank {rank} is taking {shown(nbytes)}" for rank, nbytes in others.items()]
+        reason += f", of which {', '.join(takes)}"
     if held_nbytes:
         reason += f"; in addition, the node is to hold {shown(held_nbytes)} for other nodes"
     raise StorageError(errno.ENOMEM, _refusal(geometry, name, reason, errno.ENOMEM))

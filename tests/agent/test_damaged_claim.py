@@ -1,4 +1,4 @@
-"""What an agent does while a file that is no claim stands in the place of the claim."""
+"""What an agent does while the claim's file holds no claim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_claim_that_cannot_be_read_fails_saves_and_ends_no_thread(node: Node, 
     (root / CLAIM).write_bytes(b"no claim")
     for iteration in (2, 3):
         trainer.stage(iteration, new_save_id())
-        assert "is no claim of a writer" in (trainer.outcome().error or "")
+        assert "is not a claim of a writer" in (trainer.outcome().error or "")
     (root / CLAIM).write_bytes(claim)
     assert trainer.save(4).error is None
     assert_intact(root, 4, [trainer])

@@ -177,7 +177,7 @@ def test_what_it_could_not_finish_is_said_by_its_exit_status(
             agent.terminate()
         status, lines = ended(agent)
     assert status == 1
-    assert any("told to end: iteration 1 is not durable: " in line for line in lines)
+    assert any("ended by a signal: iteration 1 is not durable: " in line for line in lines)
     assert lines[-1].endswith(f"agent {agent.pid} ends: a save is not in storage")
     assert "iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
 

@@ -75,8 +75,9 @@ def test_an_agent_told_to_end_does_not_wait_for_ever_and_another_takes_over(
             os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
     said = (directory / LOG).read_text()
-    assert "told to end: iteration 1 is not durable: the shards of 1 ranks (0) are still" in said
-    assert f"it had at most {timeout_s:g} s ('agent.sigterm_timeout_s')" in said
+    unfinished = "ended by a signal: iteration 1 is not durable: the shards of 1 rank (0) are still"
+    assert unfinished in said
+    assert f"the agent had at most {timeout_s:g} s ('agent.sigterm_timeout_s')" in said
     assert trainer.reconnect() == (save_id,)
     assert trainer.outcome().error is None
     assert_intact(root, 1, [trainer])
@@ -127,7 +128,9 @@ def test_what_is_in_memory_only_does_not_keep_an_agent_beyond_its_deadline(
         trainer.client.close()
         os.kill(agent, signal.SIGTERM)
         eventually("the end of the agent", lambda: not is_alive(agent), within_s=5.0)
-    assert "told to end: iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
+    assert (
+        "ended by a signal: iteration 1 is not durable" in (node.directory(root) / LOG).read_text()
+    )
     assert not (root / file_names.TRACKER).exists()
 
 

@@ -288,10 +288,10 @@ LIES = {
     ),
     "manifest with an unknown type": Lie(
         change_item(2, "F12"),
-        rf"manifest\.json: \d+ elements of type 'F12' cannot be; {OLDER}",
+        rf"manifest\.json: a template has \d+ elements of type 'F12'; {OLDER}",
     ),
     "manifest with negative elements": Lie(
-        change_item(5, -5), rf"manifest\.json: -5 elements of type '\w+' cannot be; {OLDER}"
+        change_item(5, -5), rf"manifest\.json: a template has -5 elements of type '\w+'; {OLDER}"
     ),
     "manifest with another size of a file": Lie(
         change_entry(nbytes=17),

@@ -212,6 +212,13 @@ def test_the_report_names_damage_place_and_loss(
     assert "RESUMES FROM ITERATION 4 in storage: 2 iterations are lost" in block
 
 
+def test_the_report_of_one_lost_iteration_is_singular(
+    storage: PosixStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried(storage, [held(7)], {"memory 7": DAMAGE})
+    assert "RESUMES FROM ITERATION 6 in storage: 1 iteration is lost" in caplog.messages[-1]
+
+
 def test_other_ranks_say_nothing(storage: PosixStorage, caplog: pytest.LogCaptureFixture) -> None:
     candidates = Candidates(storage, Named(4), [], rank=1, fall_back=True)
     candidates.report()

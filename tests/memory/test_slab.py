@@ -140,7 +140,7 @@ def test_slabs_that_other_processes_are_making_count(monkeypatch: pytest.MonkeyP
         with pytest.raises(StorageError) as raised:
             Slab.create(2, 0, 31 * mib, "3")
         assert raised.value.errno == errno.ENOMEM
-        said = r"\(100\.0 MiB available, of which 40\.0 MiB by rank 7 is being taken\)"
+        said = r"\(100\.0 MiB available, of which rank 7 is taking 40\.0 MiB\)"
         assert re.search(said, str(raised.value))
         other.stdin.write("\n")
         other.stdin.flush()

@@ -116,7 +116,7 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
     present = {path.name for path in directory.iterdir() if path.name.startswith("rank_")}
     if extra := sorted(present - set(names)):
         raise CorruptCheckpointError(
-            f"{directory}: the job had {len(names)} ranks, but {some(extra)} is there, too: "
+            f"{directory}: the job had {len(names)} ranks, but the checkpoint also has {some(extra)}: "
             f"{MIXED}; {ddp_buckets.REMEDY}"
         )
     files = [directory / name / OPTIMIZER_FILE for name in names]
