@@ -106,8 +106,8 @@ class Agent:
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 for save in self._committer.pending.values():
                     logger.error(
-                        "ended by a signal: iteration %d is not durable: %s; the agent had at most %g s "
-                        "('agent.sigterm_timeout_s')",
+                        "ended by a signal: iteration %d is not durable: %s; the agent had at "
+                        "most %g s ('agent.sigterm_timeout_s')",
                         *(save.iteration, awaited_by(save), self._node.options.sigterm_timeout_s),
                     )
                     self.unfinished = True

@@ -116,8 +116,8 @@ def _load_shards(directory: Path, args: Any) -> list[_Shards]:
     present = {path.name for path in directory.iterdir() if path.name.startswith("rank_")}
     if extra := sorted(present - set(names)):
         raise CorruptCheckpointError(
-            f"{directory}: the job had {len(names)} ranks, but the checkpoint also has {some(extra)}: "
-            f"{MIXED}; {ddp_buckets.REMEDY}"
+            f"{directory}: the job had {len(names)} ranks, but the checkpoint also has "
+            f"{some(extra)}: {MIXED}; {ddp_buckets.REMEDY}"
         )
     files = [directory / name / OPTIMIZER_FILE for name in names]
     of_ranks = [_of_file(file) if file.is_file() else {} for file in files]
