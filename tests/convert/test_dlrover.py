@@ -262,7 +262,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         ["holds files of another save: mp_rank_01 of iteration 2"],
     ),
     "ranks exchanged": (exchange, ["the sizes of its shards do not follow from the args"]),
-    "a rank of a larger job": (one_rank_more, ["4 ranks, but rank_00004", "files of two saves"]),
+    "a rank of a larger job": (
+        one_rank_more,
+        ["4 ranks, but the checkpoint also has rank_00004", "files of two saves"],
+    ),
     "a file cut short": (truncate, ["rank_00002/distrib_optim.pt: cannot be read"]),
 }
 
