@@ -34,6 +34,9 @@ class SlotInfo:
     """Its bytes are being read for their digests alone: must not be overwritten."""
     recovered: bool = False
     """Its bytes came from other nodes."""
+    elsewhere: bool = False
+    """They came from the slot that the rank had on another node, whose agent persists them. Two
+    agents must never write one shard: one of them could overwrite it after the commit."""
 
 
 class RankSlots:
@@ -165,11 +168,13 @@ class RankSlots:
         return sorted(found, key=lambda index: self.infos[index].sequence)
 
     def recovered(self, save_id: str | None) -> list[int]:
-        """Return the slots with this save that came from other nodes and were not persisted yet."""
+        """Return the slots with this save that came from other nodes and no agent persists yet."""
         return [
             slot.index
             for slot, info in zip(self.slab.slots, self.infos, strict=True)
-            if info.recovered and not info.claimed and slot.header.save_id == save_id
+            if info.recovered
+            and not (info.claimed or info.elsewhere)
+            and slot.header.save_id == save_id
         ]
 
     def saves_after(self, index: int) -> set[str]:

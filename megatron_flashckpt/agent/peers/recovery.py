@@ -55,6 +55,8 @@ class Plan:
 
     label: Label
     pieces: tuple[_Piece, ...]
+    is_in_slot: bool = False
+    """True if an agent that is alive has the checkpoint in a slot, where the rank staged it."""
 
     @property
     def nodes(self) -> list[int]:
@@ -70,7 +72,7 @@ def plans(rank: int, found: Mapping[int, m.Found]) -> dict[str, Plan]:
     for node, there in sorted(found.items()):
         for label in there.labels:
             read = _of_slot(node, rank, label.save_id, 0, label.nbytes)
-            made[label.save_id] = Plan(label, (_Piece(0, label.nbytes, (read,)),))
+            made[label.save_id] = Plan(label, (_Piece(0, label.nbytes, (read,)),), True)
         for each in there.held:
             held.setdefault(each.label.save_id, []).append((node, each))
     for save_id, parts in held.items():
@@ -159,6 +161,7 @@ def recover(
     for index, plan in good.items():
         slots.infos[index].digests = plan.label.digests
         slots.infos[index].recovered = True
+        slots.infos[index].elsewhere = plan.is_in_slot
     return slots
 
 
