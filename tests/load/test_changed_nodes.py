@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -94,7 +95,7 @@ def _ask(rank: int, where: Path, places: dict[str, tuple[str, Redundancy, list[s
         config = Config(
             runtime_dir=runtime_dirs[rank],
             redundancy=redundancy,
-            agent=AgentConfig(grace_s=60.0, address="127.0.0.1"),
+            agent=AgentConfig(grace_s=600.0, address="127.0.0.1"),
         )
         link = NodeLink(root, rank, config)
         calls = 0
@@ -134,6 +135,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[A
         for name, restart in RESTARTS.items():
             (where / "n" / name).mkdir(parents=True)
             made[name] = Cluster(where / "n" / name, where / "n" / name / "save", [1] * RANKS)
+            for node in made[name].nodes:
+                # Ranks come back only when all scenarios are prepared.
+                node.config = functools.partial(node.config, grace_s=600.0)  # type: ignore[method-assign]
             _save(made[name], restart)
             for trainer in made[name].trainers.values():
                 trainer.hang_up()
